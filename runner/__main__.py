@@ -1,0 +1,61 @@
+"""`python -m runner`: from what was typed to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from runner.errors import RunnerError
+
+TOO_NEW = (3, 14)
+
+
+def main() -> int:
+    """Do what the command line asks for; the exit codes are those of `runner.errors`."""
+    if sys.version_info >= TOO_NEW:
+        found = ".".join(str(part) for part in sys.version_info[:2])
+        _say(f"hydra 1.3 does not start on Python {found}; use Python 3.11, 3.12 or 3.13")
+        return 2
+    try:
+        code = _main(sys.argv[1:])
+        sys.stdout.flush()
+        return code
+    except RunnerError as error:
+        _say(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(typed: list[str]) -> int:
+    """The story. Imports wait for their turn, so that an answer comes as soon as it is known."""
+    from runner.cli.arguments import read_arguments
+
+    arguments = read_arguments(typed)
+    if arguments.help or arguments.version:
+        from runner.cli.help import help_text, version_text
+
+        sys.stdout.write(help_text() if arguments.help else version_text())
+        return 0
+
+    from runner.cli.path import current_folder_last
+
+    with current_folder_last():  # what lies there must not stand in for an installed package
+        from runner.cli.preflight import check
+
+        request = check(arguments)  # no torch, no folder: a mistake is answered at once
+
+    from runner.cli.launch import launch
+
+    return launch(request)
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What a device can compute with, and what it is fast at."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from runner import cgroup
+
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "FEAT_BF16"})  # x86, arm, Apple
+NOTED_FLAGS = BF16_FLAGS | {"avx2", "avx512f", "avx512_fp16", "amx_int8", "sve", "sve2", "i8mm"}
+"""Those that decide how fast torch's kernels are."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the device supports; `…_fast` says that it is worth using, not only possible."""
+
+    bf16: bool
+    bf16_fast: bool
+    fp16: bool
+    fp16_fast: bool
+    tf32: bool
+    tensor_cores: bool
+    float64: bool
+    notes: tuple[str, ...] = ()  # limits worth knowing
+
+
+def of_cpu(flags: frozenset[str]) -> Capabilities:
+    """A CPU with these flags: bf16 pays where there are instructions for it, fp16 never does.
+
+    fp16 was measured 20 to 30 times slower than fp32, on a CPU with AVX512-FP16.
+    """
+    fast = not BF16_FLAGS.isdisjoint(flags)
+    notes = () if fast else ("no bf16 instructions: 16-bit autocast is slower than fp32 here",)
+    return Capabilities(
+        bf16=True,
+        bf16_fast=fast,
+        fp16=True,
+        fp16_fast=False,
+        tf32=False,
+        tensor_cores=False,
+        float64=True,
+        notes=notes,
+    )
+
+
+def of_nvidia(major: int, minor: int) -> Capabilities:
+    """An NVIDIA GPU of this compute capability.
+
+    Tensor cores came with 7.0 (Volta), bf16 and TF32 with 8.0 (Ampere): CUDA C++ Programming
+    Guide, table of features per compute capability.
+    """
+    ampere, volta = major >= 8, major >= 7
+    notes = ["fp16 gradients need a loss scale; bf16 does not"]
+    if not ampere:
+        notes.append(f"compute capability {major}.{minor}: bf16 is emulated, there is no TF32")
+    return Capabilities(
+        bf16=ampere,
+        bf16_fast=ampere,
+        fp16=True,
+        fp16_fast=volta,
+        tf32=ampere,
+        tensor_cores=volta,
+        float64=True,
+        notes=tuple(notes),
+    )
+
+
+def of_amd(architecture: str) -> Capabilities:
+    """An AMD GPU through ROCm; gfx908 and the later gfx9 (CDNA) have matrix cores."""
+    matrix = architecture.startswith(("gfx908", "gfx90a", "gfx94", "gfx95"))
+    return Capabilities(
+        bf16=True,
+        bf16_fast=matrix,
+        fp16=True,
+        fp16_fast=True,
+        tf32=False,  # off in hipBLASLt unless asked for in the environment
+        tensor_cores=matrix,
+        float64=True,
+        notes=(f"ROCm, {architecture}",),
+    )
+
+
+def of_mps(bf16: bool) -> Capabilities:
+    """An Apple GPU; whether it takes bf16 is up to macOS, from 14.0 on."""
+    return Capabilities(
+        bf16=bf16,
+        bf16_fast=False,  # native from the M2 on, and torch cannot tell which one it is
+        fp16=True,
+        fp16_fast=True,
+        tf32=False,
+        tensor_cores=False,
+        float64=False,
+        notes=(
+            "no float64: numpy's default type has to be cast before it reaches the device",
+            "an operator that Metal lacks raises; PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU",
+            "memory is the machine's own, so pinning buys nothing",
+        ),
+    )
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """The CPU's instruction-set flags as the system spells them; empty where it does not say."""
+    if sys.platform == "darwin":
+        return frozenset({"FEAT_BF16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else ())
+    return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+
+
+@cache
+def cpu_name() -> str:
+    """The CPU's model."""
+    found = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    return found or _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and its container's quota rounded up."""
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = cgroup.cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def usable_memory() -> int:
+    """Bytes of memory: the machine's, or its container's where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = cgroup.memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+@cache
+def _cpuinfo(field: str) -> str:
+    """The first processor's value of a field of /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""
+
+
+def _sysctl(name: str) -> str:
+    """A value of macOS's registry; empty when there is no such one."""
+    try:
+        command = ["/usr/sbin/sysctl", "-n", name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return ""

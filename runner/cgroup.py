@@ -1,0 +1,85 @@
+"""What a container or a batch system allows this process: control groups, version 1 and 2.
+
+The kernel's own totals know nothing of these limits, so a process that trusts them is killed
+for memory, or starts more threads than it may run. Every function takes the root of the file
+system it reads, and answers None where nothing is limited (macOS always).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+UNLIMITED = 1 << 60  # version 1 writes about 2**63 where there is no limit
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes this process may hold, the tightest limit of its groups."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Bytes until a limit is reached; file cache that the kernel can drop counts as free."""
+    return min((max(limit - used, 0) for limit, used in _memory(root)), default=None)
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPUs' worth of time this process may use, such as 1.5."""
+    quotas = []
+    for version, folder in _groups(root, "cpu"):
+        if version == 2:
+            quota, _, period = _text(folder / "cpu.max").partition(" ")
+        else:
+            quota = _text(folder / "cpu.cfs_quota_us")
+            period = _text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" and -1: none
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    for version, folder in _groups(root, "memory"):
+        limit, usage, cache = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        allowed, used = _text(folder / limit), _text(folder / usage)
+        if not (allowed.isdigit() and used.isdigit()) or int(allowed) >= UNLIMITED:
+            continue
+        statistics = dict(
+            line.split() for line in _text(folder / "memory.stat").splitlines() if " " in line
+        )
+        yield int(allowed), int(used) - int(statistics.get(cache, 0))
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """The folder of this process's group and of each group above it, with the version.
+
+    In a container the mount shows only the container's own part of the tree while the path
+    may still be the host's; the folders that do not exist are then passed over, and the mount
+    itself is the container's group.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        folder = mount / path.strip("/")
+        while True:
+            if folder.is_dir():
+                yield version, folder
+            if folder == mount or mount not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

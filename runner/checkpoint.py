@@ -1,0 +1,203 @@
+"""Checkpoints: a run's state on disk, whole or not at all, and read back only if undamaged."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from runner import checkpoint_folder as folders
+from runner import manifest, storage
+from runner.checkpoint_folder import FOLDER, Restored
+from runner.errors import CheckpointError, StorageError
+from runner.manifest import Manifest, read_manifest
+from runner.snapshot import Copier, Snapshot, write_state, write_tensors
+
+__all__ = ["Checkpointer", "Restored"]
+
+log = logging.getLogger("runner")
+
+MAX_FAILURES = 3  # saves in a row that may fail before the run ends
+
+
+class Checkpointer:
+    """Saves a run in the background and finds the newest good checkpoint again.
+
+    Without a folder it keeps the last one in memory, so that a roll-back works all the same.
+    Who makes one with a folder must own that folder (`runner.lock`): leftovers are swept.
+    """
+
+    def __init__(self, folder: Path | None, keep: int, config_hash: str = "") -> None:
+        self.faults: dict[str, int] = {}  # counts by kind
+        self._root = None if folder is None else folder / FOLDER
+        self._keep = keep
+        self._config_hash = config_hash
+        # The one in memory must stay whole until the next one is; with reuse, a Ctrl-C tears it.
+        self._copier = Copier(reuse=folder is not None)
+        self._memory: tuple[int, Snapshot] | None = None
+        self._thread: Thread | None = None
+        self._failures = 0  # in a row
+        self._trouble: OSError | None = None  # why the last save failed, if it did
+        self._fault: Exception | None = None  # in the background, and not the disk's
+        if self._root is not None and self._root.is_dir():
+            folders.sweep(self._root)
+
+    @property
+    def last(self) -> str | None:
+        """The newest checkpoint's folder, relative to the run's."""
+        return self._pointed("last")
+
+    @property
+    def best(self) -> str | None:
+        """The best one's folder, relative to the run's."""
+        return self._pointed("best")
+
+    def save(self, step: int, model: dict[str, Any], state: dict[str, Any], best: bool) -> None:
+        """Copy both now and write them in the background; waits for the save before this one.
+
+        A full or read-only disk is a warning and counted; the next save tries again. Raises
+        StorageError after three such in a row, and TypeError naming what cannot be kept.
+        """
+        self.wait()
+        snapshot = self._copier.take(model, state)
+        if self._root is None:
+            self._memory = (step, snapshot)
+            return
+        # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
+        thread = Thread(target=self._write, args=(self._root, step, snapshot, best))
+        thread.start()
+        self._thread = thread
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises StorageError if three saves in a row failed."""
+        self._settle()
+        if self._failures >= MAX_FAILURES:
+            raise self._error(f"{self._failures} checkpoints in a row were")
+
+    def close(self) -> None:
+        """Wait, and raise StorageError if the last checkpoint could not be written.
+
+        For the end of a run; saving again afterwards is possible.
+        """
+        self._settle()
+        if self._failures:
+            raise self._error("the last checkpoint was")
+
+    def restore(self, where: Path | None = None) -> Restored | None:
+        """The newest good checkpoint: of this run, of the run in `where`, or that step folder.
+
+        A bad one is named in the warnings and the one before it is used. None if this run has no
+        checkpoint yet; CheckpointError if there are some and none is good, or none in `where`;
+        SecurityError if the newest holds more than data, which damage does not bring about.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if where is not None and _is_step(where):
+            restored: Restored | None = folders.load(where)
+        elif where is not None:
+            root = where if where.name == FOLDER else where / FOLDER
+            restored = folders.load_newest(root)
+            if restored is None:
+                raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
+        elif self._root is not None:
+            restored = folders.load_newest(self._root)
+        else:
+            restored = self._remembered()
+        for warning in restored.warnings if restored else ():
+            log.warning("checkpoint: %s", warning)
+        return restored
+
+    def _remembered(self) -> Restored | None:
+        if self._memory is None:
+            return None
+        step, kept = self._memory
+        copy = Copier(reuse=False).take(kept.model, kept.state)  # optimizers keep what they load
+        return Restored(step, copy.model, copy.state, Path("memory"))
+
+    def _settle(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+
+    def _error(self, what: str) -> StorageError:
+        return StorageError(f"{self._root}: {what} not written: {_reason(self._trouble)}")
+
+    def _pointed(self, name: str) -> str | None:
+        target = None if self._root is None else storage.pointed(self._root / name)
+        if self._root is None or target is None or not folders.is_checkpoint(self._root / target):
+            return None
+        return f"{FOLDER}/{target}"
+
+    def _write(self, root: Path, step: int, snapshot: Snapshot, best: bool) -> None:
+        """In the background thread: all of it, and what becomes of trouble."""
+        temporary = root / (folders.TEMPORARY + folders.step_name(step))
+        try:
+            storage.make_folder(root)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            self._fill(temporary, step, snapshot, best or _was_best(root, step))
+            storage.put_folder(temporary, root / folders.step_name(step))
+            folders.set_aside(root, step)
+            folders.prune(root, self._keep, {step, folders.link(root)})
+            self._failures, self._trouble = 0, None
+        except OSError as error:
+            self._failures, self._trouble = self._failures + 1, error
+            self.faults["checkpoint"] = self.faults.get("checkpoint", 0) + 1
+            log.warning(
+                "%s: the checkpoint of step %d was not written: %s; earlier ones are untouched",
+                root, step, _reason(error),
+            )  # fmt: skip
+        except Exception as error:  # raised again by the next call on the training thread
+            self._fault = error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
+        fills = {manifest.MODEL: write_tensors, manifest.STATE: write_state}
+        facts = Manifest(
+            step=step,
+            best=best,
+            files={
+                n: storage.write_file(folder / n, partial(f, snapshot)) for n, f in fills.items()
+            },
+            config_hash=self._config_hash,
+            created_by=_version(),
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            cpu=torch.backends.cpu.get_cpu_capability(),
+            tied=snapshot.tied,
+        )
+        storage.write_file(folder / manifest.NAME, facts.write)
+        storage.sync_folder(folder)
+
+
+def _is_step(where: Path) -> bool:
+    return bool(folders.STEP.fullmatch(where.resolve().name)) or folders.is_checkpoint(where)
+
+
+def _was_best(root: Path, step: int) -> bool:
+    """Whether what is saved again at the same step was the best; then it still is."""
+    with suppress(CheckpointError):
+        return read_manifest(root / folders.step_name(step)).best
+    return False
+
+
+def _reason(error: OSError | None) -> str:
+    return "" if error is None else error.strerror or str(error)
+
+
+def _version() -> str:
+    try:
+        return version("runner")
+    except PackageNotFoundError:  # from a checkout that was not installed
+        return ""

@@ -1,0 +1,163 @@
+"""The folder of a run's checkpoints: which there are, which to keep, and reading one back.
+
+    checkpoints/step_00001200/{model.safetensors,state.pt,manifest.json}   last -> …   best -> …
+
+The manifests are the record; the links `last` and `best` are there for people. What is newest is
+decided by the step and never by a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner import manifest, storage
+from runner.errors import CheckpointError
+from runner.manifest import read_manifest
+from runner.security.files import read_state, read_tensors
+
+log = logging.getLogger("runner")
+
+FOLDER = "checkpoints"
+STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+TEMPORARY = ".tmp-"
+ASIDE = "abandoned_"  # before the name of a checkpoint that the run went back behind
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was read back, every byte of it verified."""
+
+    step: int
+    model: dict[str, Any]
+    state: dict[str, Any]
+    path: Path  # its folder; just "memory" for one that was never written
+    warnings: list[str] = field(default_factory=list)  # bad ones passed over; what differs here
+
+
+def step_name(step: int) -> str:
+    """The folder's name."""
+    return f"step_{step:08d}"
+
+
+def steps(root: Path) -> dict[int, Path]:
+    """Everything with the name of a checkpoint, complete or not."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return {}
+    found: dict[int, Path] = {}
+    for name in sorted(names):  # one that was being replaced first, so that the new one wins
+        if match := STEP.fullmatch(name.removeprefix(storage.OLD)):
+            found[int(match[1])] = root / name
+    return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it was completed; not whether it is undamaged."""
+    return os.path.isfile(folder / manifest.NAME)
+
+
+def load(folder: Path) -> Restored:
+    """One checkpoint, verified before use; CheckpointError says in what way it is not good."""
+    facts = read_manifest(folder)
+    named = STEP.fullmatch(folder.resolve().name)
+    if named and int(named[1]) != facts.step:
+        raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
+    model: dict[str, Any] = {}
+    model.update(read_tensors(folder / manifest.MODEL, facts.files[manifest.MODEL].sha256))
+    state = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
+    try:
+        model.update(state["model"])
+        own = state["state"]
+    except (LookupError, TypeError, ValueError):
+        raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
+    here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    warnings = [
+        f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
+        "last digits from those of a run that was never stopped"
+        for key, now in here.items()
+        if (then := getattr(facts, key)) != now
+    ]
+    return Restored(facts.step, model, own, folder, warnings)
+
+
+def load_newest(root: Path) -> Restored | None:
+    """The newest good checkpoint; bad ones are named in its warnings.
+
+    None if there is none at all, and CheckpointError naming each if none is good.
+    """
+    found = steps(root)
+    bad: list[str] = []
+    for step in sorted(found, reverse=True):
+        try:
+            restored = load(found[step])
+        except CheckpointError as error:
+            bad.append(str(error))
+        else:
+            return Restored(**{**vars(restored), "warnings": bad + restored.warnings})
+    if bad:
+        raise CheckpointError(f"{root}: no usable checkpoint: " + "; ".join(bad))
+    return None
+
+
+def set_aside(root: Path, step: int) -> None:
+    """Rename later checkpoints: the run went on from before them, so they are not its newest.
+
+    They may be bad, or the user chose an earlier one; nothing good is deleted for that.
+    """
+    for later, folder in steps(root).items():
+        if later > step:
+            aside = root / (ASIDE + folder.name)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+            log.warning("%s: the run went on from before it; now %s", folder, aside.name)
+
+
+def link(root: Path) -> int | None:
+    """Point `last` and `best` where the manifests say; the best one's step."""
+    newest = best = None
+    for step, folder in sorted(steps(root).items()):
+        with suppress(CheckpointError):
+            best = step if read_manifest(folder).best else best
+            newest = step
+    for name, target in (("last", newest), ("best", best)):
+        if target is not None and storage.pointed(root / name) != step_name(target):
+            storage.point(root / name, step_name(target))
+    storage.sync_folder(root)
+    return best
+
+
+def prune(root: Path, keep: int, always: set[int | None]) -> None:
+    """Delete all but the `keep` newest complete ones and those in `always`."""
+    found = steps(root)
+    complete = sorted(step for step, folder in found.items() if is_checkpoint(folder))
+    for step in sorted(found.keys() - always - set(complete[-keep:])):
+        try:
+            with suppress(FileNotFoundError):  # first, so that half of it is no checkpoint
+                (found[step] / manifest.NAME).unlink()
+            shutil.rmtree(found[step])
+        except OSError as error:
+            log.warning("%s: an old checkpoint stays: %s", found[step], error.strerror)
+
+
+def sweep(root: Path) -> None:
+    """Tidy what a crash left; trouble with the disk is left for the first save to report."""
+    try:
+        for leftover in root.glob(TEMPORARY + "*"):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+        storage.recover(root)
+        link(root)
+    except OSError as error:
+        log.warning("%s: leftovers of a crash stay: %s", root, error.strerror)

@@ -1,0 +1,104 @@
+"""`--help`, for people: what can be typed, read from the config files themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from importlib.metadata import PackageNotFoundError, version
+
+from runner import __version__
+from runner.groups import ALIASES, chosen, options
+
+ABOUT = """\
+Trains a PyTorch model on real data, from a config that is put together on the command line:
+group=option picks a file of conf/, key=value sets one key. Whatever happens in a run lies in
+its folder under outputs/runs/; look at all of them with `tensorboard --logdir outputs`.
+"""
+KEYS = {
+    "name": "the runs' folder under outputs/runs/ (default: data-model)",
+    "seed": "initial weights, order of samples, augmentation, dropout",
+    "training.steps, .epochs": "how long; one of the two",
+    "training.batch_size": "samples per update",
+    "training.micro_batch": "samples per backward pass",
+    "training.validate_every": "steps between validations",
+    "optimizer.lr": "the peak of the learning rate",
+    "data.path, data.target": "your file or folder, and the column to predict",
+    "data.workers": "loader processes (default: chosen, with a reason)",
+    "model._target_": "a class of your own, with security.trusted=[its_package]",
+    "checkpoint.resume": "auto, or the folder of a run to go on with",
+    "checkpoint.every": "steps between checkpoints (default: at each validation)",
+    "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
+    "optimization.strict": "true: a technique that does not take hold is an error",
+}
+EXAMPLES = {
+    "": "digits with a small network, a few seconds",
+    "experiment=stdlib_gpt optimization=advanced": "a GPT on Python's own source",
+    "data=tabular data.path=my.csv data.target=price": "your own table",
+    "data=images data.path=photos model._target_=my_package.Net \\\n"
+    "    security.trusted=[my_package] +model.width=64": "your own model; + hands it an argument",
+    "-m optimizer=adamw,sgd seed=0,1,2": "a sweep of six jobs",
+}
+CODES = {
+    "0": "done",
+    "1": "a fault of ours or in your code; the traceback is in run.log",
+    "2": "a mistake in the config, a missing file, an unavailable device",
+    "3": "refused by security",
+    "4": "gave up: the stability policy is exhausted",
+    "5": "no usable checkpoint, or storage failed",
+    "7": "a sweep in which some jobs failed",
+    "130, 143": "interrupted by Ctrl-C or SIGTERM; a checkpoint was written",
+}
+FLAGS = {
+    "--cfg job|hydra|all": "show the composed config and run nothing; -p model shows one part",
+    "-m": "run every combination of comma-separated values",
+    "--info [defaults|…]": "how Hydra puts the config together",
+    "-cd FOLDER": "look for groups and experiments of your own in FOLDER too",
+    "--hydra-help": "Hydra's own flags",
+    "--version": "versions",
+}
+COMPLETION = 'Completion in bash, for the command `runner`: eval "$(runner -sc install=bash)"'
+
+
+def help_text() -> str:
+    """The whole help, ready to print."""
+    command = "runner" if os.path.basename(sys.argv[0]) == "runner" else "python -m runner"
+    parts = [f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}"]
+    defaults = chosen()
+    lines = []
+    groups = options()
+    for group in [*defaults, *(g for g in groups if g not in defaults)]:
+        lines.append(group)
+        for name, what in groups[group].items():
+            mark = "*" if defaults.get(group) == name else " "
+            lines.append(_row(f"{mark} {name}", what, 22))
+    table = textwrap.indent("\n".join(lines), "  ")
+    parts.append(f"Groups and their options (* is the default)\n{table}")
+    aliases = ", ".join(f"{alias}= for {group}=" for alias, group in ALIASES.items())
+    parts.append(f"  Also understood: {aliases}")
+    parts.append(_table("Keys typed all the time (all of them: --cfg job)", KEYS, 26))
+    examples = [f"  # {what}\n  {command} {line}".rstrip() for line, what in EXAMPLES.items()]
+    parts.append("\n".join(["Examples", *examples]))
+    parts.append(_table("Flags", FLAGS, 22))
+    parts.append(COMPLETION)
+    parts.append(_table("Exit codes", CODES, 10))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def version_text() -> str:
+    """Our version and that of what we stand on."""
+    found = [f"runner {__version__}"]
+    for package in ("torch", "hydra-core", "omegaconf"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} is not installed")
+    return "\n".join(found) + "\n"
+
+
+def _table(title: str, rows: dict[str, str], width: int) -> str:
+    return f"{title}\n" + "\n".join(f"  {_row(name, what, width)}" for name, what in rows.items())
+
+
+def _row(name: str, what: str, width: int) -> str:
+    return f"{name:<{width}} {what}"

@@ -1,0 +1,144 @@
+"""Hand over to Hydra, which makes the folder and calls back: for the run, or each of a sweep."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import extract_tb
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.cli.preflight import Request
+from runner.config import typed
+from runner.console import close_logging, set_up_logging
+from runner.diagnosis import translated
+from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
+from runner.groups import CONF
+from runner.jobs import find
+from runner.summary import Summary
+
+log = logging.getLogger("runner")
+
+
+class Reported(Exception):
+    """A job of a sweep failed, and has said so itself."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+@dataclass
+class State:
+    """How the jobs of this process went."""
+
+    exit_code: int = 0  # of the one job, where there is no sweep
+    jobs: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def launch(request: Request) -> int:
+    """Run what was asked for and say with which code to exit. Raises RunnerError."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and are not printed by Hydra
+    logging.raiseExceptions = False  # `--info … | head` is no fault
+    as_typed, state = list(sys.argv), State()
+
+    def task(config: DictConfig) -> float | None:
+        sys.argv[:] = as_typed  # what the record shows as the command
+        return _run(config, request, state)
+
+    sys.argv[1:] = request.arguments
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    except Reported as error:
+        raise _sweep_failed(state) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translated(error) from error
+    except ValueError as error:  # of a job it would be Reported: this is about Hydra's flags
+        raise UsageError(str(error)) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # before a job began: the folder cannot be made
+        raise StorageError(f"the run's folder cannot be made: {error}") from error
+    finally:
+        sys.argv[:] = as_typed
+    if state.failures:  # a sweeper that puts up with them
+        raise _sweep_failed(state)
+    return state.exit_code
+
+
+def _sweep_failed(state: State) -> SweepFailed:
+    if not state.failures:  # they ran in processes of their own
+        return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
+    lines = "".join(f"\n  {failure}" for failure in state.failures)
+    return SweepFailed(f"{len(state.failures)} of {state.jobs} jobs failed:{lines}")
+
+
+def _run(config: DictConfig, request: Request, state: State) -> float | None:
+    """One job, however it ends; what it returns is what a sweeper optimises."""
+    about = HydraConfig.get()
+    folder = Path(about.runtime.output_dir)
+    number = about.job.num if about.mode is RunMode.MULTIRUN else None
+    overrides = " ".join(about.overrides.task)
+    state.jobs += 1
+    try:
+        return _job(config, folder, [*request.notes, *_title(number, overrides)])
+    except Interrupted as error:
+        log.error("%s", error)
+        raise SystemExit(error.exit_code) from error  # past Hydra: no further job is begun
+    except Exception as error:
+        message, code = _report(error, folder)
+        if number is None:
+            state.exit_code = code
+            return None
+        state.failures.append(f"#{number} {overrides}: {message}")
+        raise Reported(code) from error  # launchers and sweepers are to know
+    finally:
+        close_logging()
+
+
+def _title(number: int | None, overrides: str) -> list[str]:
+    return [] if number is None else [f"job #{number}: {overrides}"]
+
+
+def _job(config: DictConfig, folder: Path, notes: list[str]) -> float | None:
+    set_up_logging("info", folder)
+    checked = typed(config)
+    set_up_logging(checked.monitoring.log_level, folder)
+    for note in notes:
+        log.info(note)
+    summary = find(checked.job.kind)(checked, folder)
+    if not isinstance(summary, Summary):
+        return None
+    _show(summary, folder)
+    return summary.best if summary.best is not None else summary.metrics.get(summary.monitor)
+
+
+def _show(summary: Summary, folder: Path) -> None:
+    from rich.console import Console
+
+    from runner import report
+
+    with suppress(SystemExit):  # rich's answer to `| head`; the run is done all the same
+        Console().print(report.terminal(summary, folder))
+
+
+def _report(error: Exception, folder: Path) -> tuple[str, int]:
+    """Say what happened, on one line; a fault's traceback goes into the log."""
+    if isinstance(error, RunnerError):
+        log.error("%s", error)
+        return str(error), error.exit_code
+    last = extract_tb(error.__traceback__)[-1]
+    message = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    log.error(message, exc_info=error, extra={"live": True})  # not on the screen
+    log.error("%s; the traceback is in %s", message, folder / "run.log")
+    return message, 1

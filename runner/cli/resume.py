@@ -1,0 +1,129 @@
+"""`checkpoint.resume`: which folder a run continues in, and what it was started with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from runner.errors import CheckpointError, ConfigError
+from runner.groups import options
+from runner.lock import is_locked
+from runner.overrides import EXCLUDE, Typed, read
+
+KEY = "checkpoint.resume"
+STEP = re.compile(r"step_\d+|last|best")
+ENDED = ("done", "stopped")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The overrides to go on with, and the folder to go on in, if the run continues in place."""
+
+    overrides: list[str]
+    folder: Path | None = None
+
+
+def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
+    """Put under the overrides those of the run that `checkpoint.resume` names, if it names one.
+
+    The run continues in its own folder, unless it is evaluated, swept over, or told where to go.
+    Raises CheckpointError for a path that is not there.
+    """
+    typed = [read(text) for text in overrides]
+    asked = [o for o in typed if o.key == KEY and o.sign != "~"]
+    if not asked:
+        return Resumed(list(overrides))
+    names = _values(asked[-1])
+    paths = [Path(name) for name in names if name not in ("none", "auto", "None", "")]
+    if not paths:
+        return Resumed(list(overrides))
+    for path in paths:
+        if not path.exists():
+            raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()})")
+    runs = [_run_of(path) for path in paths]
+    recorded = [_recorded(run) for run in runs]
+    if any(other != recorded[0] for other in recorded[1:]):
+        raise ConfigError(KEY, "names runs of different configs", "name one run at a time")
+    merged = [*_under(recorded[0], typed), *overrides]
+    keys = {o.key: o.value for o in map(read, merged)}
+    elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys
+    return Resumed(merged, None if elsewhere else runs[0])
+
+
+def _values(typed: Typed) -> list[str]:
+    if typed.parsed.is_sweep_override():
+        if not typed.parsed.is_discrete_sweep():
+            raise ConfigError(KEY, f"{typed.value} names no folder")
+        return [text.strip("'\"") for text in typed.parsed.sweep_string_iterator()]
+    return [str(typed.parsed.value())]
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run's folder that `path` is, or lies in; None for a checkpoint on its own."""
+    folder = path
+    if STEP.fullmatch(folder.name) and folder.absolute().parent.name == "checkpoints":
+        folder = folder.absolute().parent if folder.parent == Path() else folder.parent
+    if folder.name == "checkpoints":
+        folder = folder.absolute().parent if folder.parent == Path() else folder.parent
+    return folder if (folder / "checkpoints").is_dir() else None
+
+
+def _recorded(run: Path | None) -> list[str]:
+    """The overrides a run was started with, as Hydra wrote them down."""
+    file = run / ".hydra" / "overrides.yaml" if run is not None else None
+    if file is None or not file.is_file():
+        return []
+    try:
+        lines = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise CheckpointError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(lines, list):
+        raise CheckpointError(f"{file}: is no list of overrides")
+    return [str(line) for line in lines]
+
+
+def _under(recorded: Sequence[str], user: Sequence[Typed]) -> list[str]:
+    """The recorded overrides that the user's leave standing."""
+    groups = options()
+    mine = {o.key for o in user}
+    gone = {EXCLUDE[key] for key in mine if key in EXCLUDE}
+    before = {o.key: o.value for o in map(read, recorded)}
+    swapped = [
+        f"{o.key}." for o in user if o.key in groups and before.get(o.key, o.value) != o.value
+    ]
+    kept = []
+    for text in recorded:
+        key = read(text).key
+        if key in mine | gone or key == KEY or any(key.startswith(group) for group in swapped):
+            continue
+        kept.append(text)
+    return kept
+
+
+def unfinished(planned: Path, config_hash: str) -> Path | None:
+    """The newest run beside `planned` with that config and checkpoints, but no end and no owner."""
+    found = []
+    for file in planned.parent.glob("*/summary.json"):
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+            written = file.stat().st_mtime_ns
+        except (OSError, ValueError):  # a run that is no more readable is no candidate
+            continue
+        same = isinstance(summary, dict) and summary.get("config_hash") == config_hash
+        if same and summary.get("status") not in ENDED and (file.parent / "checkpoints").is_dir():
+            found.append((written, file.parent))
+    newest_first = (folder for _, folder in sorted(found, reverse=True))
+    return next((folder for folder in newest_first if not is_locked(folder)), None)
+
+
+def quoted(path: Path) -> str:
+    """The path as a value that Hydra reads back as it is."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"

@@ -1,0 +1,286 @@
+"""The whole config of a run: the parts' dataclasses put together, and checks that need two parts.
+
+Hydra composes, `typed` turns what it composed into a `RunConfig`, and nothing after that sees
+anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.checkpoint_config import CheckpointConfig
+from runner.data import config as data_config
+from runner.data.config import DataConfig
+from runner.device_config import DeviceConfig
+from runner.errors import ConfigError
+from runner.groups import CONF, FOREIGN
+from runner.jobs.config import JobConfig, JobKind
+from runner.loop_config import DebugConfig, TrainingConfig
+from runner.models import config as model_config
+from runner.models.config import ModelConfig
+from runner.objectives.config import ObjectiveConfig
+from runner.optim.config import OptimizerConfig, ScheduleConfig, StabilityConfig
+from runner.recorder_config import MonitoringConfig
+from runner.security.config import SecurityConfig
+from runner.security.targets import permit
+from runner.techniques.config import Optimization
+
+NAME = re.compile(r"\w[\w.+-]{0,99}")
+FITS = {
+    "gpt": ("tokens", ("stdlib_text", "tokens")),
+    "classifier": ("labelled text", ("stdlib_parts", "text")),
+}
+"""What a model of ours reads and the data that has it; other models read anything of numbers."""
+NEEDS_MODEL = {kind: model for model, (_, kinds) in FITS.items() for kind in kinds}
+
+
+@dataclass
+class RunConfig:
+    """Everything that was asked for, checked."""
+
+    name: str = "run"
+    seed: int = 0
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    data: DataConfig = MISSING
+    model: ModelConfig = MISSING
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimization: Optimization = field(default_factory=Optimization)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                "name", f"{self.name!r} is no folder's name", "letters, digits, . _ + -"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", f"{self.seed} is no seed", "use 0 or more")
+        self._check_trust()
+        self._check_job()
+        self._check_fit()
+
+    def _check_trust(self) -> None:
+        """Every name of a class is allowed, before torch or anything of the user's is imported."""
+        named = [(f"{key}._target_", getattr(self, key)._target_) for key in FOREIGN]
+        named += [("optimization.extra", target) for target in self.optimization.extra]
+        for key, target in named:
+            if target is not None:
+                permit(target, key, self.security.trusted)
+
+    def _check_job(self) -> None:
+        resume = self.checkpoint.resume
+        if self.job.kind is JobKind.evaluate and resume in ("none", "auto"):
+            raise ConfigError(
+                "checkpoint.resume",
+                "job=evaluate needs to know which model",
+                "name a run's folder or one of its checkpoints/step_… folders",
+            )
+        if self.job.kind is JobKind.train and resume == "auto" and not self.checkpoint.enabled:
+            raise ConfigError(
+                "checkpoint.resume",
+                "finds nothing to continue where checkpoint.enabled=false",
+                "use checkpoint=default",
+            )
+
+    def _check_fit(self) -> None:
+        """Ours with ours only; what a foreign class reads is its own affair."""
+        data, model = self.data, self.model
+        if data._target_ or model._target_ or data.kind == "arrays":
+            return
+        tokens = isinstance(data, data_config.Synthetic) and data.form.name == "tokens"
+        needed = "gpt" if tokens else NEEDS_MODEL.get(data.kind)
+        if model.kind in FITS and needed != model.kind:
+            reads, kinds = FITS[model.kind]
+            raise ConfigError(
+                "model", f"{model.kind} reads {reads}, which data={data.kind} does not have",
+                f"use data={' or data='.join(kinds)}, or another model",
+            )  # fmt: skip
+        if needed is not None and needed != model.kind:
+            raise ConfigError(
+                "model", f"{model.kind} cannot read {FITS[needed][0]}, which data={data.kind} is",
+                f"use model={needed}",
+            )  # fmt: skip
+
+
+def register() -> None:
+    """Tell Hydra every key and its type, and what the names in config.yaml stand for.
+
+    Data and model have one schema per option, so that an option has its own keys and no others.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(group="schema", name="run", node=RunConfig)
+    for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
+        for kind, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=kind, node=schema)
+    OmegaConf.register_new_resolver("runner.name", _default_name, replace=True)
+    OmegaConf.register_new_resolver("runner.id", _random_id, use_cache=True, replace=True)
+    # cached by the text of its argument: jobs of a sweep get what the first one got
+    OmegaConf.register_new_resolver("runner.once", _same, use_cache=True, replace=True)
+
+
+def _default_name(*, _root_: DictConfig) -> str:
+    if _root_.job.kind is JobKind.doctor:
+        return "doctor"
+    names = []
+    for group in ("data", "model"):
+        part = _root_[group]
+        names.append((part.get("_target_") or part.kind).rpartition(".")[2])
+    return "-".join(names)
+
+
+def _random_id() -> str:
+    import secrets
+
+    return secrets.token_hex(3)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
+    """The config that `python -m runner` would have with these overrides.
+
+    Works inside another Hydra application too. Raises ConfigError.
+    """
+    from runner.overrides import spelled
+
+    return typed(compose_raw(spelled(overrides, compose_raw)))
+
+
+def compose_raw(
+    overrides: Sequence[str],
+    config_name: str = "config",
+    folders: Sequence[Path] = (),
+    hydra_too: bool = False,
+) -> DictConfig:
+    """What Hydra composes, untyped, with the groups in `folders` besides ours.
+
+    Hydra's own state is left as it was found. Raises ConfigError.
+    """
+    from hydra.errors import HydraException
+
+    def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
+        path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
+        return _compose([*(path if folders else []), *overrides], config_name, hydra_too)
+
+    try:
+        return compose(list(overrides), hydra_too)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        from runner.diagnosis import explain
+
+        raise explain(error, overrides, compose, folders) from error
+
+
+def _compose(overrides: list[str], config_name: str, hydra_too: bool) -> DictConfig:
+    import hydra
+    from hydra import version
+    from hydra.core.global_hydra import GlobalHydra
+    from packaging.version import Version
+
+    base = version.getbase()
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"):
+            return hydra.compose(config_name, overrides, return_hydra_config=hydra_too)
+    finally:
+        GlobalHydra.instance().hydra = outer
+        if isinstance(base, Version):  # it is a bare object before anyone has set one
+            version.VersionBase.instance().setbase(base)
+
+
+def typed(config: DictConfig) -> RunConfig:
+    """The dataclasses that `config` describes, every check of theirs passed.
+
+    Raises ConfigError for a key that no schema has, a mandatory one without a value, and an
+    interpolation that leads nowhere.
+    """
+    for key, known in _unknown(config, ""):
+        from runner.diagnosis import nearest
+
+        near = nearest(key, known)
+        raise ConfigError(
+            key, "there is no such key",
+            f"did you mean {near}?" if near else f"there are {', '.join(known)}",
+        )  # fmt: skip
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
+            raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
+        found = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(error.full_key or "config", first) from error
+    if not isinstance(found, RunConfig):
+        raise ConfigError(
+            "config", "is not that of a run", "its defaults must begin as conf/config.yaml"
+        )
+    return found
+
+
+def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Keys added with `+` that the schema does not know, at any depth, and those it does know."""
+    schema = OmegaConf.get_type(config)
+    known = getattr(schema, "__dataclass_fields__", None)
+    for key in config:
+        name = f"{prefix}{key!s}"
+        if known is not None and key not in known:
+            yield name, [f"{prefix}{k}" for k in known]
+        elif not OmegaConf.is_missing(config, key):
+            node = config._get_node(key)
+            if isinstance(node, DictConfig) and not node._is_none():
+                yield from _unknown(node, f"{name}.")
+
+
+OF_NO_CONSEQUENCE = ("name", "job", "monitoring", "security")
+
+
+def config_hash(config: RunConfig) -> str:
+    """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
+    found = {k: v for k, v in asdict(config).items() if k not in OF_NO_CONSEQUENCE}
+    del found["checkpoint"]["resume"]
+    text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Every key by its dotted path, as it is typed on the command line."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Mapping) and (value or not path):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}" if path else str(key))
+        else:
+            found[path] = value.name if isinstance(value, Enum) else value
+
+    walk(asdict(config), "")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+register()

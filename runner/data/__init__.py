@@ -1,0 +1,1 @@
+"""Data sets as samples by index, their order, and the loader."""

@@ -1,0 +1,106 @@
+"""A map-style data set of the user's own: anything with `__len__` and `__getitem__`."""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.data.collate import Nest, as_pair, main_leaf, stack
+from runner.data.infer import infer_sizes
+from runner.data.labels import check_range
+from runner.data.order import sample_seeds, split
+from runner.data.source import Source
+from runner.errors import ConfigError, DataError, RunnerError
+from runner.run import Batch
+
+
+class Foreign(Source):
+    """Samples of a user's data set.
+
+    Python's, NumPy's and torch's global generators are seeded before each sample, so that random
+    augmentation depends on (seed, epoch, index) alone; what they were is put back afterwards.
+    """
+
+    in_memory = False
+    augments = True
+
+    def __init__(self, dataset: Any, target: str, validation: float, split_seed: int) -> None:
+        for method in ("__len__", "__getitem__"):
+            if not callable(getattr(type(dataset), method, None)):
+                raise ConfigError(
+                    "data._target_",
+                    f"{target} has no {method}, so its samples cannot be fetched by index",
+                    "give it __len__ and __getitem__ (a map-style data set)",
+                )
+        self.dataset = dataset
+        self.train, self.validation = split(len(dataset), validation, split_seed, target)
+        self.sizes, self.choices = infer_sizes(dataset, target, self._look_at)
+
+    def _look_at(self, index: int) -> tuple[Nest, Nest]:
+        started = time.perf_counter()
+        with _global_generators():
+            sample = self._sample(index, int(sample_seeds(0, 0, np.array([index]))[0]))
+        seconds = time.perf_counter() - started  # the least of all: the first sample warms up
+        self.sample_seconds = min(seconds, self.sample_seconds or seconds)
+        return sample
+
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """The samples, stacked. The seeding costs 10 µs a sample."""
+        if seeds is None:  # nothing may depend on chance, yet a data set may still draw
+            seeds = sample_seeds(0, 0, indices)
+        numbers = indices.tolist()
+        with _global_generators():
+            samples = [self._sample(i, s) for i, s in zip(numbers, seeds.tolist(), strict=True)]
+        inputs = stack([sample[0] for sample in samples], numbers, "inputs")
+        target = stack([sample[1] for sample in samples], numbers, "target")
+        self._check(inputs, target, indices)
+        return inputs, target
+
+    def _sample(self, index: int, seed: int) -> tuple[Nest, Nest]:
+        low = seed & 0xFFFF_FFFF  # NumPy's takes no more
+        random.seed(seed)
+        np.random.seed(low)
+        torch.default_generator.manual_seed(low)  # torch.manual_seed would touch the device's too
+        try:
+            sample = self.dataset[index]
+        except RunnerError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"data: sample {index}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            ) from error
+        return as_pair(sample, index)
+
+    def _check(self, inputs: Nest, target: Nest, indices: np.ndarray) -> None:
+        what, fix = "data: target of sample", "give the data set an attribute {}"
+        sizes = self.sizes
+        if sizes.task == "classification" and sizes.classes and isinstance(target, torch.Tensor):
+            if not target.is_floating_point():
+                check_range(target, sizes.classes, indices, what, fix.format("`classes`"))
+        if sizes.vocab is None:
+            return
+        ids = main_leaf(inputs)
+        if not ids.is_floating_point():
+            check_range(ids, sizes.vocab, indices, "data: inputs of sample", fix.format("`vocab`"))
+        if sizes.task == "language_modelling":
+            check_range(target, sizes.vocab, indices, what, fix.format("`vocab`"))
+
+
+@contextmanager
+def _global_generators() -> Iterator[None]:
+    """Put the global generators back to where they were."""
+    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_)

@@ -1,0 +1,119 @@
+"""A user's images: a folder per class, decoded as they are fetched."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from runner.data.config import Images
+from runner.data.order import split
+from runner.data.paths import class_folders, existing
+from runner.data.source import Source
+from runner.errors import ConfigError, DataError
+from runner.run import Batch, Choice, Sizes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+MARGIN = 1.125  # the shorter side over the side of a random crop
+
+
+class ImageFolder(Source):
+    """Batches of float32 [batch, channels, size, size] from 0 to 1, and labels.
+
+    The centre of an image is cut out and scaled. Augmentation
+    cuts elsewhere and mirrors every other image, as the sample's seed says.
+    """
+
+    in_memory = False
+
+    def __init__(self, config: Images) -> None:
+        if config.channels not in (1, 3):
+            raise ConfigError(
+                "data.channels", f"{config.channels} is neither grey nor colour", "1 or 3"
+            )
+        if config.image_size < 1:
+            raise ConfigError("data.image_size", f"{config.image_size} is no size", "use 1 or more")
+        root = existing(config.path)
+        if not root.is_dir():
+            raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")
+        self.size, self.mode = config.image_size, "RGB" if config.channels == 3 else "L"
+        self.augments = config.augment
+        self.files: list[Path] = []
+        labels: list[int] = []
+        others = 0
+        folders = class_folders(root)
+        for label, folder in enumerate(folders):
+            files = sorted(
+                p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")
+            )
+            images = [p for p in files if p.suffix.lower() in SUFFIXES]
+            others += len(files) - len(images)
+            if not images:
+                raise DataError(
+                    f"{folder}: the class has no images ({', '.join(sorted(SUFFIXES))})"
+                )
+            self.files += images
+            labels += [label] * len(images)
+        self.labels = torch.tensor(labels)
+        if others:
+            self.choices = (
+                Choice("data.path", str(root), f"{others} files are no images: left out"),
+            )
+        self.train, self.validation = split(
+            len(labels), config.validation, config.split_seed, str(root)
+        )
+        self.sizes = Sizes(
+            "classification",
+            in_features=config.channels * self.size**2,
+            in_channels=config.channels,
+            image_size=self.size,
+            classes=len(folders),
+            class_names=tuple(folder.name for folder in folders),
+        )
+
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """Read, decode and crop; a file that cannot be decoded is a DataError with its name."""
+        channels = self.sizes.in_channels or 1
+        batch = np.empty((len(indices), self.size, self.size, channels), np.uint8)
+        for row, index in enumerate(indices.tolist()):
+            rng = None
+            if seeds is not None and self.augments:
+                rng = np.random.Generator(np.random.PCG64(int(seeds[row])))
+            batch[row] = self._pixels(self.files[index], rng).reshape(batch.shape[1:])
+        images = torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous().float().div_(255)
+        return images, self.labels[torch.from_numpy(indices)]
+
+    def _pixels(self, path: Path, rng: np.random.Generator | None) -> np.ndarray:
+        from PIL import Image, ImageOps
+
+        try:
+            with warnings.catch_warnings(), Image.open(path) as file:
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                image = ImageOps.exif_transpose(file).convert(self.mode)
+        except Exception as error:  # a decoder may raise anything on bytes that are wrong
+            raise DataError(
+                f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}); replace "
+                "or remove the file"
+            ) from None
+        return np.asarray(self._crop(image, rng))
+
+    def _crop(self, image: Image, rng: np.random.Generator | None) -> Image:
+        from PIL.Image import Resampling, Transpose
+
+        side = min(image.size) / (1 if rng is None else MARGIN)
+        left, top = (
+            (length - side) * (0.5 if rng is None else rng.random()) for length in image.size
+        )
+        # cropping and scaling in one go: a long thin image never becomes a huge one
+        image = image.resize(
+            (self.size, self.size), Resampling.BILINEAR, (left, top, left + side, top + side)
+        )
+        if rng is not None and rng.random() < 0.5:
+            image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
+        return image

@@ -1,0 +1,59 @@
+"""Targets: what the task is, which classes there are, and whether each label is one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from runner.errors import ConfigError, DataError
+
+NO_LOSS = -100  # torch's own default for a target that carries no loss
+FEW = 20  # whole numbers with more different values than this are taken for a quantity
+
+
+def check_task(task: str, allowed: Sequence[str]) -> None:
+    """Refuse a `data.task` that is none."""
+    if task not in ("auto", *allowed):
+        raise ConfigError("data.task", f"no task {task!r}", f"one of auto, {', '.join(allowed)}")
+
+
+def guess_task(values: np.ndarray) -> tuple[str, str]:
+    """Classification or regression, and why, from a float64 column of targets."""
+    distinct = len(np.unique(values))
+    if not (values == np.round(values)).all():
+        return "regression", "the targets are not whole numbers"
+    if distinct > FEW:
+        return "regression", f"the targets are {distinct} different whole numbers"
+    return "classification", f"the targets are {distinct} different whole numbers"
+
+
+def encode(values: Sequence[object]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels int64 from 0, and the name of each: the different values, sorted."""
+    distinct = sorted(set(values), key=lambda v: (isinstance(v, str), v))
+    number = {value: label for label, value in enumerate(distinct)}
+    return np.array([number[v] for v in values], np.int64), tuple(_name(v) for v in distinct)
+
+
+def check_classes(names: Sequence[str], what: str) -> None:
+    """Refuse a classification with one class."""
+    if len(names) < 2:
+        raise DataError(f"{what}: every sample has the label {names[0]!r}; nothing to tell apart")
+
+
+def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:
+    """Refuse whole numbers outside 0 … below-1. -100 passes: as a target, it carries no loss.
+
+    On the CPU, so that it costs microseconds and no wait for a device.
+    """
+    bad = ((target < 0) | (target >= below)) & (target != NO_LOSS)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        value = target[tuple(where)].item()
+        raise DataError(f"{what} {indices[where[0]]}: {value} is not in 0 to {below - 1}; {fix}")
+
+
+def _name(value: object) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)  # type: ignore[call-overload]

@@ -1,0 +1,235 @@
+"""Batches as a pure function of the step, fetched here or by worker processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.data.config import DataConfig
+from runner.data.order import Order
+from runner.data.source import Source
+from runner.data.workers import Key, Workers
+from runner.errors import ConfigError, DataError
+from runner.run import Batch, Choice
+
+MOST_WORKERS = 4  # that an automatic choice takes
+QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
+PREFETCH = 2  # batches: one to hand over, one in the making
+
+
+class HasTorchDevice(Protocol):
+    """A device, as far as the loader needs it."""
+
+    @property
+    def torch(self) -> torch.device:
+        """Where batches go."""
+
+
+def make_loader(
+    source: Source,
+    indices: np.ndarray,
+    *,
+    batch_size: int,
+    seed: int,
+    device: HasTorchDevice,
+    config: DataConfig,
+    shuffle: bool,
+    repeat: bool,
+    augment: bool,
+    placements: Sequence[Callable[[Batch], Batch]] = (),
+) -> BatchLoader:
+    """Batches of the samples `indices`; with `repeat` epoch after epoch, else one pass.
+
+    `data.drop_last` counts for training only: a single pass leaves no sample out. `placements` are
+    applied to each batch on the device. Raises ConfigError or DataError where there is no batch.
+    """
+    n = len(indices)
+    if n == 0:
+        raise DataError(f"data: the {'training' if repeat else 'validation'} set is empty")
+    if batch_size < 1:
+        raise ConfigError("training.batch_size", f"{batch_size} is no size", "use 1 or more")
+    drop_last = config.drop_last and repeat
+    batches = n // batch_size if drop_last else -(-n // batch_size)
+    if batches == 0:
+        raise ConfigError(
+            "training.batch_size",
+            f"{batch_size} is more than the {n} training samples, and data.drop_last=true",
+            "use a smaller batch or data.drop_last=false",
+        )
+    order = Order(
+        np.asarray(indices, np.int64),
+        batch_size=batch_size,
+        batches=batches,
+        seed=seed,
+        shuffle=shuffle,
+        seeds=augment and source.augments,
+    )
+    choices = list(source.choices)
+    workers = _workers(source, config, batch_size, choices)
+    pin = _pin(config, device.torch, choices)
+    persistent = _persistent(config, workers, choices)
+    ahead = _prefetch(config, workers, choices)
+    pool = Workers(Fetch(source, order), workers, ahead, config.timeout_s) if workers else None
+    return BatchLoader(
+        Fetch(source, order),
+        n,
+        repeat,
+        pool,
+        persistent,
+        _mover(device.torch, pin),
+        placements,
+        choices,
+    )
+
+
+class Fetch:
+    """The batch of a key, on the CPU; what a worker process runs."""
+
+    def __init__(self, source: Source, order: Order) -> None:
+        self.source, self.order = source, order
+
+    def __call__(self, key: Key) -> Batch:
+        """The batch with that number in that epoch."""
+        return self.source.fetch(*self.order.batch(*key))
+
+
+class BatchLoader:
+    """The batches of one part of a data set (see the protocol `runner.run.Loader`)."""
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        n: int,
+        repeat: bool,
+        pool: Workers | None,
+        persistent: bool,
+        move: Callable[[Batch], Batch] | None,
+        placements: Sequence[Callable[[Batch], Batch]],
+        choices: list[Choice],
+    ) -> None:
+        self.fetch, self.n, self.repeat = fetch, n, repeat
+        self.pool, self.persistent = pool, persistent
+        self.placements = ([move] if move else []) + list(placements)
+        self.choices = choices
+        self.steps_per_epoch = fetch.order.batches
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Batches from step `start` on; ends after an epoch unless the loader repeats."""
+        epochs = self._epochs(start)
+        if self.pool is None:
+            batches: Iterator[Batch] = (self.fetch(key) for keys in epochs for key in keys)
+        else:
+            batches = self._from_workers(epochs, self.pool)
+        if not self.placements:
+            yield from batches
+            return
+        for batch in batches:
+            for place in self.placements:
+                batch = place(batch)
+            yield batch
+
+    def samples(self, step: int) -> int:
+        """How many samples the batch of that step holds."""
+        size = self.fetch.order.batch_size
+        return min(size, self.n - step % self.steps_per_epoch * size)
+
+    def close(self) -> None:
+        """Kill every worker, at once."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def _epochs(self, start: int) -> Iterator[Iterator[Key]]:
+        """The keys of each epoch from step `start` on."""
+        first, skip = divmod(start, self.steps_per_epoch)
+        for epoch in count(first) if self.repeat else (first,):
+            yield ((epoch, number) for number in range(skip, self.steps_per_epoch))
+            skip = 0
+
+    def _from_workers(self, epochs: Iterator[Iterator[Key]], pool: Workers) -> Iterator[Batch]:
+        if self.persistent:  # and they read ahead over the end of an epoch
+            yield from pool.batches(key for keys in epochs for key in keys)
+            return
+        for keys in epochs:
+            yield from pool.batches(keys)
+            pool.close()
+
+
+def _workers(source: Source, config: DataConfig, batch_size: int, choices: list[Choice]) -> int:
+    if config.workers is not None:
+        return config.workers
+    cores = _cores()
+    seconds = None if source.sample_seconds is None else source.sample_seconds * batch_size
+    if source.in_memory:
+        workers, reason = 0, "the data is in memory; workers would only copy it"
+    elif seconds is not None and seconds < QUICK_S:
+        workers, reason = (
+            0,
+            f"a batch is fetched in {1e3 * seconds:.1f} ms, faster than handed over",
+        )
+    else:
+        workers = min(MOST_WORKERS, cores)
+        measured = "" if seconds is None else f", and a batch takes {1e3 * seconds:.0f} ms"
+        reason = f"samples are fetched one by one{measured}; {cores} cores are there"
+    choices.append(Choice("data.workers", workers, reason))
+    return workers
+
+
+def _pin(config: DataConfig, device: torch.device, choices: list[Choice]) -> bool:
+    possible = device.type == "cuda"
+    pin = possible and config.pin_memory is not False
+    if config.pin_memory is None or config.pin_memory != pin:
+        reason = f"pinned memory is for CUDA; the device is {device.type}"
+        if possible:
+            reason = "the copy to the device then overlaps with computing"
+        choices.append(Choice("data.pin_memory", pin, reason))
+    return pin
+
+
+def _persistent(config: DataConfig, workers: int, choices: list[Choice]) -> bool:
+    if not workers and config.persistent_workers is None:
+        return False  # nothing to choose
+    persistent = workers > 0 and config.persistent_workers is not False
+    if config.persistent_workers is None or config.persistent_workers != persistent:
+        reason = (
+            "keeping them costs less than starting them each epoch" if workers else "no workers"
+        )
+        choices.append(Choice("data.persistent_workers", persistent, reason))
+    return persistent
+
+
+def _prefetch(config: DataConfig, workers: int, choices: list[Choice]) -> int:
+    if (config.prefetch is None) != bool(workers):
+        return config.prefetch or 0  # as asked, or nothing to choose
+    ahead = PREFETCH if workers else 0
+    reason = "one to hand over, one in the making" if workers else "no workers"
+    choices.append(Choice("data.prefetch", ahead, reason))
+    return ahead
+
+
+def _cores() -> int:
+    """Cores that this process may use, as far as the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _mover(device: torch.device, pin: bool) -> Callable[[Batch], Batch] | None:
+    """What brings a batch to the device; None on the CPU, where it already is."""
+    if device.type == "cpu":
+        return None
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            # memory that is not pinned may be freed under the copy, so that one is waited for
+            return (value.pin_memory() if pin else value).to(device, non_blocking=pin)
+        if isinstance(value, dict):
+            return {key: move(item) for key, item in value.items()}
+        return tuple(move(item) for item in value)
+
+    return move

@@ -1,0 +1,52 @@
+"""From what the config asks for to a source of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+from runner.data.config import DataConfig
+from runner.data.source import Source
+from runner.errors import ConfigError
+from runner.security.targets import construct
+
+# kind -> module and function; imported when asked for, so that none costs a run that has another
+OPENERS = {
+    "digits": ("embedded", "digits"),
+    "cancer": ("embedded", "cancer"),
+    "stdlib_text": ("stdlib", "stdlib_text"),
+    "stdlib_parts": ("stdlib", "stdlib_parts"),
+    "synthetic": ("synthetic", "synthetic"),
+    "tabular": ("tabular", "tabular"),
+    "images": ("images", "ImageFolder"),
+    "text": ("text", "text"),
+    "tokens": ("tokens", "tokens"),
+    "arrays": ("arrays", "arrays"),
+}
+
+
+def open_data(config: DataConfig, resolve: Callable[[str, str], Any]) -> Source:
+    """The data set that `config` names: one of ours, or the user's own by `_target_`.
+
+    Raises ConfigError or DataError for whatever can be found wrong without reading every sample
+    that is on disk, and SecurityError for a `_target_` that is not trusted.
+    """
+    if config._target_ is not None:
+        from runner.data.foreign import Foreign
+
+        factory = resolve(config._target_, "data._target_")
+        dataset = construct(factory, config.arguments, {}, "data")
+        return Foreign(dataset, config._target_, config.validation, config.split_seed)
+    for field in fields(config):
+        if getattr(config, field.name) == "???":
+            example = {"path": "folder/file", "vocab": "50257"}.get(field.name, "name")
+            raise ConfigError(
+                f"data.{field.name}", f"data={config.kind} needs it", f"data.{field.name}={example}"
+            )
+    if config.kind not in OPENERS:
+        raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
+    module, function = OPENERS[config.kind]
+    source: Source = getattr(import_module(f"runner.data.{module}"), function)(config)
+    return source

@@ -1,0 +1,87 @@
+"""Which sample comes when, and with which random seed: pure functions, so nothing has a history.
+
+All of it is one hash: SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) of a
+sample's position, started from the numbers it may depend on. NumPy's own generators are left
+aside because their streams may change between NumPy versions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runner.errors import DataError
+from runner.seeds import mix
+
+# Which of the streams; without it a split and a shuffle with the same seed would be the same order.
+_SPLIT, _SHUFFLE, _SAMPLE, _EPOCH = range(4)
+
+
+def split(
+    n: int, validation: float, split_seed: int, what: str = "the data"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training and of the validation part of `n` samples, each ascending.
+
+    The validation part is the share `validation` of the samples, rounded, with the smallest
+    hashes: it has that exact size, and a sample added at the end moves few others. Neither part
+    is empty; fewer than two samples are a DataError, in which `what` names the data.
+    """
+    if n < 2:
+        raise DataError(f"{what}: {n} samples; training and validation need at least one each")
+    held_out = min(max(round(n * validation), 1), n - 1)
+    ranked = np.argsort(_hash(mix(_SPLIT, split_seed), np.arange(n)), kind="stable")
+    return np.sort(ranked[held_out:]), np.sort(ranked[:held_out])
+
+
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The order of `n` samples in that epoch, int64. Costs 30 µs for 1,400 samples."""
+    return np.argsort(_hash(mix(_SHUFFLE, seed, epoch), np.arange(n)), kind="stable")
+
+
+def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
+    """One seed (uint64) for each sample in that epoch.
+
+    The lower 32 bits depend on (seed, epoch, index): they are what drives a sample's augmentation,
+    and alone are enough for generators that take 32 bits. The upper 32 depend on (seed, epoch),
+    for what a whole epoch has in common.
+    """
+    own = _hash(mix(_SAMPLE, seed, epoch), indices) & np.uint64(0xFFFF_FFFF)
+    common: np.ndarray = own | np.uint64((mix(_EPOCH, seed, epoch) & 0xFFFF_FFFF) << 32)
+    return common
+
+
+def _hash(start: int, positions: np.ndarray) -> np.ndarray:
+    state = positions.astype(np.uint64)
+    state *= np.uint64(0x9E37_79B9_7F4A_7C15)
+    state += np.uint64(start)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58_476D_1CE4_E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D0_49BB_1331_11EB)
+    state ^= state >> np.uint64(31)
+    return state
+
+
+class Order:
+    """The batches of a part of a data set: which samples, with which seeds, epoch after epoch."""
+
+    def __init__(
+        self,
+        indices: np.ndarray,
+        *,
+        batch_size: int,
+        batches: int,  # in an epoch
+        seed: int,
+        shuffle: bool,
+        seeds: bool,  # whether the samples get seeds
+    ) -> None:
+        self.indices, self.batch_size, self.batches = indices, batch_size, batches
+        self.seed, self.shuffle, self.seeds = seed, shuffle, seeds
+        self._epoch, self._order = -1, indices
+
+    def batch(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The samples of that batch of the epoch, and their seeds."""
+        if epoch != self._epoch and self.shuffle:
+            self._order = self.indices[permutation(self.seed, epoch, len(self.indices))]
+            self._epoch = epoch
+        chosen = self._order[number * self.batch_size : (number + 1) * self.batch_size]
+        return chosen, sample_seeds(self.seed, epoch, chosen) if self.seeds else None

@@ -1,0 +1,46 @@
+"""Files and folders that a user names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from runner.errors import ConfigError
+
+
+def existing(path: str, key: str = "data.path") -> Path:
+    """The file or folder `path`, or a ConfigError that suggests what lies beside it."""
+    found = Path(path).expanduser()
+    if found.exists():
+        return found
+    folder = found.parent
+    if not folder.is_dir():
+        raise ConfigError(key, f"{path} is not there, nor is its folder {folder.absolute()}")
+    raise ConfigError(
+        key,
+        f"{path} is not there",
+        suggestion(found.name, (p.name for p in folder.iterdir()), f"{folder.absolute()} has"),
+    )
+
+
+def suggestion(name: str, known: Iterable[str], has: str) -> str:
+    """The nearest of the `known` names, else all of them after the word `has`."""
+    names = sorted(known)
+    near = get_close_matches(name, names, 1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    listed = ", ".join(names[:10]) + (f", … ({len(names)} in all)" if len(names) > 10 else "")
+    return f"{has} {listed}" if names else f"{has} nothing"
+
+
+def class_folders(root: Path) -> list[Path]:
+    """The folders in `root`, one for each class, in the order of their names."""
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if len(folders) < 2:
+        raise ConfigError(
+            "data.path",
+            f"{root} has {len(folders)} folders in it",
+            "put the files of each class into a folder with the class's name, two or more of them",
+        )
+    return folders

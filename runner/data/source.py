@@ -1,0 +1,33 @@
+"""What a data set is to the loader: samples by index, and what it says about itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from runner.run import Batch, Choice, Sizes
+
+
+class Source(ABC):
+    """Samples by index. `fetch` must depend on nothing but its arguments.
+
+    `train` and `validation` are the indices of the two parts; `in_memory` says that a fetch
+    is a copy and nothing more, so that worker processes would only add copies.
+    """
+
+    sizes: Sizes
+    train: np.ndarray  # int64 indices
+    validation: np.ndarray
+    in_memory: bool = True
+    augments: bool = False  # fetch reads the seeds it is given
+    sample_seconds: float | None = None  # what one sample took to fetch, where it was measured
+    choices: tuple[Choice, ...] = ()  # what was inferred about the data, and from what
+
+    @abstractmethod
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """A batch on the CPU. `seeds` (uint64, one per sample) drive augmentation; None: none.
+
+        The upper 32 bits of the seeds are the same for a whole epoch (see `order.sample_seeds`).
+        Raises DataError naming the file, row or key of a bad sample.
+        """

@@ -1,0 +1,94 @@
+"""The Python standard library's own source: about 11 MB of real text, found on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from runner.data.config import StdlibParts, StdlibText
+from runner.data.passages import Passages, cut
+from runner.data.windows import Stream, Windows
+from runner.errors import ConfigError, DataError
+
+# What is installed beside the library, and tests, which some systems leave out.
+LEFT_OUT = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
+
+
+def stdlib_text(config: StdlibText) -> Windows:
+    """The bytes of every file, one after the other; a file is wholly in one part."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for path, text in read_stdlib():
+        parts[_rank(path, config.split_seed) < config.validation].append(text)
+    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return Windows(
+        Stream(train, "the standard library's training files"),
+        Stream(validation, "the standard library's validation files"),
+        vocab=256,
+        sequence=config.sequence,
+        checked=True,  # a byte is below 256
+    )
+
+
+def stdlib_parts(config: StdlibParts) -> Passages:
+    """Passages of `config.sequence` bytes, labelled by the part they are from."""
+    if len(config.parts) < 2 or len(set(config.parts)) < len(config.parts):
+        raise ConfigError("data.parts", f"{config.parts} are not two or more different parts")
+    files: dict[str, list[tuple[str, bytes]]] = {}
+    for path, text in read_stdlib():
+        files.setdefault(PurePosixPath(path).parts[0].removesuffix(".py"), []).append((path, text))
+    texts: list[np.ndarray] = []
+    labels: list[int] = []
+    held_out: list[bool] = []
+    for label, part in enumerate(config.parts):
+        ranked = sorted(files.get(part, []), key=lambda f: _rank(f[0], config.split_seed))
+        if len(ranked) < 2:
+            known = sorted(name for name, found in files.items() if len(found) > 1)
+            near = get_close_matches(part, known, 1)
+            raise ConfigError(
+                "data.parts",
+                f"{part!r} has {len(ranked)} files in the standard library here, two are needed",
+                f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(known)}",
+            )
+        validation = min(max(round(len(ranked) * config.validation), 1), len(ranked) - 1)
+        for number, (_, text) in enumerate(ranked):
+            passages = cut(text, config.sequence)
+            texts += passages
+            labels += [label] * len(passages)
+            held_out += [number < validation] * len(passages)
+    where = np.array(held_out)
+    return Passages(
+        texts,
+        np.array(labels),
+        tuple(config.parts),
+        config.sequence,
+        (np.flatnonzero(~where), np.flatnonzero(where)),
+    )
+
+
+def read_stdlib() -> list[tuple[str, bytes]]:
+    """Path below the library's folder and content of each file that is not empty, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found: dict[str, Path] = {}
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in LEFT_OUT]  # not even looked into
+        found |= {
+            (p := Path(folder, f)).relative_to(root).as_posix(): p for f in files if f[-3:] == ".py"
+        }
+    texts = [(name, path.read_bytes()) for name, path in sorted(found.items()) if path.is_file()]
+    texts = [(name, text) for name, text in texts if text]
+    if not texts:
+        raise DataError(
+            f"{root}: this Python has no library source there; use data=text or data=tokens instead"
+        )
+    return texts
+
+
+def _rank(path: str, split_seed: int) -> float:
+    """A number in [0, 1) for the file, which no other file has a say in."""
+    digest = hashlib.blake2b(f"{split_seed}:{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,92 @@
+"""Made-up data that can be learned, of any size: for benchmarks, where nothing should be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from runner.data.config import Synthetic, SyntheticForm
+from runner.data.order import split
+from runner.data.tensors import Tensors
+from runner.errors import ConfigError
+from runner.run import Sizes
+
+
+def synthetic(config: Synthetic) -> Tensors:
+    """Images, tokens or tables, generated from `data.split_seed`."""
+    for name in ("features", "channels", "image_size", "sequence"):
+        if getattr(config, name) < 1:
+            raise ConfigError(
+                f"data.{name}", f"{getattr(config, name)} is no size", "use 1 or more"
+            )
+    for name in ("samples", "classes", "vocab"):
+        if getattr(config, name) < 2:
+            raise ConfigError(
+                f"data.{name}", f"{getattr(config, name)} is too few", "use 2 or more"
+            )
+    return _FORMS[config.form](config, np.random.default_rng(config.split_seed))
+
+
+def _images(config: Synthetic, rng: np.random.Generator) -> Tensors:
+    """Each class is a pattern; noise of the same strength lies over it."""
+    shape = (config.channels, config.image_size, config.image_size)
+    images, labels = _noisy_prototypes(config, shape, rng)
+    sizes = Sizes(
+        "classification",
+        in_features=int(np.prod(shape)),
+        in_channels=config.channels,
+        image_size=config.image_size,
+        classes=config.classes,
+    )
+    return Tensors(
+        images, labels, sizes, split(config.samples, config.validation, config.split_seed)
+    )
+
+
+def _tabular(config: Synthetic, rng: np.random.Generator) -> Tensors:
+    """Each class is a point; its samples scatter around it."""
+    rows, labels = _noisy_prototypes(config, (config.features,), rng)
+    sizes = Sizes("classification", config.features, classes=config.classes)
+    return Tensors(rows, labels, sizes, split(config.samples, config.validation, config.split_seed))
+
+
+def _noisy_prototypes(
+    config: Synthetic, shape: tuple[int, ...], rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    prototypes = rng.standard_normal((config.classes, *shape), dtype=np.float32)
+    labels = rng.integers(config.classes, size=config.samples)
+    samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
+    samples += prototypes[labels]
+    return torch.from_numpy(samples), torch.from_numpy(labels)
+
+
+def _tokens(config: Synthetic, rng: np.random.Generator) -> Tensors:
+    """Each token fixes the next one, but for every tenth, which is drawn anew."""
+    following = rng.permutation(config.vocab)
+    ids = np.empty((config.samples, config.sequence + 1), np.int64)
+    ids[:, 0] = rng.integers(config.vocab, size=config.samples)
+    for position in range(config.sequence):
+        anew = rng.random(config.samples) < 0.1
+        drawn = rng.integers(config.vocab, size=config.samples)
+        ids[:, position + 1] = np.where(anew, drawn, following[ids[:, position]])
+    tensor = torch.from_numpy(ids)
+    return Tensors(
+        tensor[:, :-1].contiguous(),
+        tensor[:, 1:].contiguous(),
+        Sizes(
+            "language_modelling",
+            classes=config.vocab,
+            vocab=config.vocab,
+            sequence=config.sequence,
+        ),
+        split(config.samples, config.validation, config.split_seed),
+    )
+
+
+_FORMS: dict[SyntheticForm, Callable[[Synthetic, np.random.Generator], Tensors]] = {
+    SyntheticForm.images: _images,
+    SyntheticForm.tokens: _tokens,
+    SyntheticForm.tabular: _tabular,
+}

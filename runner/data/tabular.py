@@ -1,0 +1,87 @@
+"""A user's table: numbers are standardised, texts become one column per category."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from runner.data.config import Tabular
+from runner.data.labels import check_classes, check_task, encode, guess_task
+from runner.data.order import split
+from runner.data.paths import suggestion
+from runner.data.table import Table, numbers, read_table
+from runner.data.tensors import Tensors, standardise
+from runner.errors import ConfigError, DataError
+from runner.run import Choice, Sizes
+
+MOST_CATEGORIES = 256
+
+
+def tabular(config: Tabular) -> Tensors:
+    """Rows float32 [features], and the target: int64 label or float32 value."""
+    check_task(config.task, ("classification", "regression"))
+    table = read_table(config.path)
+    table.column(config.target, "data.target")
+    for name in config.ignore:
+        table.column(name, "data.ignore")
+    used = [n for n in table.columns if n != config.target and n not in config.ignore]
+    if not used:
+        raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
+    parts = split(len(table), config.validation, config.split_seed, str(table.path))
+    columns = [_features(table, name, parts[0]) for name in used]
+    inputs = np.concatenate(columns, axis=1)
+    features = inputs.shape[1]
+
+    task, reason, target = _target(table, config)
+    choices = (Choice("data.task", task, reason),) if config.task == "auto" else ()
+    if task == "regression":
+        sizes = Sizes("regression", features, classes=1)
+        values = torch.from_numpy(target.astype(np.float32))
+    else:
+        labels, names = encode(target.tolist())
+        check_classes(names, f"{table.path}: column {config.target!r}")
+        sizes = Sizes("classification", features, classes=len(names), class_names=names)
+        values = torch.from_numpy(labels)
+    return Tensors(torch.from_numpy(inputs), values, sizes, parts, choices)
+
+
+def _features(table: Table, name: str, train: np.ndarray) -> np.ndarray:
+    """The column as float32 [rows, width]."""
+    values = numbers(table, name)
+    if values is not None:
+        return standardise(values[:, None], train)
+    labels, names = encode([str(v) for v in table.columns[name]])
+    if len(names) > MOST_CATEGORIES:
+        raise DataError(
+            f"{table.path}: column {name!r} has {len(names):,} different texts, more than "
+            f"{MOST_CATEGORIES} categories; leave it out with data.ignore=[{name}]"
+        )
+    one_hot: np.ndarray = np.eye(len(names), dtype=np.float32)[labels]
+    return one_hot
+
+
+def _target(table: Table, config: Tabular) -> tuple[str, str, np.ndarray]:
+    """The task, why, and the column to predict: texts, or numbers."""
+    values = numbers(table, config.target)
+    if values is None:
+        if config.task == "regression":
+            first = next(v for v in table.columns[config.target] if not _is_number(v))
+            raise ConfigError(
+                "data.task",
+                f"column {config.target!r} holds texts such as {first!r}, which have no size",
+                suggestion("classification", ["classification"], "use"),
+            )
+        texts = np.array([str(v) for v in table.columns[config.target]], dtype=object)
+        return "classification", f"column {config.target!r} holds texts", texts
+    task, reason = guess_task(values)
+    if config.task != "auto":
+        task, reason = config.task, "asked for"
+    return task, f"{reason}; data.task says otherwise where that is wrong", values
+
+
+def _is_number(value: object) -> bool:
+    try:
+        float(str(value))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What `job=doctor` looks at: the packages, and what surrounds a run."""

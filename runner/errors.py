@@ -1,0 +1,81 @@
+"""Every error the runner raises on purpose, and the exit code each one ends the process with.
+
+RunnerError                1   a fault of ours
+├── UsageError             2   the request cannot be met as it stands
+│   ├── ConfigError        2   a config key is wrong; names the key and the fix
+│   ├── DataError          2   a sample, file or label is wrong; names the file, row or key
+│   └── DeviceError        2   the device asked for is not there
+├── SecurityError          3   refused: not trusted
+├── GaveUp                 4   the stability policy is exhausted
+├── StorageError           5   writing failed
+│   └── CheckpointError    5   no usable checkpoint
+├── SweepFailed            7   some jobs of a sweep failed
+└── Interrupted          130   Ctrl-C (130) or SIGTERM (143); a checkpoint was written
+"""
+
+from __future__ import annotations
+
+
+class RunnerError(Exception):
+    """An error whose message is meant for the person who typed the command."""
+
+    exit_code = 1
+
+
+class UsageError(RunnerError):
+    """The request cannot be met as it stands."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A config key is wrong. `key` is its dotted path; the message ends with the fix."""
+
+    def __init__(self, key: str, problem: str, fix: str = "") -> None:
+        self.key = key
+        super().__init__(f"{key}: {problem}" + (f"; {fix}" if fix else ""))
+
+
+class DataError(UsageError):
+    """A sample, file or label is wrong; the message names the file, row or key."""
+
+
+class DeviceError(UsageError):
+    """The device asked for is not there; the message says what is."""
+
+
+class SecurityError(RunnerError):
+    """Refused because it is not trusted; the message names what and the way out."""
+
+    exit_code = 3
+
+
+class GaveUp(RunnerError):
+    """The stability policy is exhausted; the message says what was tried."""
+
+    exit_code = 4
+
+
+class StorageError(RunnerError):
+    """Writing to the run's folder failed."""
+
+    exit_code = 5
+
+
+class CheckpointError(StorageError):
+    """No usable checkpoint; the message names each one tried and what is wrong with it."""
+
+
+class SweepFailed(RunnerError):
+    """Some jobs of a sweep failed; the message names them."""
+
+    exit_code = 7
+
+
+class Interrupted(RunnerError):
+    """The run was asked to end, by Ctrl-C or SIGTERM."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.exit_code = 128 + signal_number
+        name = {2: "Ctrl-C", 15: "SIGTERM"}.get(signal_number, f"signal {signal_number}")
+        super().__init__(f"interrupted by {name}")

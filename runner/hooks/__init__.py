@@ -1,0 +1,1 @@
+"""What watches a run: the record and the display."""

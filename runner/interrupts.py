@@ -1,0 +1,47 @@
+"""Ctrl-C and SIGTERM: the step in hand is finished, a checkpoint is written, the run ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from runner.errors import Interrupted
+
+
+class Interrupts:
+    """While entered, owns the two signals.
+
+    The first one is remembered and the loop ends at the next step boundary; while the loop only
+    waits for data (`waiting`), it cuts the wait short, since that can take for ever. The second one
+    ends the process at once, as if nobody had caught the first.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.waiting = False
+        self.previous: dict[int, object] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
+        self.previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+        if self.waiting:
+            raise KeyboardInterrupt
+
+    def error(self) -> Interrupted:
+        """The error that the run ends with."""
+        return Interrupted(self.received or signal.SIGINT)

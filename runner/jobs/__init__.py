@@ -1,0 +1,29 @@
+"""What can be done with a run, one module a job; each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.jobs.config import JobKind
+
+if TYPE_CHECKING:
+    from runner.config import RunConfig
+
+Job = Callable[["RunConfig", Path], object]
+"""What it returns is a Summary where there was a run."""
+
+JOBS: dict[JobKind, str] = {
+    JobKind.train: "runner.jobs.train",
+    JobKind.evaluate: "runner.jobs.evaluate",
+    JobKind.doctor: "runner.jobs.doctor",
+}
+"""The module whose `main` does it."""
+
+
+def find(kind: JobKind) -> Job:
+    """The job's `main`."""
+    job: Job = import_module(JOBS[kind]).main
+    return job

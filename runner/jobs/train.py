@@ -1,0 +1,20 @@
+"""job=train: build the run, train it, leave a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner import report
+from runner.build import build
+from runner.config import RunConfig
+from runner.loop import train
+from runner.summary import Summary
+
+
+def main(config: RunConfig, folder: Path) -> Summary:
+    """Train in `folder`; the report is written however the run ends."""
+    with build(config, folder) as run:
+        try:
+            return train(run)
+        finally:
+            report.write(Summary.read(folder), folder)

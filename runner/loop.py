@@ -1,0 +1,271 @@
+"""The training loop and the pass over the validation set. Hooks watch; only the loop acts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.errors import ConfigError, GaveUp, Interrupted, RunnerError, StorageError
+from runner.interrupts import Interrupts
+from runner.outcome import summarise
+from runner.resume import roll_back, save
+from runner.run import Batch, Evaluation, Hook, Report, Run, Step, Verdict, call, rows
+from runner.seeds import mix
+from runner.summary import Summary
+
+log = logging.getLogger("runner")
+
+
+def train(run: Run) -> Summary:
+    """Train up to `run.total_steps`, from wherever the run stands, and say how it went.
+
+    Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
+    each after a checkpoint; the summary is written in any case.
+    """
+    summarise(run, "running")
+    status, reason = "failed", ""
+    try:
+        with ExitStack() as stack:
+            for hook in run.hooks:
+                stack.enter_context(hook.session(run))
+            _train(run)
+        status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
+    except Interrupted as error:
+        status, reason = "interrupted", str(error)
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        summary = summarise(run, status, reason)
+    return summary
+
+
+def _train(run: Run) -> None:
+    progress, watch, update = run.progress, run.watch, run.update
+    gradient_hooks = [hook for hook in run.hooks if _has(hook, "on_gradients")]
+    step_hooks = [hook for hook in run.hooks if _has(hook, "on_step")]
+    run.model.train()
+    with Interrupts() as interrupts:
+        try:
+            batches = run.train.batches(progress.step)
+            _between_steps(run, interrupts)  # what was due when the run was cut off
+            while progress.step < run.total_steps and not run.stop_reason:
+                watch.start()
+                interrupts.waiting = True
+                batch = next(batches)
+                interrupts.waiting = False
+                watch.split("data")
+
+                step = backward(run, batch)
+                verdict = Verdict.KEEP
+                if gradient_hooks:
+                    verdict = _ask(gradient_hooks, "on_gradients", run, step)
+                    if verdict >= Verdict.SKIP:
+                        step.skipped = torch.ones_like(step.skipped)
+                update.apply(step.grad_norm, step.skipped)
+                watch.split("optimizer")
+
+                samples = run.train.samples(progress.step)
+                progress.step += 1
+                run.reader.add(step, samples)
+                if step_hooks:
+                    verdict = max(verdict, _ask(step_hooks, "on_step", run, step))
+                if progress.step % run.report_every == 0:
+                    run.reader.close(watch.elapsed())
+                    verdict = max(verdict, _report(run))
+                watch.stop(samples)
+
+                if verdict >= Verdict.ROLLBACK:
+                    _act(run, verdict)
+                _between_steps(run, interrupts)
+                if interrupts.received is not None:
+                    raise interrupts.error()
+            run.reader.close(watch.elapsed())
+            _act(run, _report(run, wait=True))
+        except KeyboardInterrupt:  # a wait for data was cut short; or a second signal: no checkpoint
+            if interrupts.waiting:
+                save(run, final=True)
+            raise interrupts.error() from None
+        except StorageError:
+            raise  # saving once more would only fail again
+        except RunnerError:  # between two steps, so the run is whole
+            save(run, final=True)
+            raise
+        finally:
+            run.train.close()
+            run.validation.close()
+        save(run, final=True)
+
+
+def backward(run: Run, batch: Batch) -> Step:
+    """Forward and backward over one batch; gradients are in `.grad`, the update is not made."""
+    number = run.progress.step + 1
+    run.device.reseed(mix(run.seed, number))  # dropout depends on the step alone: resume is exact
+    run.update.begin()
+    if run.micro_batch >= _length(batch[1]):
+        loss = _forward(run, batch)
+        run.watch.split("forward")
+        (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
+        loss = loss.detach()
+        run.watch.split("backward")
+    else:
+        loss = _accumulate(run, batch)
+    norm, skipped = run.update.measure(loss)
+    return Step(number, loss, norm, skipped)
+
+
+def _accumulate(run: Run, batch: Batch) -> Tensor:
+    """The large batch's mean loss and its gradient, a micro-batch at a time.
+
+    Each part counts by its share of the samples or tokens, so a ragged last part and masked
+    targets come out as in the large batch.
+    """
+    whole = run.objective.weight(batch[1])
+    total = torch.zeros((), device=run.device.torch)
+    for start in range(0, _length(batch[1]), run.micro_batch):
+        part: Batch = rows(batch, slice(start, start + run.micro_batch))
+        share = run.objective.weight(part[1]) / whole
+        loss = _forward(run, part)
+        # a part whose targets are all masked has the mean 0/0 and no share
+        loss = loss * share if isinstance(share, float) else torch.where(share > 0, loss, 0.0) * share
+        run.watch.split("forward")
+        (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+        run.watch.split("backward")
+    return total
+
+
+def _forward(run: Run, batch: Batch) -> Tensor:
+    if not run.contexts:
+        return run.objective(call(run.forward, batch[0]), batch[1])
+    with ExitStack() as stack:
+        for context in run.contexts:
+            stack.enter_context(context())
+        return run.objective(call(run.forward, batch[0]), batch[1])
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> Evaluation:
+    """One pass over the validation set, with the averaged weights where there are some."""
+    training = run.model.training
+    run.model.eval()
+    totals: dict[str, Tensor] = {}
+    try:
+        with run.update.averaged(), ExitStack() as stack:
+            for context in run.contexts:
+                stack.enter_context(context())
+            for inputs, target in islice(run.validation.batches(0), run.validation.steps_per_epoch):
+                sums = run.objective.tally(call(run.forward, inputs), target)
+                totals = {name: totals[name] + x for name, x in sums.items()} if totals else sums
+    finally:
+        run.model.train(training)
+    metrics = {f"val/{name}": x for name, x in run.objective.metrics(totals).items()}
+    confusion = run.objective.confusion(totals)
+    return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
+
+
+def _between_steps(run: Run, interrupts: Interrupts) -> None:
+    """Validate and save, where that is due; a resumed run makes up for what it was cut off from."""
+    progress = run.progress
+    step, last = progress.step, progress.step >= run.total_steps
+    improved = False
+    if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
+        interrupts.waiting = True  # nothing changes while validating, so it may be cut short
+        evaluation = evaluate(run)
+        interrupts.waiting = False
+        improved = _judge(run, evaluation)
+    if improved or (step and step % run.checkpoint_every == 0 and run.saved_step < step):
+        _act(run, _report(run, wait=True))  # what is on its way belongs before the checkpoint
+        save(run, best=improved)
+
+
+def _judge(run: Run, evaluation: Evaluation) -> bool:
+    """Is this the best so far? Tells the hooks, and stops a run that no longer improves."""
+    progress, metrics = run.progress, evaluation.metrics
+    if run.monitor not in metrics:
+        known = ", ".join(sorted(metrics))
+        raise ConfigError("training.monitor", f"there is no metric {run.monitor!r}", f"one of {known}")
+    value = metrics[run.monitor]
+    best = progress.best
+    better = best is None or (value > best if run.higher_is_better else value < best)
+    improved = better and math.isfinite(value)
+    if improved:
+        progress.best, progress.best_step = value, evaluation.step
+        progress.stale_validations = 0
+    else:
+        progress.stale_validations += 1
+    progress.metrics = metrics
+    progress.validated_step = evaluation.step
+    evaluation = Evaluation(evaluation.step, metrics, evaluation.confusion, improved)
+    verdict = _ask(run.hooks, "on_validation", run, evaluation)
+    if run.patience is not None and progress.stale_validations >= run.patience:
+        run.stop_reason = (
+            f"{run.monitor} has not improved on {progress.best} for {run.patience} validations"
+        )
+    _act(run, verdict)
+    return improved
+
+
+def _report(run: Run, wait: bool = False) -> Verdict:
+    """Hand the numbers that have reached the host to the hooks; count what was skipped."""
+    progress, verdict = run.progress, Verdict.KEEP
+    for report in run.reader.reports(wait):
+        if not report.loss:
+            continue
+        for skipped in report.skipped:
+            progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
+            progress.skipped += skipped
+        report.lr = run.update.lr_at(report.last - 1 - progress.skipped)
+        if sum(report.skipped):
+            progress.faults["non_finite"] = progress.faults.get("non_finite", 0) + sum(report.skipped)
+            log.warning(
+                "steps %d to %d: %d of them skipped, their loss or gradients were not finite",
+                report.first, report.last, sum(report.skipped),
+            )  # fmt: skip
+        verdict = max(verdict, _ask(run.hooks, "on_report", run, report))
+        if progress.consecutive_skips > run.max_consecutive_skips:
+            verdict = max(verdict, Verdict.ROLLBACK)
+    return verdict
+
+
+def _act(run: Run, verdict: Verdict) -> None:
+    progress = run.progress
+    if verdict is Verdict.STOP:
+        run.stop_reason = run.stop_reason or "a hook asked to stop"
+    elif verdict is Verdict.ROLLBACK:
+        if progress.rollbacks >= run.max_rollbacks:
+            raise GaveUp(
+                f"step {progress.step}: {progress.consecutive_skips} steps in a row were not finite, "
+                f"after {progress.rollbacks} roll-backs; look at the data of these steps, lower "
+                "optimizer.lr, or raise stability.max_rollbacks"
+            )
+        roll_back(run)
+
+
+def _ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation) -> Verdict:
+    """The worst of the hooks' verdicts."""
+    worst = Verdict.KEEP
+    for hook in hooks:
+        if isinstance(what, Step) and what.number % hook.every:
+            continue
+        worst = max(worst, getattr(hook, event)(run, what) or Verdict.KEEP)
+    return worst
+
+
+def _has(hook: Hook, event: str) -> bool:
+    return getattr(type(hook), event) is not getattr(Hook, event)
+
+
+def _length(target: Any) -> int:
+    """Samples in a batch, from its target."""
+    while not isinstance(target, Tensor):
+        target = next(iter(target.values() if isinstance(target, dict) else target))
+    return int(target.shape[0])
+

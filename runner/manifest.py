@@ -1,0 +1,70 @@
+"""What a checkpoint's folder must hold, so that damage is found before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.errors import CheckpointError
+from runner.storage import HashedFile, Written, read_file
+
+NAME = "manifest.json"
+MODEL = "model.safetensors"
+STATE = "state.pt"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Written last, and removed first: a folder without it is not a checkpoint."""
+
+    step: int
+    best: bool  # the best so far when it was written
+    files: dict[str, Written]
+    config_hash: str
+    created_by: str  # the runner's version
+    torch: str
+    threads: int
+    cpu: str  # the instruction set that torch's CPU kernels use
+    tied: dict[str, str] = field(default_factory=dict)  # weights stored under another's name
+    format: int = FORMAT
+
+    def write(self, file: HashedFile) -> None:
+        """Write it with its own digest, so that no flipped bit goes unseen."""
+        body = asdict(self)
+        file.write(_text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; CheckpointError says in what way it is not good."""
+    path = folder / NAME
+    data = read_file(path)
+    try:
+        body = json.loads(data)
+        version = body["format"]
+        digest = body.pop("digest")
+        whole = digest == hashlib.sha256(_text(body)).hexdigest()
+        whole = whole and data == _text({**body, "digest": digest})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: damaged, or not a manifest ({len(data)} bytes)") from None
+    if not whole:
+        raise CheckpointError(f"{path}: damaged: its contents do not match its own checksum")
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path}: has format {version!r}, and this version of the runner reads {FORMAT}"
+        )
+    try:
+        files = {name: Written(**entry) for name, entry in body.pop("files").items()}
+        manifest = Manifest(files=files, **body)
+    except (TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{path}: not a manifest of the runner") from None
+    if set(files) != {MODEL, STATE}:  # names in the file are never used as paths
+        raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
+    return manifest
+
+
+def _text(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,28 @@
+"""Markdown from text that nobody has vetted: class names, file names, what a model wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def escape(text: object) -> str:
+    """Text that shows as it is, on one line, wherever it stands."""
+    flat = re.sub(r"\s+", " ", UNPRINTABLE.sub(" ", str(text)))
+    return SPECIAL.sub(r"\\\1", flat)
+
+
+def code(text: str, language: str = "") -> str:
+    """A fenced block; the fence is longer than any run of backticks inside."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{UNPRINTABLE.sub('�', text.rstrip())}\n{fence}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; every cell is escaped."""
+    lines = [header, ["---"] * len(header), *([escape(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

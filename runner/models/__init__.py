@@ -1,0 +1,1 @@
+"""Models of ours, and the door for those of others."""

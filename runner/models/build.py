@@ -1,0 +1,101 @@
+"""From the `model` group and what the data states to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from runner.errors import ConfigError
+from runner.models.config import ModelConfig
+from runner.run import Sizes
+from runner.security.targets import construct
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where a model's class is, and which data it is for."""
+
+    module: str  # imported only when it is asked for
+    name: str
+    tasks: tuple[str, ...]
+    sizes: tuple[str, ...]  # of the data, that its constructor needs
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether the task is its own and the data states every size."""
+        return sizes.task in self.tasks and not self.missing(sizes)
+
+    def missing(self, sizes: Sizes) -> list[str]:
+        """The sizes it needs that the data does not state."""
+        return [name for name in self.sizes if getattr(sizes, name) is None]
+
+
+COMMON = {f.name for f in fields(ModelConfig)}
+LABELS = ("classification", "regression")
+FITS = {
+    "mlp": Fit("runner.models.mlp", "MLP", LABELS, ("in_features", "classes")),
+    "cnn": Fit("runner.models.cnn", "CNN", LABELS, ("in_channels", "image_size", "classes")),
+    "gpt": Fit("runner.models.gpt", "GPT", ("language_modelling",), ("vocab", "sequence")),
+    "classifier": Fit(
+        "runner.models.classifier", "Classifier", LABELS, ("vocab", "sequence", "classes")
+    ),
+}
+
+
+def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str], Any]) -> nn.Module:
+    """The model that `config` asks for, on the CPU, with fresh weights.
+
+    Ours get the option's own fields and the data's sizes; a class of the user's own gets
+    `model.arguments` and those sizes that its constructor names. Raises ConfigError when the
+    model does not fit the data or cannot be trained.
+    """
+    if config._target_ is None:
+        model = _ours(config, sizes)
+    else:
+        factory = resolve(config._target_, "model._target_")
+        model = construct(factory, config.arguments, sizes.for_constructor(), "model")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                "model._target_",
+                f"{config._target_} made a {type(model).__name__}, not a torch.nn.Module",
+                "name a module's class, or a function that returns a module",
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            "model",
+            f"{config._target_ or config.kind} has no parameter that needs a gradient",
+            "there is nothing to train; leave requires_grad on for some",
+        )
+    return model
+
+
+def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
+    if config.kind not in FITS:
+        raise ConfigError("model.kind", f"no model {config.kind!r}", f"one of {', '.join(FITS)}")
+    if config.arguments:
+        name = next(iter(config.arguments))
+        own = [f.name for f in fields(config) if f.name not in COMMON]
+        raise ConfigError(
+            f"model.{name}", f"model={config.kind} has no such key", f"it has {', '.join(own)}"
+        )
+    fit = FITS[config.kind]
+    if not fit.fits(sizes):
+        raise ConfigError("model", *_misfit(config.kind, fit, sizes))
+    factory = getattr(import_module(fit.module), fit.name)
+    own_fields = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in COMMON}
+    model: nn.Module = factory(**own_fields, **{k: getattr(sizes, k) for k in fit.sizes})
+    return model
+
+
+def _misfit(kind: str, fit: Fit, sizes: Sizes) -> tuple[str, str]:
+    given = ", ".join(f"{k}={v}" for k, v in sizes.for_constructor().items()) or "no sizes"
+    if sizes.task in fit.tasks:
+        needs = f"needs {' and '.join(fit.missing(sizes))}"
+    else:
+        needs = f"is for {' or '.join(fit.tasks)}"
+    options = [f"model={name}" for name, other in FITS.items() if other.fits(sizes)]
+    fix = f"use {' or '.join(options)}" if options else "name a model of your own by model._target_"
+    return f"{kind} {needs}, and the data is for {sizes.task} and gives {given}", fix

@@ -1,0 +1,36 @@
+"""A multi-layer perceptron, for tables and small images."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them, over inputs of any shape, flattened.
+
+    [batch, …] with `in_features` values per sample -> [batch, classes].
+    """
+
+    def __init__(
+        self, *, in_features: int, classes: int, width: int, depth: int, dropout: float
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        last = in_features
+        for _ in range(depth):
+            layer = nn.Linear(last, width)
+            # He et al. 2015; torch's own default starts deep ReLU networks far too small
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+            layers += [layer, nn.ReLU()]
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+            last = width
+        layers.append(nn.Linear(last, classes))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits, or regression targets."""
+        if inputs.ndim != 2:
+            inputs = inputs.flatten(1)
+        return self.layers(inputs)  # type: ignore[no-any-return]

@@ -1,0 +1,114 @@
+"""From the `objective` group and what the data states to an objective."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from runner.errors import ConfigError
+from runner.objectives.classification import Classification
+from runner.objectives.config import KINDS, ObjectiveConfig
+from runner.objectives.custom import Custom
+from runner.objectives.language_modelling import LanguageModelling
+from runner.objectives.regression import Regression
+from runner.run import Objective, Sizes
+from runner.security.targets import construct
+
+# Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
+KNOBS = {
+    "label_smoothing": ("classification",),
+    "ignore_index": ("classification", "language_modelling"),
+}
+
+
+def build_objective(
+    config: ObjectiveConfig, sizes: Sizes, resolve: Callable[[str, str], Any]
+) -> Objective:
+    """The objective that `config` asks for; `auto` takes the one that fits the data's task.
+
+    Raises ConfigError when it does not fit the data.
+    """
+    kind = "custom" if config._target_ is not None else config.kind
+    if kind == "auto":
+        kind = sizes.task
+    if kind not in ("custom", *KINDS[1:]):
+        raise ConfigError(
+            "objective",
+            f"the data's task is {sizes.task!r}, for which there is no objective",
+            f"use data for {', '.join(KINDS[1:])}, or name a loss by objective._target_",
+        )
+    for knob, kinds in KNOBS.items():
+        if getattr(config, knob) != getattr(ObjectiveConfig, knob) and kind not in kinds:
+            raise ConfigError(
+                f"objective.{knob}", f"means nothing to {kind}", f"it is for {' and '.join(kinds)}"
+            )
+    if config._target_ is not None:
+        return _foreign(config, config._target_, sizes, resolve)
+    if config.arguments:
+        name = next(iter(config.arguments))
+        raise ConfigError(
+            f"objective.{name}", "there is no such key", "only objective._target_ takes others"
+        )
+    if kind != sizes.task:
+        raise ConfigError(
+            "objective.kind",
+            f"{kind} does not fit the data, which is for {sizes.task}",
+            "use objective=auto, or other data",
+        )
+    if kind == "classification":
+        if sizes.classes is None:
+            raise ConfigError(
+                "objective",
+                "classification needs the number of classes, which the data does not state",
+                "give the data set a `classes`",
+            )
+        return Classification(
+            sizes.classes,
+            sizes.class_names,
+            config.label_smoothing,
+            config.top_k,
+            config.ignore_index,
+        )
+    if kind == "language_modelling":
+        return LanguageModelling(sizes.vocab, config.ignore_index)
+    return Regression()
+
+
+def _foreign(
+    config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Callable[[str, str], Any]
+) -> Objective:
+    found = resolve(target, "objective._target_")
+    if isinstance(found, type):
+        loss = construct(found, config.arguments, sizes.for_constructor(), "objective")
+        if isinstance(loss, Objective):
+            return loss
+        if not callable(loss):
+            raise ConfigError(
+                "objective._target_",
+                f"{target} cannot be called",
+                "give it __call__(output, target)",
+            )
+        _check_call(loss, target, {})
+    else:
+        _check_call(found, target, config.arguments)
+        loss = partial(found, **config.arguments) if config.arguments else found
+    return Custom(loss, target)
+
+
+def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(called).bind(None, None, **arguments)
+    except ValueError:  # written in C without a signature: the first call will tell
+        return
+    except TypeError as error:
+        given = "".join(f", {name}=…" for name in arguments)
+        raise ConfigError(
+            "objective._target_",
+            f"{target} cannot be called as loss(output, target{given}): {error}",
+            "it takes these two and the keys added with +objective.",
+        ) from error

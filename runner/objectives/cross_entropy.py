@@ -1,0 +1,84 @@
+"""Cross-entropy over class indices, and how many of them its mean is over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.errors import ConfigError, DataError, UsageError
+
+NEVER = -(2**31)  # no target is this; torch's default would drop every -100 without a word
+
+
+class CrossEntropy:
+    """The mean over the targets that are not `ignore_index`.
+
+    With None all of them count, so that their number is known from the shape.
+    """
+
+    def __init__(self, ignore_index: int | None = -100, label_smoothing: float = 0.0) -> None:
+        self.ignore_index = ignore_index
+        self.skip = NEVER if ignore_index is None else ignore_index
+        self.label_smoothing = label_smoothing
+
+    def mean(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Over the targets that count, 0-d; NaN, with gradients of 0, where there are none.
+
+        `logits` [n, classes, …], `target` [n, …]. Raises a UsageError that names what is wrong.
+        """
+        try:
+            return F.cross_entropy(
+                logits, target, ignore_index=self.skip, label_smoothing=self.label_smoothing
+            )
+        except (IndexError, RuntimeError, ValueError) as error:
+            problem = self.problem(logits, target)
+            if problem is None:
+                raise
+            raise problem from error
+
+    def each(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of each target, 0 for those ignored."""
+        return F.cross_entropy(
+            logits,
+            target,
+            ignore_index=self.skip,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def weight(self, target: Tensor) -> Tensor | int:
+        """How many targets count; a tensor when the device has to count them."""
+        if self.ignore_index is None:
+            return target.numel()
+        return (target != self.ignore_index).sum()
+
+    def counts(self, target: Tensor) -> Tensor:
+        """Which targets count."""
+        if self.ignore_index is None:
+            return torch.ones_like(target, dtype=torch.bool)
+        return target != self.ignore_index
+
+    def problem(self, logits: Tensor, target: Tensor) -> UsageError | None:
+        """Why torch refused them, or None when nothing is wrong with their shapes and values."""
+        if target.is_floating_point() or target.dtype is torch.bool:
+            return DataError(f"targets are {target.dtype}; classes are named by their index, int64")
+        if logits.ndim < 2 or logits.shape[:1] + logits.shape[2:] != target.shape:
+            return ConfigError(
+                "model",
+                f"returns {list(logits.shape)} for targets of {list(target.shape)}",
+                "return a row of logits per target",
+            )
+        if target.dtype not in (torch.int64, torch.uint8):
+            return DataError(f"targets are {target.dtype}; hand them over as int64")
+        if target.device.type != "cpu":  # after a failed assertion nothing can be read
+            return None
+        wrong = target[self.counts(target) & ((target < 0) | (target >= logits.shape[1]))]
+        if not wrong.numel():
+            return None
+        value = int(wrong[0])
+        fix = f"; where it means 'no target', set objective.ignore_index={value}"
+        return DataError(
+            f"target {value} is out of range: there are classes 0 to {logits.shape[1] - 1}"
+            + (fix if value < 0 else "")
+        )

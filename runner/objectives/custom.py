@@ -1,0 +1,80 @@
+"""A loss of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.errors import ConfigError
+from runner.objectives import reading
+from runner.run import Objective
+
+
+class Custom(Objective):
+    """Any callable (output, target) -> mean loss over the batch; `loss` is its only metric.
+
+    It gets the model's output as it is. A module's buffers (class weights) follow the output to
+    its device; parameters would not be trained, so there must be none.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], name: str) -> None:
+        self.loss = loss
+        self.name = name
+        self.module = loss if isinstance(loss, nn.Module) else None
+        if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
+            raise ConfigError(
+                "objective._target_",
+                f"{name} has parameters, and only the model's are trained",
+                "move them into the model, or set requires_grad to False",
+            )
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """The loss that the callable returns, 0-d."""
+        if self.module is not None:
+            self.module.to(_first(target, "target").device)
+            self.module = None  # once is enough: what a batch is on does not change
+        loss = self.loss(output, target)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                "objective._target_",
+                f"{self.name} returned {shape}",
+                "return the mean loss over the batch, a tensor without dimensions",
+            )
+        return loss
+
+    def weight(self, target: Any) -> int:
+        """How many samples there are."""
+        return _first(target, "target").shape[0]
+
+    def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """The loss, summed over samples."""
+        loss = self(output, target)
+        count = self.weight(target)
+        return {
+            "loss": reading.total(loss.detach() * count),
+            "count": torch.full((), count, device=loss.device),
+        }
+
+    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """`loss`, the mean over all samples."""
+        count = reading.counted(totals)
+        return {"loss": totals["loss"].item() / count}
+
+
+def _first(value: Any, what: str) -> Tensor:
+    """The first tensor in it; its first dimension is the samples."""
+    if isinstance(value, Tensor):
+        return value
+    items: list[Any] = []
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, tuple | list):
+        items = list(value)
+    for item in items:
+        if isinstance(item, Tensor | dict | tuple | list):
+            return _first(item, what)
+    raise ConfigError("data", f"the {what} is a {type(value).__name__} without a tensor in it")

@@ -1,0 +1,84 @@
+"""One or more numbers per sample."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.errors import ConfigError
+from runner.objectives import reading
+from runner.run import Objective
+
+
+class Regression(Objective):
+    """Mean squared error, mean absolute error, and the share of variance explained (R²).
+
+    Output and target: [batch] or [batch, targets].
+    """
+
+    monitor = "val/loss"
+    higher_is_better = False
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Mean squared error over samples and targets, 0-d."""
+        predicted = reading.logits(output)
+        return F.mse_loss(predicted, _like(predicted, target))
+
+    def weight(self, target: Tensor) -> int:
+        """How many samples there are."""
+        return target.shape[0]
+
+    def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Sums, per target, in float64: of the errors, and of what R² takes the variance from."""
+        predicted = reading.logits(output).detach()
+        target = _like(predicted, target)
+        if predicted.device.type == "mps":  # has no float64; the host waits for the copy
+            predicted, target = predicted.cpu(), target.cpu()
+        predicted = predicted.double().reshape(len(predicted), -1)
+        target = target.double().reshape(len(target), -1)
+        error = predicted - target
+        return {
+            "count": torch.full((), len(error), device=error.device),
+            "squared_error": error.square().sum(0),
+            "absolute_error": error.abs().sum(0),
+            "target": target.sum(0),
+            "target_squared": target.square().sum(0),
+        }
+
+    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """`loss` and `mse`, `mae`, `rmse`, and `r2`, the mean over the targets that vary."""
+        count = reading.counted(totals)
+        squared_error = totals["squared_error"]
+        mse = squared_error.mean().item() / count
+        values = {
+            "loss": mse,
+            "mse": mse,
+            "mae": totals["absolute_error"].mean().item() / count,
+            "rmse": sqrt(mse),
+        }
+        squared = totals["target_squared"]
+        deviation = squared - totals["target"].square() / count
+        # the difference of two large sums: what is left of a constant target is rounding
+        varies = deviation > 1e-12 * squared
+        if bool(varies.any()):
+            values["r2"] = (1 - squared_error / deviation)[varies].mean().item()
+        return values
+
+
+def _like(predicted: Tensor, target: Tensor) -> Tensor:
+    """The target in the output's shape; [n] and [n, 1] would broadcast to [n, n]."""
+    if target.shape != predicted.shape:
+        if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
+            raise ConfigError(
+                "model",
+                f"returns {list(predicted.shape)} for targets of {list(target.shape)}",
+                "return as many numbers a sample as the data has targets (`classes`)",
+            )
+        target = target.reshape(predicted.shape)
+    if target.dtype is not predicted.dtype:
+        target = target.to(predicted.dtype)
+    return target

@@ -1,0 +1,78 @@
+"""What can be asked of the update: the `optimizer`, `schedule` and `stability` groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from runner.errors import ConfigError
+
+
+@dataclass
+class OptimizerConfig:
+    """Any class of torch.optim by its name; decay is kept off norms and biases."""
+
+    name: str = "AdamW"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    options: dict[str, Any] = field(default_factory=dict)  # further constructor arguments
+    ema: float | None = None  # decay of an exponential moving average of the weights
+
+    def __post_init__(self) -> None:
+        if self.lr < 0:
+            raise ConfigError("optimizer.lr", f"{self.lr} would climb", "use 0 or more")
+        if self.weight_decay < 0:
+            raise ConfigError("optimizer.weight_decay", "is negative", "use 0 or more")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError("optimizer.ema", f"{self.ema} is no decay", "use e.g. 0.999")
+
+
+class ScheduleKind(Enum):
+    """The shape of the learning rate over the run."""
+
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+    step = "step"
+    onecycle = "onecycle"
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of the updates done; the optimizer's `lr` is the peak."""
+
+    kind: ScheduleKind = ScheduleKind.constant
+    warmup: float = 0.0  # updates if 1 or more, else a share of the run
+    floor: float = 0.0  # the last learning rate, as a share of the peak (cosine, linear)
+    every: float = 0.33  # step: updates between drops if 1 or more, else a share of the run
+    gamma: float = 0.1  # step: the factor at each drop
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ConfigError("schedule.warmup", f"{self.warmup} is negative", "use 0 or more")
+        if not 0 <= self.floor <= 1:
+            raise ConfigError("schedule.floor", f"{self.floor} is not a share", "use 0 to 1")
+        if self.every <= 0:
+            raise ConfigError("schedule.every", f"{self.every} never comes", "use more than 0")
+
+
+@dataclass
+class StabilityConfig:
+    """What keeps a bad step from ruining the run."""
+
+    clip_norm: float | None = 1.0  # largest gradient norm; None: no clipping
+    guard: bool = True  # skip steps whose loss or gradients are not finite
+    max_consecutive_skips: int = 10  # then roll back to the last good checkpoint
+    max_rollbacks: int = 2  # then give up, exit code 4
+    backoff: float = 0.5  # the learning rate's factor at each roll-back
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ConfigError("stability.clip_norm", "would stop learning", "use > 0 or null")
+        if self.max_consecutive_skips < 0:
+            raise ConfigError("stability.max_consecutive_skips", "is negative", "use 0 or more")
+        if self.max_rollbacks < 0:
+            raise ConfigError("stability.max_rollbacks", "is negative", "use 0 or more")
+        if not 0 < self.backoff <= 1:
+            raise ConfigError("stability.backoff", f"{self.backoff} is not a share", "0 to 1")

@@ -1,0 +1,78 @@
+"""An optimizer from its name, with decay kept off norms and biases."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.errors import ConfigError
+from runner.optim.config import OptimizerConfig
+
+Optimizer = torch.optim.Optimizer
+
+
+def find_optimizer(name: str) -> type[Optimizer]:
+    """The class of torch.optim with that name."""
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    if name not in known:
+        folded = {key.lower(): key for key in known}
+        near = difflib.get_close_matches(name.lower(), folded, 1, 0.5)
+        fix = f"did you mean {folded[near[0]]}?" if near else f"one of {', '.join(sorted(known))}"
+        raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
+    if name == "LBFGS":
+        raise ConfigError("optimizer.name", "LBFGS runs the model several times a step", "use AdamW")
+    return known[name]
+
+
+def build_optimizer(
+    config: OptimizerConfig, cls: type[Optimizer], model: nn.Module, options: dict[str, Any]
+) -> Optimizer:
+    """The optimizer over the model's trainable parameters.
+
+    Tensors of two or more dimensions decay; norms' scales and biases do not (as in GPT-2, and
+    He et al. 2019, arXiv:1812.01187, section 3.1).
+    """
+    accepted = inspect.signature(cls).parameters
+    arguments = {**config.options, **options}
+    for name in config.options:
+        if name not in accepted:
+            choices = ", ".join(n for n in accepted if n not in ("params", "lr", "weight_decay"))
+            raise ConfigError(
+                f"optimizer.options.{name}", f"{cls.__name__} has no such option", f"it has {choices}"
+            )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("model", "has no parameter that requires a gradient", "nothing to train")
+    groups: list[dict[str, Any]] = [{"params": trainable}]
+    if "weight_decay" in accepted:
+        arguments["weight_decay"] = config.weight_decay
+        plain = [p for p in trainable if p.ndim < 2]
+        if config.weight_decay and plain and len(plain) < len(trainable):
+            decayed = [p for p in trainable if p.ndim >= 2]
+            groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    try:
+        optimizer = cls(groups, lr=config.lr, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("optimizer", f"{cls.__name__} refuses: {error}", "check its options") from error
+    _fill_momentum(optimizer)
+    return optimizer
+
+
+def _fill_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD its momentum buffers before its first step.
+
+    A first step that is skipped in the kernel leaves them uninitialised otherwise (torch 2.13).
+    Zeros give the same update, since a first buffer is the gradient itself.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

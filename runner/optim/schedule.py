@@ -1,0 +1,52 @@
+"""The learning rate as a function of the updates done."""
+
+from __future__ import annotations
+
+import math
+
+from runner.optim.config import ScheduleConfig, ScheduleKind
+
+
+def factors(config: ScheduleConfig, updates: int) -> list[float]:
+    """The factor on the peak learning rate for each of `updates` updates, the first at index 0.
+
+    Warm-up rises linearly and ends at 1. `onecycle` follows the defaults of Smith and Topin
+    (arXiv:1708.07120) as torch.optim has them: from 1/25 up over 30 % of the run, then a cosine
+    down to 1/250,000.
+    """
+    if config.kind is ScheduleKind.onecycle:
+        rise = _count(config.warmup or 0.3, updates)
+        return [_one_cycle(u, rise, updates) for u in range(updates)]
+    warmup = _count(config.warmup, updates)
+    every = max(1, _count(config.every, updates))
+    span = max(1, updates - warmup)
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        after = update - warmup
+        if config.kind is ScheduleKind.cosine:
+            return config.floor + (1 - config.floor) * _cosine(after / span)
+        if config.kind is ScheduleKind.linear:
+            return config.floor + (1 - config.floor) * (1 - after / span)
+        if config.kind is ScheduleKind.step:
+            return config.gamma ** (after // every)
+        return 1.0
+
+    return [factor(u) for u in range(updates)]
+
+
+def _count(value: float, updates: int) -> int:
+    """A number of updates: as given from 1 on, below that a share of the run."""
+    return round(value if value >= 1 else value * updates)
+
+
+def _cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _one_cycle(update: int, rise: int, updates: int) -> float:
+    low, last = 1 / 25, 1 / 250_000
+    if update < rise:
+        return 1 + (low - 1) * _cosine(update / rise)
+    return last + (1 - last) * _cosine((update - rise) / max(1, updates - 1 - rise))

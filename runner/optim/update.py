@@ -1,0 +1,226 @@
+"""What happens between backward and the next batch: norm, guard, clip, update, schedule, average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.optim.config import StabilityConfig
+from runner.optim.optimizer import Optimizer
+
+
+class LossScale:
+    """A dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
+
+    The rule is that of torch.amp.GradScaler; its own object reads the flag on the host.
+    """
+
+    def __init__(self, first: float, device: torch.device) -> None:
+        self.value = torch.full((), first, device=device)
+        self.grown = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, skipped: Tensor) -> None:
+        """Learn from one step; `skipped` is 1.0 when it overflowed."""
+        torch._amp_update_scale_(self.value, self.grown, skipped, 2.0, 0.5, 2000)
+
+
+class Update:
+    """One optimizer update, made or skipped without the host knowing which.
+
+    A fused optimizer takes the flag (`found_inf`) and the clipping (`grad_scale`) into its kernel,
+    so nothing waits. Any other optimizer needs the host to read the flag, once a step; on a CPU
+    that costs nothing. After a skipped step parameters, buffers, optimizer state, schedule and
+    average are what they were before it.
+
+    The gradient norm is over the whole model: a NaN or an Inf anywhere, in a gradient or in the
+    loss, makes it non-finite, so one number is both the norm and the flag.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: StabilityConfig,
+        lr: float,
+        factors: list[float],
+        *,
+        loss_scale: float | None = None,
+        ema: float | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.device = self.parameters[0].device
+        self.in_kernel = all(group.get("fused") for group in optimizer.param_groups)
+        self.guard = config.guard
+        self.clip_norm = config.clip_norm
+        self.scale = LossScale(loss_scale, self.device) if loss_scale else None
+        self.lr, self.factors, self.backoff = lr, factors, 1.0
+        self.scheduled = len(set(factors)) > 1
+        self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.following = 1 - ema if ema else 0.0
+        self.average = [p.detach().clone() for p in self.parameters] if ema else []
+        # buffers that a forward changes, such as BatchNorm's statistics, go back with a skipped step
+        self.buffers = list(model.buffers()) if config.guard else []
+        self.saved = [b.clone() for b in self.buffers]
+        self.kept = torch.zeros((), device=self.device)
+        self._set_schedule()
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host reads the flag at every step, and so waits on an accelerator."""
+        return not self.in_kernel and self.device.type != "cpu"
+
+    def begin(self) -> None:
+        """Before forward: drop the old gradients, remember the buffers."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.saved:
+            torch._foreach_copy_(self.saved, self.buffers)
+
+    def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient norm before clipping, and 1.0 if this step must be skipped, else 0.0; both 0-d."""
+        norms = list(torch._foreach_norm(self._gradients()))
+        norms.append(loss * 0.0)  # NaN if the loss is not finite, else nothing
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.scale:
+            norm = norm / self.scale.value
+        if not self.guard and not self.scale:
+            return norm, self.kept
+        return norm, (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN and Inf - Inf are NaN
+
+    def apply(self, norm: Tensor, skipped: Tensor) -> None:
+        """Make the update that `measure` looked at, unless it is to be skipped."""
+        if self.in_kernel:
+            self._in_kernel(norm, skipped)
+        else:
+            self._by_host(norm, skipped)
+        if self.scale:
+            self.scale.update(skipped)
+
+    def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = self._divisor(norm)
+        optimizer.found_inf = skipped
+        if self.scheduled:
+            torch.take(self.table, self.updates, out=self.lr_now)
+        optimizer.step()
+        self.updates.add_(skipped == 0)
+        if self.average:
+            self._follow((1 - skipped) * self.following)
+        if self.saved:
+            skip = skipped.bool()
+            for buffer, saved in zip(self.buffers, self.saved, strict=True):
+                buffer.copy_(torch.where(skip, saved, buffer))
+
+    def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
+        if skipped.item():  # waits for the device
+            if self.saved:
+                torch._foreach_copy_(self.buffers, self.saved)
+            return
+        divisor = self._divisor(norm)
+        if divisor is not None:
+            torch._foreach_div_(self._gradients(), divisor)
+        if self.scheduled:
+            lr = self.lr_at(int(self.updates.item()))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        self.optimizer.step()
+        self.updates += 1
+        if self.average:
+            self._follow(torch.full_like(norm, self.following))
+
+    def _divisor(self, norm: Tensor) -> Tensor | None:
+        """What the gradients are divided by: the loss scale, and the excess over the clip norm."""
+        divisor = None
+        if self.clip_norm is not None:
+            excess = norm if self.clip_norm == 1.0 else norm / self.clip_norm
+            divisor = excess.clamp(min=1.0)
+        if self.scale:
+            divisor = self.scale.value if divisor is None else divisor * self.scale.value
+        return divisor
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients there are; of sparse ones (embeddings) the values."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        for i, gradient in enumerate(gradients):
+            if gradient.is_sparse:
+                gradients[i] = _coalesced(self.parameters, gradient).values()
+        return gradients
+
+    def _follow(self, weight: Tensor) -> None:
+        steps = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
+        torch._foreach_mul_(steps, weight)
+        torch._foreach_add_(self.average, steps)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with its averaged weights, where there is an average."""
+        if not self.average:
+            yield
+            return
+        parameters = [p.detach() for p in self.parameters]
+        live = [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, self.average)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parameters, live)
+
+    # -- schedule ------------------------------------------------------------------------------
+
+    def lr_at(self, updates: int) -> float:
+        """The learning rate of the update that follows `updates` of them."""
+        return self.lr * self.backoff * self.factors[min(updates, len(self.factors) - 1)]
+
+    def back_off(self, factor: float) -> None:
+        """Multiply the learning rate by `factor` from here on."""
+        self.backoff *= factor
+        self._set_schedule()
+
+    def _set_schedule(self) -> None:
+        if self.scheduled and self.in_kernel:
+            rates = [self.lr_at(u) for u in range(len(self.factors) + 1)]
+            self.table = torch.tensor(rates, dtype=torch.float32, device=self.device)
+            self.lr_now = torch.zeros((), dtype=torch.float32, device=self.device)
+            rate: float | Tensor = self.lr_now
+        else:
+            rate = self.lr_at(0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    # -- checkpoint ----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that the next update depends on."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates,
+            "backoff": self.backoff,
+            "average": self.average,
+            "scale": [self.scale.value, self.scale.grown] if self.scale else [],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state; raises ValueError or KeyError where it does not fit."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates.copy_(state["updates"])
+        self.backoff = state["backoff"]
+        self._set_schedule()
+        if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
+            raise ValueError("optimizer.ema or the loss scale was switched since")
+        if self.average:
+            torch._foreach_copy_(self.average, state["average"])
+        if self.scale:
+            self.scale.value.copy_(state["scale"][0])
+            self.scale.grown.copy_(state["scale"][1])
+
+
+def _coalesced(parameters: list[Tensor], gradient: Tensor) -> Tensor:
+    """A sparse gradient with each index once, put back in its place so that edits reach it."""
+    owner = next(p for p in parameters if p.grad is gradient)
+    owner.grad = gradient.coalesce()
+    return owner.grad

@@ -1,0 +1,59 @@
+"""The summary of a run as it stands, gathered from its parts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from runner import memory, provenance
+from runner.run import Engagement, Run
+from runner.summary import CheckpointPaths, MemoryPeaks, Summary
+
+
+def summarise(run: Run, status: str, reason: str = "") -> Summary:
+    """How the run stands; written to its folder as `summary.json`."""
+    progress = run.progress
+    faults = Counter(progress.faults)
+    faults.update(run.recorder.faults)
+    faults.update(run.checkpointer.faults)
+    summary = Summary(
+        status=status,
+        reason=reason,
+        steps=progress.step,
+        epochs=run.epoch,
+        metrics=dict(progress.metrics),
+        monitor=run.monitor,
+        best=progress.best,
+        best_step=progress.best_step,
+        throughput=run.watch.throughput(
+            run.sizes.sequence if run.objective.unit == "tokens" else None
+        ),
+        memory=MemoryPeaks(memory.peak_process_bytes(), memory.peak_device_bytes(run.device)),
+        techniques=engagements(run),
+        skipped_steps=progress.skipped,
+        faults=dict(faults),
+        checkpoint=CheckpointPaths(run.checkpointer.last, run.checkpointer.best),
+        device=run.device.describe(),
+        versions=provenance.versions(),
+        config_hash=run.config_hash,
+        command=provenance.command(),
+        name=run.name,
+        wall_seconds=time.monotonic() - run.started,
+        choices=list(run.choices),
+        git=provenance.git_state() or {},
+    )
+    if run.folder is not None:
+        summary.write(run.folder)
+    return summary
+
+
+def engagements(run: Run) -> list[Engagement]:
+    """Every technique: asked for or not, taken hold or not, and the evidence."""
+    rows = {row.name: row for row in run.engagements}
+    for name, technique in run.techniques:
+        if run.watch.steps:
+            evidence = technique.engaged(run)
+            rows[name] = Engagement(name, True, evidence.engaged, evidence.reason, evidence.facts)
+        else:
+            rows[name] = Engagement(name, True, False, "no step was made yet")
+    return list(rows.values())

@@ -1,0 +1,100 @@
+"""How the numbers of a step reach the host: many steps at a time, and late on an accelerator."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.run import Report, Step
+
+
+@dataclass
+class _Window:
+    """A stretch of steps on its way to the host."""
+
+    first: int
+    earlier: list[list[float]]  # rows that a checkpoint in mid-stretch has read already
+    rows: Tensor  # [steps, 3]: loss, gradient norm, skipped
+    ready: torch.Event | None  # when an asynchronous copy has arrived
+    seconds: float
+    samples: int
+
+
+class Reader:
+    """Collects what steps leave on the device and hands it out as reports.
+
+    On an accelerator a stretch is copied to pinned memory and read when the next one is closed,
+    so the host does not wait; reports are then one stretch late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[Tensor] = []
+        self.earlier: list[list[float]] = []
+        self.first = 0
+        self.samples = 0
+        self.seconds = 0.0
+        self.windows: deque[_Window] = deque()
+
+    def add(self, step: Step, samples: int) -> None:
+        """Take note of a step; nothing is read."""
+        if not self.steps and not self.earlier:
+            self.first = step.number
+        self.steps += (step.loss, step.grad_norm, step.skipped)
+        self.samples += samples
+
+    def close(self, seconds: float) -> None:
+        """End the stretch; `seconds` have passed in steps since the run began."""
+        rows = self._rows()
+        ready = None
+        if rows.device.type != "cpu":
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self.device.type == "cuda")
+            rows = host.copy_(rows, non_blocking=True)
+            ready = torch.Event(self.device)
+            ready.record()
+        window = _Window(
+            self.first, self.earlier, rows, ready, seconds - self.seconds, self.samples
+        )
+        self.windows.append(window)
+        self.earlier, self.samples, self.seconds = [], 0, seconds
+
+    def reports(self, wait: bool) -> list[Report]:
+        """The stretches that have arrived; with `wait`, all that were closed."""
+        arrived = []
+        while self.windows and (wait or self.windows[0].ready is None or len(self.windows) > 1):
+            window = self.windows.popleft()
+            if window.ready is not None:
+                window.ready.synchronize()  # waits: one stretch late, so hardly ever
+            rows = window.earlier + window.rows.tolist()
+            arrived.append(
+                Report(
+                    first=window.first,
+                    loss=[row[0] for row in rows],
+                    grad_norm=[row[1] for row in rows],
+                    skipped=[row[2] > 0 for row in rows],
+                    lr=0.0,
+                    seconds=window.seconds,
+                    samples=window.samples,
+                )
+            )
+        return arrived
+
+    def _rows(self) -> Tensor:
+        if not self.steps:
+            return torch.zeros(0, 3)
+        rows = torch.stack(self.steps).to(torch.float32).view(-1, 3)
+        self.steps = []
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """The stretch in hand, read now: the host waits for the device."""
+        self.earlier = self.earlier + self._rows().tolist()
+        return {"first": self.first, "rows": self.earlier, "samples": self.samples}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue a stretch."""
+        self.first, self.earlier, self.samples = state["first"], state["rows"], state["samples"]

@@ -1,0 +1,207 @@
+"""The record of a run: one line per row of metrics, and TensorBoard as the view on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from runner.appending import Appender
+from runner.recorder_config import MonitoringConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from runner.tensorboard import Scalar, TensorBoard
+
+log = logging.getLogger("runner")
+
+METRICS = "metrics.jsonl"
+LONGEST_ROW = 2**20  # bytes; what is longer is not a row of ours
+
+
+class Recorder:
+    """Writes rows, texts and pictures into a run's folder, and never stops the run.
+
+    A full disk or a deleted folder is said once, counted in `faults`, and that file is given up;
+    training goes on. With `folder` None nothing is written.
+    """
+
+    def __init__(self, folder: Path | None, config: MonitoringConfig) -> None:
+        self.folder = folder
+        self.config = config
+        self.faults: dict[str, int] = {}  # by kind: metrics, tensorboard
+        self._rows: Appender | None = None
+        self._events: TensorBoard | None = None
+        self._position = 0
+
+    def open(self, start_step: int = 0, offset: int | None = None) -> None:
+        """Begin after `start_step`, which is 0 for a fresh run.
+
+        At a resume `offset` is what `position` said when the checkpoint was made: later rows are
+        cut off, so that no step appears twice. Where it is not known, or does not fit the file,
+        rows after `start_step` are.
+        """
+        if self.folder is None:
+            return
+        try:
+            _cut(self.folder / METRICS, start_step, offset)
+            self._rows = Appender(self.folder / METRICS)
+            self._position = self._rows.size
+        except OSError as error:
+            self._lost("metrics", error)
+        if self.config.tensorboard:
+            self._open_tensorboard(self.folder, start_step)
+
+    def _open_tensorboard(self, folder: Path, start_step: int) -> None:
+        try:
+            from runner.tensorboard import TensorBoard
+
+            self._events = TensorBoard(folder, start_step + 1 if start_step else None)
+        except OSError as error:
+            self._lost("tensorboard", error)
+        except Exception as error:  # protobuf versions that do not fit show as all kinds of errors
+            self._lost("tensorboard", error)
+
+    def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """One row: a JSON line, and one event with all its values under `<split>/<name>`.
+
+        JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was.
+        """
+        if self._rows is not None:
+            try:
+                self._rows.write(_line(step, split, values))
+                self._position = self._rows.size
+            except OSError as error:
+                self._lost("metrics", error)
+        self._show(lambda events: events.scalars(step, split, values))
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        """A text for TensorBoard."""
+        self._show(lambda events: events.text(tag, markdown, step))
+
+    def image(self, tag: str, rgb: NDArray[np.uint8], step: int) -> None:
+        """A picture [height, width, 3] for TensorBoard."""
+        self._show(lambda events: events.image(tag, rgb, step))
+
+    def layout(self, charts: Mapping[str, Sequence[str]]) -> None:
+        """TensorBoard's Custom Scalars: by title, the tags in one chart."""
+        self._show(lambda events: events.layout(charts))
+
+    def hparams(
+        self,
+        session: str,
+        values: Mapping[str, Scalar],
+        metrics: Sequence[str] = (),
+        domains: Mapping[str, Sequence[Scalar]] | None = None,
+        foremost: Sequence[str] = (),
+    ) -> None:
+        """Start this run's row of TensorBoard's HParams; a resumed run has it already.
+
+        `foremost` are the hyper-parameters that are shown without being asked for.
+        """
+        chosen = domains or {}
+        self._show(lambda events: events.hparams(session, values, metrics, chosen, foremost))
+
+    def end(self, status: str, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
+        """End that row: done, stopped, interrupted or failed.
+
+        `metrics` are results for its columns, under `val/best/<name>`; they are no row of
+        metrics.jsonl, since summary.json has them.
+        """
+        if metrics:
+            self._show(lambda events: events.scalars(step, "val/best", metrics))
+        self._show(lambda events: events.end(status))
+
+    def position(self) -> int:
+        """Bytes of metrics.jsonl written so far; a checkpoint keeps it, for `open`."""
+        return self._position
+
+    @property
+    def showing(self) -> bool:
+        """Whether texts and pictures go anywhere."""
+        return self._events is not None
+
+    def close(self) -> None:
+        """Close the files; nothing is written afterwards."""
+        for file in (self._rows, self._events):
+            if file is not None:
+                try:
+                    file.close()
+                except OSError as error:  # some file systems tell only now
+                    self._warn("metrics" if file is self._rows else "tensorboard", error)
+        self._rows = self._events = None
+
+    def _show(self, write: Callable[[TensorBoard], None]) -> None:
+        if self._events is None:
+            return
+        try:
+            write(self._events)
+        except OSError as error:
+            self._lost("tensorboard", error)
+
+    def _lost(self, kind: str, error: Exception) -> None:
+        """Give a file up."""
+        file: Appender | TensorBoard | None
+        if kind == "metrics":
+            file, self._rows = self._rows, None
+        else:
+            file, self._events = self._events, None
+        self._warn(kind, error)
+        if file is not None:
+            try:
+                file.close()
+            except OSError as second:
+                log.debug("closing the file given up: %s", second)
+
+    def _warn(self, kind: str, error: Exception) -> None:
+        self.faults[kind] = self.faults.get(kind, 0) + 1
+        what = METRICS if kind == "metrics" else "TensorBoard's file"
+        log.warning("%s is no longer written, the run goes on: %s", what, error)
+
+
+def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
+    row: dict[str, Any] = {"step": step, "split": split, **values}
+    try:
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
+    except ValueError:
+        odd = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
+        row.update(dict.fromkeys(odd), nonfinite=odd)
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _cut(path: Path, start_step: int, offset: int | None) -> None:
+    """Drop the rows written after the checkpoint that the run goes on from."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        if offset is None or not _ends_a_line(file, offset):
+            offset = _end_of(file, start_step)
+        file.truncate(offset)
+
+
+def _ends_a_line(file: BinaryIO, offset: int) -> bool:
+    if offset == 0:
+        return True
+    file.seek(offset - 1)
+    return file.read(1) == b"\n"
+
+
+def _end_of(file: BinaryIO, step: int) -> int:
+    """Where the rows up to `step` end; a torn line or a later row ends them."""
+    end = 0
+    file.seek(0)
+    while step and (line := file.readline(LONGEST_ROW)):  # at step 0 nothing is to be kept
+        try:
+            row = json.loads(line)
+            good = line.endswith(b"\n") and row["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            break
+        end += len(line)
+    return end

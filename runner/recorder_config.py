@@ -1,0 +1,30 @@
+"""What can be asked of the record: the `monitoring` group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.errors import ConfigError
+
+
+@dataclass
+class MonitoringConfig:
+    """What is written down and shown while the run goes on."""
+
+    every: int = 10  # steps per row of metrics.jsonl; the device is asked once per row
+    system_every_s: float = 5.0  # seconds between readings of CPU, memory and disk
+    tensorboard: bool = True
+    progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
+    line_every_s: float = 5.0  # seconds between plain lines
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError("monitoring.every", f"{self.every} is not a count", "use 1 or more")
+        for key in ("system_every_s", "line_every_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"monitoring.{key}", "is not a time", "use more than 0")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(
+                "monitoring.log_level", f"no level {self.log_level!r}", "debug|info|warning|error"
+            )

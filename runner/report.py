@@ -1,0 +1,207 @@
+"""What a run came to: a table for the terminal, `report.md` for the folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from runner import markdown as md
+from runner.console import one_line
+from runner.summary import Summary
+
+log = logging.getLogger("runner")
+
+Row = tuple[str, str]
+
+
+def terminal(summary: Summary, folder: Path | None) -> RenderableType:
+    """The end of a run at a glance; made for 80 columns, fits fewer."""
+    style = {"done": "green", "stopped": "green", "interrupted": "yellow"}.get(
+        summary.status, "red"
+    )
+    title = Text.assemble((one_line(summary.name) or "run", "bold"), "  ", (summary.status, style))
+    if summary.reason:
+        title.append(f"  {one_line(summary.reason)}", style="dim")
+    parts: list[RenderableType] = [Text(), title]
+    for heading, rows in _sections(summary, folder, per_class=False):
+        if not rows:
+            continue
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", min_width=15, max_width=26, overflow="fold")
+        table.add_column(ratio=1, overflow="fold")
+        for name, value in rows:
+            marked = "bold green" if heading == "result" and "best" in value else ""
+            table.add_row(one_line(name), Text(one_line(value), style=marked))
+        parts += [Text(), Text(heading, style="bold cyan"), Padding(table, (0, 0, 0, 2))]
+    if folder is not None:
+        parts += [
+            Text(),
+            Text.assemble(("look at it:  ", "dim"), f"tensorboard --logdir {_logdir(folder)}"),
+        ]
+    return Group(*parts)
+
+
+def markdown(summary: Summary, folder: Path | None = None) -> str:
+    """The same as a document."""
+    lines = [f"# {md.escape(summary.name or 'run')}", "", f"**{md.escape(summary.status)}**"]
+    if summary.reason:
+        lines[-1] += f": {md.escape(summary.reason)}"
+    for heading, rows in _sections(summary, folder, per_class=True):
+        if rows:
+            lines += ["", f"## {heading.capitalize()}", "", md.table(("", ""), rows)]
+    git = summary.git
+    origin = [("config hash", summary.config_hash), *summary.versions.items()]
+    if git:
+        state = "with changes not committed" if git.get("dirty") else "clean"
+        origin.insert(0, ("code", f"{git.get('commit')} on {git.get('branch')}, {state}"))
+    lines += ["", "## Origin", "", md.table(("", ""), origin)]
+    lines += ["", "The same again:", "", md.code(summary.command, "sh")]
+    if folder is not None:
+        lines += ["", "The curves:", "", md.code(f"tensorboard --logdir {_logdir(folder)}", "sh")]
+    return "\n".join(lines) + "\n"
+
+
+def write(summary: Summary, folder: Path) -> None:
+    """Write `report.md`; a disk that does not take it is no reason to fail a run that went well."""
+    temporary = folder / ".report.md.tmp"
+    try:
+        temporary.write_text(markdown(summary, folder), encoding="utf-8", errors="backslashreplace")
+        os.replace(temporary, folder / "report.md")
+    except OSError as error:
+        log.warning("no report.md: %s", error)
+
+
+def _sections(
+    summary: Summary, folder: Path | None, per_class: bool
+) -> Iterator[tuple[str, list[Row]]]:
+    yield "result", _result(summary, per_class)
+    yield "speed and memory", _speed(summary)
+    yield "time of a step", _split(summary)
+    yield (
+        "techniques",
+        [
+            (
+                row.name,
+                ("engaged" if row.engaged else "fell back")
+                + (f": {row.reason}" if row.reason else ""),
+            )
+            for row in summary.techniques
+            if row.requested
+        ],
+    )
+    yield (
+        "chosen automatically",
+        [(choice.key, f"{choice.value}: {choice.reason}") for choice in summary.choices],
+    )
+    troubles = [(kind, f"{count:,}") for kind, count in summary.faults.items() if count]
+    if summary.skipped_steps:
+        troubles.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
+    yield "faults", troubles
+    yield "files", _files(summary, folder)
+
+
+def _result(summary: Summary, per_class: bool) -> list[Row]:
+    """The metrics, the monitored one first; those of single classes in full or as a range."""
+    rows = []
+    classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
+    best = (
+        f"best {_number(summary.best)} at step {summary.best_step:,}"
+        if summary.best is not None
+        else ""
+    )
+    for name, value in sorted(summary.metrics.items(), key=lambda item: item[0] != summary.monitor):
+        marked = f"   {best}" if best and name == summary.monitor else ""
+        if per_class or name not in classes:
+            rows.append((name, _number(value) + marked))
+    if classes and not per_class:
+        low, high = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
+        name = low.rpartition("/")[0]
+        ends = [f"{_number(classes[x])} ({x.removeprefix(name + '/')})" for x in (low, high)]
+        same = classes[low] == classes[high]
+        told = f"{_number(classes[low])} in every class" if same else " to ".join(ends)
+        rows.append((f"{name}/*", told))
+    if best and summary.monitor not in summary.metrics:
+        rows.insert(0, (summary.monitor, best))
+    took = (
+        f"{summary.steps:,} steps, {summary.epochs:.2f} epochs in {_duration(summary.wall_seconds)}"
+    )
+    return [*rows, ("trained", took)]
+
+
+def _speed(summary: Summary) -> list[Row]:
+    speed, memory, rows = summary.throughput, summary.memory, []
+    if speed.samples_per_second:
+        rate = f"{speed.samples_per_second:,.0f} samples/s"
+        if speed.tokens_per_second is not None:
+            rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
+        rows.append(("throughput", rate))
+    if speed.step_ms.p50:
+        rows.append(
+            ("step", f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %")
+        )
+    if memory.peak_process_bytes:
+        rows.append(("peak memory", f"{_size(memory.peak_process_bytes)} process"))
+        if memory.peak_device_bytes:
+            rows[-1] = ("peak memory", f"{rows[-1][1]}, {_size(memory.peak_device_bytes)} device")
+    device = summary.device.get("name") or summary.device.get("kind")
+    if device:
+        rows.append(("device", str(device)))
+    return rows
+
+
+def _split(summary: Summary) -> list[Row]:
+    """Where the time of a step went, as bars."""
+    rows = []
+    for name, share in summary.throughput.split.items():
+        halves = round(share * 60)
+        bar = "█" * (halves // 2) + "▌" * (halves % 2)
+        rows.append((name, f"{share:5.1%}  {bar}".rstrip()))
+    return rows
+
+
+def _files(summary: Summary, folder: Path | None) -> list[Row]:
+    if folder is None:
+        return []
+    rows = [("run", _short(folder))]
+    if summary.checkpoint.best:
+        rows.append(("best checkpoint", summary.checkpoint.best))
+    if summary.checkpoint.last:
+        rows.append(("last checkpoint", summary.checkpoint.last))
+    names = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
+    there = [name for name in names if (folder / name).exists() or name == "report.md"]
+    return [*rows, ("record", ", ".join(there))]
+
+
+def _short(folder: Path) -> str:
+    """The folder as one would type it from here."""
+    path, here = folder.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _logdir(folder: Path) -> str:
+    """What to hand to TensorBoard: `outputs`, where the run lies in one, so as to compare runs."""
+    parents = [folder.absolute(), *folder.absolute().parents]
+    return _short(next((path for path in parents if path.name == "outputs"), folder))
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"

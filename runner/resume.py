@@ -1,0 +1,118 @@
+"""What a checkpoint holds of a run, and how a run continues from one."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.errors import CheckpointError
+from runner.run import Choice, Progress, Run
+
+log = logging.getLogger("runner")
+
+
+def save(run: Run, best: bool = False, final: bool = False) -> None:
+    """Write a checkpoint of the run as it stands between two steps.
+
+    `final` waits until it is safe on disk, and raises StorageError if it cannot be.
+
+    The host waits for the device while weights are copied; files are written in the background.
+    """
+    if run.saved_step < run.progress.step or best:
+        run.checkpointer.save(run.progress.step, run.model.state_dict(), _state(run), best)
+        run.saved_step = run.progress.step
+    if final:
+        run.checkpointer.close()
+
+
+def _state(run: Run) -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "progress": asdict(run.progress),
+        "update": run.update.state(),
+        "reader": run.reader.state(),
+        "random": {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        },
+        "record": run.recorder.position(),
+        "choices": [[c.key, c.value, c.reason] for c in run.choices],
+        "config_hash": run.config_hash,
+        "seed": run.seed,
+        "threads": run.device.threads,
+        "steps_per_epoch": run.train.steps_per_epoch,
+    }
+
+
+def restore(run: Run, where: Path | None) -> bool:
+    """Put the run where its newest usable checkpoint left it; False if there is none to continue.
+
+    `where` is a run's folder or one of its step folders; None is the run's own folder.
+    """
+    restored = run.checkpointer.restore(where)
+    if restored is None:
+        return False
+    state = restored.state
+    _load_weights(run, restored.path, restored.model, state["update"])
+    run.progress = Progress(**state["progress"])
+    run.saved_step = run.progress.step
+    run.reader.load(state["reader"])
+    if state["config_hash"] != run.config_hash:
+        log.warning("the config is not the one that %s was written under", restored.path)
+    if state["steps_per_epoch"] != run.train.steps_per_epoch:
+        log.warning("the data or the batch size changed: an epoch had %d steps", state["steps_per_epoch"])
+    if state["threads"] != run.device.threads:
+        log.warning("threads: %d then, %d now; sums may differ in the last bits; set device.threads=%d",
+                    state["threads"], run.device.threads, state["threads"])  # fmt: skip
+    run.choices.append(Choice("checkpoint.resume", str(restored.path), f"continues at step {restored.step}"))
+    own = run.folder is not None and restored.path.is_relative_to(run.folder)
+    run.recorder.open(run.progress.step, state["record"] if own else None)
+    # last, since anything before it may draw
+    noise = state["random"]
+    torch.set_rng_state(noise["torch"])
+    version, numbers, gauss = noise["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = noise["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    return True
+
+
+def roll_back(run: Run) -> None:
+    """Weights, buffers and optimizer back to the last checkpoint, with a lower learning rate.
+
+    The data goes on from where it is, so the batches that broke the run are not met again.
+    """
+    progress, update = run.progress, run.update
+    backoff = update.backoff
+    run.checkpointer.wait()
+    restored = run.checkpointer.restore()
+    if restored is not None:
+        _load_weights(run, restored.path, restored.model, restored.state["update"])
+    update.backoff = backoff
+    update.back_off(run.backoff)
+    progress.rollbacks += 1
+    progress.consecutive_skips = 0
+    progress.faults["rollback"] = progress.faults.get("rollback", 0) + 1
+    log.warning(
+        "step %d: rolled back to %s, learning rate times %g",
+        progress.step, f"step {restored.step}" if restored else "the start", update.backoff,
+    )  # fmt: skip
+
+
+def _load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
+    try:
+        run.model.load_state_dict(model)
+        run.update.load(update)
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path}: does not fit this run's model or optimizer ({reason}); resume with the config "
+            "it was written under"
+        ) from error

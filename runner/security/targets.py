@@ -1,0 +1,206 @@
+"""The door for names in a config: which dotted names may become objects, and how these are built.
+
+Deny by default, and refuse before importing: an import already runs code. What passes is
+
+- a class of ours listed in `OURS`;
+- a public class defined under torch.nn, torch.optim or torch.utils.data;
+- a class or function defined in a package that `security.trusted` names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from runner.errors import ConfigError, SecurityError
+
+TORCH = ("torch.nn", "torch.optim", "torch.utils.data")
+OURS = frozenset(
+    f"runner.techniques.{name}"
+    for name in (
+        "accumulation.Accumulation",
+        "amp.Amp",
+        "channels_last.ChannelsLast",
+        "compile.Compile",
+        "fused_optimizer.FusedOptimizer",
+        "tf32.Tf32",
+    )
+)
+NEVER_TRUSTED = sys.stdlib_module_names | {
+    "hydra", "hydra_plugins", "omegaconf", "pip", "pkg_resources", "runner", "setuptools", "test",
+    "torch", "yaml",
+}  # fmt: skip
+# Data pipes read files and unpickle; everything else there only holds and orders samples.
+NEVER_TORCH = ("torch.utils.data.datapipes",)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
+
+
+def resolve(target: str, key: str, trusted: list[str]) -> Any:
+    """The class or function that `target` names, imported only once it is known to be allowed.
+
+    `key` is the config key it stands in, for the messages. Raises SecurityError for what is not
+    allowed and ConfigError for what is allowed but not there.
+    """
+    root = permit(target, key, trusted)
+    if root in trusted:
+        found = _walk(target, root, key, trusted)
+        defined_in = getattr(found, "__module__", None) or ""
+        if not isinstance(found, type | FunctionType | MethodType):
+            raise SecurityError(
+                f"{key}: {target} is a {type(found).__name__}; name a class or a function"
+            )
+        if not any(inside(defined_in, package) for package in trusted):
+            raise _refusal(key, target, f"it is defined in {defined_in or 'no module'}", defined_in)
+        return found
+    found = _walk(target, root, key, [root])
+    defined_in = getattr(found, "__module__", "")
+    private = any(part.startswith("_") for part in defined_in.split("."))
+    if target in OURS:
+        return found
+    if not isinstance(found, type) or private or not any(inside(defined_in, r) for r in TORCH):
+        raise _refusal(key, target, f"it is not a public class defined under {root}", "torch")
+    return found
+
+
+def permit(target: str, key: str, trusted: list[str]) -> str:
+    """The package from which `target` may be imported. Raises SecurityError, imports nothing."""
+    for package in trusted:
+        _check_trusted(package)
+    parts = target.split(".")
+    if not NAME.fullmatch(target) or any(part.startswith("__") for part in parts):
+        raise SecurityError(f"{key}: {target!r} is not a plain dotted name, such as package.Class")
+    roots = [package for package in trusted if inside(target, package)]
+    if roots:
+        return min(roots, key=len)
+    if target in OURS:
+        return "runner"
+    root = next((root for root in TORCH if target.startswith(f"{root}.")), None)
+    if root is None or any(inside(target, name) for name in NEVER_TORCH):
+        raise _refusal(key, target, "it is not trusted", target)
+    if any(part.startswith("_") for part in parts):
+        raise _refusal(key, target, "only public classes of torch are trusted", "torch")
+    return root
+
+
+def construct(
+    factory: Callable[..., Any], arguments: Mapping[str, Any], sizes: Mapping[str, Any], key: str
+) -> Any:
+    """Call `factory` with `arguments` and those of `sizes` that its signature names.
+
+    `key` is the config group, such as `model`. An argument that is unknown or missing is a
+    ConfigError; what the constructor itself raises passes through unchanged.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # written in C without a signature: it checks for itself
+        return factory(**arguments)
+    keywords = {
+        name: p
+        for name, p in parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    given = {**{k: v for k, v in sizes.items() if k in keywords}, **arguments}
+    name = getattr(factory, "__name__", str(factory))
+    takes = f"{name} takes {', '.join(keywords) or 'no arguments'}"
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [k for k in given if k not in keywords and not takes_any]
+    if unknown:
+        near = get_close_matches(unknown[0], list(keywords), 1)
+        fix = f"did you mean +{key}.{near[0]}=…? {takes}" if near else takes
+        raise ConfigError(f"{key}.{unknown[0]}", f"{name} has no such argument", fix)
+    missing = [k for k, p in keywords.items() if p.default is p.empty and k not in given]
+    if missing:
+        raise ConfigError(
+            f"{key}.{missing[0]}",
+            f"{name} needs a value for it",
+            f"add +{key}.{missing[0]}=…; {takes}",
+        )
+    return factory(**given)
+
+
+def inside(name: str, package: str) -> bool:
+    """Whether the dotted `name` is `package` or lies in it."""
+    return name == package or name.startswith(f"{package}.")
+
+
+def append_current_folder() -> None:
+    """Make modules in the current folder importable, after everything that is installed."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
+def _check_trusted(package: str) -> None:
+    if not NAME.fullmatch(package) or any(part.startswith("__") for part in package.split(".")):
+        raise SecurityError(f"security.trusted: {package!r} is not the name of a package")
+    if package.partition(".")[0] in NEVER_TRUSTED:
+        raise SecurityError(
+            f"security.trusted: {package} cannot be trusted as a whole, since it can run anything; "
+            "name your own package, and wrap there what you need"
+        )
+
+
+def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
+    top = source.partition(".")[0]
+    if top in NEVER_TRUSTED or not top:
+        way = "wrap it in a class or function of your own package and trust that: "
+        top = "my_package"
+    else:
+        way = "if you trust that code, add "
+    return SecurityError(f"{key}: {target} is refused: {why}; {way}security.trusted=[{top}]")
+
+
+def _walk(target: str, root: str, key: str, allowed: list[str]) -> Any:
+    """Import `root`, then follow the names; never through a module outside `allowed`."""
+    append_current_folder()
+    found: Any = _import(root, key, target)
+    path = root
+    for part in target[len(root) + 1 :].split(".") if target != root else []:
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            known = [n for n in dir(found) if not n.startswith("_")]
+            if not hasattr(found, "__path__"):
+                raise _absent(key, path, part, known)
+            _import(f"{path}.{part}", key, target, absent=_absent(key, path, part, known))
+            found = sys.modules[f"{path}.{part}"]
+        elif not hasattr(found, part):
+            raise _absent(key, path, part, dir(found))
+        else:
+            found = getattr(found, part)
+        path = f"{path}.{part}"
+        if isinstance(found, ModuleType) and not any(inside(found.__name__, a) for a in allowed):
+            raise _refusal(key, target, f"it leads into {found.__name__}", found.__name__)
+    return found
+
+
+def _import(module: str, key: str, target: str, absent: ConfigError | None = None) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if absent is not None and error.name == module:
+            raise absent from None
+        raise _unimportable(key, target, module, error) from error
+    except (ImportError, SyntaxError) as error:
+        raise _unimportable(key, target, module, error) from error
+
+
+def _unimportable(key: str, target: str, module: str, error: Exception) -> ConfigError:
+    line = " ".join(str(error).split())
+    return ConfigError(
+        key,
+        f"{target} cannot be imported: {type(error).__name__}: {line}",
+        f"is {module} installed, or in the current folder {os.getcwd()}?",
+    )
+
+
+def _absent(key: str, path: str, part: str, known: list[str]) -> ConfigError:
+    near = get_close_matches(part, known, 1)
+    return ConfigError(
+        key, f"{path} has no {part!r}", f"did you mean {path}.{near[0]}?" if near else ""
+    )

@@ -1,0 +1,143 @@
+"""A copy of a run in the host's memory, and how it is laid out in files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from runner.security.files import TIED, encode
+from runner.storage import HashedFile
+
+# What every safetensors since 0.4.3 reads. Tensors of other types go with the state.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything on the CPU, and in memory that training does not touch."""
+
+    tensors: dict[str, Tensor]  # of the model; contiguous, none sharing memory
+    tied: dict[str, str]  # names of the model whose tensor is stored under another name
+    extra: dict[str, Any]  # what else the model's state holds, as plain data
+    state: dict[str, Any]  # of the run, as plain data
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model's state under all its names."""
+        return {**self.tensors, **{a: self.tensors[n] for a, n in self.tied.items()}, **self.extra}
+
+
+class Copier:
+    """Takes snapshots; with `reuse`, each one into the memory of the one before it.
+
+    Fresh memory costs a page fault for every 4 KiB, which is most of a copy's time.
+    """
+
+    def __init__(self, reuse: bool) -> None:
+        self._reuse = reuse
+        self._before: dict[str, Tensor] = {}
+
+    def take(self, model: dict[str, Any], state: dict[str, Any]) -> Snapshot:
+        """Copy both; the host waits for the devices they are on. TypeError names what it cannot."""
+        taken: dict[str, Tensor] = {}
+        devices: set[torch.device] = set()
+
+        def keep(place: str, found: Tensor, packed: bool = False) -> Tensor:
+            devices.add(found.device)
+            taken[place] = _copy(found, self._before.get(place), packed)
+            return taken[place]
+
+        tensors: dict[str, Tensor] = {}
+        extra: dict[str, Any] = {}
+        tied: dict[str, str] = {}
+        seen: dict[tuple[Any, ...], str] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for name, value in model.items():
+                place = f"model[{name!r}]"
+                if not (isinstance(value, Tensor) and _fits(value)):
+                    extra[name] = encode(value, place, keep)
+                elif (first := seen.setdefault(_memory(value, name), name)) != name:
+                    tied[name] = first
+                else:
+                    tensors[name] = keep(place, encode(value, place), packed=True)
+            plain = encode(state, "state", keep)
+            for device in devices:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # its copies were only queued
+        if self._reuse:
+            self._before = taken
+        return Snapshot(tensors, tied, extra, plain)
+
+
+def write_tensors(snapshot: Snapshot, file: HashedFile) -> None:
+    """Write the model as a safetensors file, a tensor at a time and without a second copy."""
+    # widest first, so that each one is aligned for readers that map the file
+    order = sorted(snapshot.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt", TIED: json.dumps(snapshot.tied, sort_keys=True)}
+    }
+    start = 0
+    for name, tensor in order:
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in order:
+        file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_state(snapshot: Snapshot, file: HashedFile) -> None:
+    """Write the rest: the run's state, and of the model's what safetensors does not hold."""
+    torch.save({"state": snapshot.state, "model": snapshot.extra}, cast("IO[bytes]", file))
+
+
+def _fits(value: Tensor) -> bool:
+    return value.layout is torch.strided and value.dtype in DTYPES and not value.is_meta
+
+
+def _memory(value: Tensor, name: str) -> tuple[Any, ...]:
+    """Equal for two names of one tensor; two tensors that only overlap are stored twice."""
+    if value.numel() == 0 or value.data_ptr() == 0:
+        return (name,)
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def _copy(found: Tensor, into: Tensor | None, packed: bool) -> Tensor:
+    if found.layout is not torch.strided:
+        return found.to("cpu", copy=True)
+    if (
+        into is None
+        or into.dtype != found.dtype
+        or into.shape != found.shape
+        or not (packed or into.stride() == found.stride())
+    ):
+        into = torch.empty_like(
+            found,
+            device="cpu",
+            memory_format=torch.contiguous_format if packed else torch.preserve_format,
+            pin_memory=found.is_cuda,  # so that many copies run while the host queues the next
+        )
+    return into.copy_(found, non_blocking=found.is_cuda)

@@ -1,0 +1,162 @@
+"""Files that are whole or not there: hashed while written, synced, and put in place by a rename."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from runner.errors import CheckpointError
+
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
+OLD = ".old-"  # before the name of a folder that is being replaced
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file must still be when it is read."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile:
+    """A file being written, with its digest; remembers the trouble that the disk made.
+
+    torch.save turns an OSError of the file into a RuntimeError about positions, so the cause is
+    kept here.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self.trouble: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Append bytes, or anything that holds them."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.trouble = error
+            raise
+        self._digest.update(data)
+        count = memoryview(data).nbytes
+        self._size += count
+        return count
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        self._file.flush()
+
+    @property
+    def written(self) -> Written:
+        """Size and digest so far."""
+        return Written(self._size, self._digest.hexdigest())
+
+
+def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
+    """Write a new file durably; `fill` gets it open. Raises OSError when the disk makes trouble."""
+    with open(path, "xb", buffering=1 << 20) as file:
+        hashed = HashedFile(file)
+        try:
+            fill(hashed)
+        except RuntimeError as error:
+            if hashed.trouble is not None:
+                raise hashed.trouble from error
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    return hashed.written
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file; CheckpointError says why it cannot be had."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            raise CheckpointError(f"{path}: not a file")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; what a rename did is not before."""
+    if os.name == "nt":  # there a folder cannot be opened, and needs no sync
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, durably."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def put_folder(temporary: Path, final: Path) -> None:
+    """Give a finished folder its name; one that has the name already makes room first.
+
+    A crash in between leaves the one before under its `.old-` name, which `recover` puts back.
+    """
+    old = final.parent / (OLD + final.name)
+    replaces = final.exists()
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaces:
+            os.rename(old, final)
+        raise
+    sync_folder(final.parent)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Finish or undo what a crash cut off in `put_folder`."""
+    for old in folder.glob(OLD + "*"):
+        final = folder / old.name.removeprefix(OLD)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(old, final)
+
+
+def point(link: Path, target: str) -> None:
+    """Make `link` lead to its neighbour `target`, at once: readers see the old or the new one."""
+    temporary = link.with_name(f".tmp-{link.name}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    try:
+        temporary.symlink_to(target)
+    except (OSError, NotImplementedError):  # no symbolic links there: a text file with the name
+        temporary.write_text(target)
+    os.replace(temporary, link)
+
+
+def pointed(link: Path) -> str | None:
+    """The name that `link` leads to, or None."""
+    try:
+        return os.readlink(link) if link.is_symlink() else link.read_text()
+    except OSError:
+        return None

@@ -1,0 +1,130 @@
+"""The record of a run that other tools read: `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runner.errors import StorageError
+from runner.run import Choice, Engagement
+
+FILE = "summary.json"
+
+
+@dataclass
+class StepTime:
+    """Milliseconds per step, percentiles over the steps after the first few."""
+
+    p50: float = 0.0
+    p95: float = 0.0
+
+
+@dataclass
+class Throughput:
+    """How fast the training steps went, validation and checkpoints left out."""
+
+    samples_per_second: float = 0.0
+    tokens_per_second: float | None = None
+    step_ms: StepTime = field(default_factory=StepTime)
+    split: dict[str, float] = field(default_factory=dict)  # share of data, forward, backward, …
+
+
+@dataclass
+class MemoryPeaks:
+    """Largest memory held, bytes."""
+
+    peak_process_bytes: int = 0
+    peak_device_bytes: int = 0
+
+
+@dataclass
+class CheckpointPaths:
+    """Folders of the last and the best checkpoint, relative to the run's folder."""
+
+    last: str | None = None
+    best: str | None = None
+
+
+@dataclass
+class Summary:
+    """How a run went. The names of these fields are a contract with the tools that read them."""
+
+    status: str = "running"  # running | done | stopped | interrupted | failed
+    reason: str = ""
+    steps: int = 0
+    epochs: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    throughput: Throughput = field(default_factory=Throughput)
+    memory: MemoryPeaks = field(default_factory=MemoryPeaks)
+    techniques: list[Engagement] = field(default_factory=list)
+    skipped_steps: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    checkpoint: CheckpointPaths = field(default_factory=CheckpointPaths)
+    device: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    config_hash: str = ""
+    command: str = ""
+    name: str = ""
+    wall_seconds: float = 0.0
+    choices: list[Choice] = field(default_factory=list)
+    git: dict[str, Any] = field(default_factory=dict)
+
+    monitor: str = ""  # the metric that decides which checkpoint is best
+    best: float | None = None
+    best_step: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Replace `summary.json` in `folder`, never leaving half of one; NaN becomes null."""
+        temporary = folder / ".summary.json.tmp"
+        text = json.dumps(_finite(asdict(self)), indent=2, default=str, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, folder / FILE)
+
+    @classmethod
+    def read(cls, folder: Path) -> Summary:
+        """The summary in a run's folder; a metric that was not finite comes back as NaN.
+
+        Keys that are not known here, from a newer version, are left out.
+        Raises StorageError if there is none or it is not one.
+        """
+        try:
+            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            metrics = {k: math.nan if v is None else v for k, v in found.get("metrics", {}).items()}
+            throughput = found.get("throughput", {})
+            nested = {
+                "metrics": metrics,
+                "throughput": _make(
+                    Throughput,
+                    throughput | {"step_ms": _make(StepTime, throughput.get("step_ms", {}))},
+                ),
+                "memory": _make(MemoryPeaks, found.get("memory", {})),
+                "checkpoint": _make(CheckpointPaths, found.get("checkpoint", {})),
+                "techniques": [_make(Engagement, row) for row in found.get("techniques", [])],
+                "choices": [_make(Choice, row) for row in found.get("choices", [])],
+            }
+            return _make(cls, found | nested)
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise StorageError(f"{folder / FILE}: no readable summary ({error})") from error
+
+
+T = TypeVar("T")
+
+
+def _make(kind: type[T], values: dict[str, Any]) -> T:
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
+    return kind(**{name: value for name, value in values.items() if name in known})
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for every number that JSON cannot say."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

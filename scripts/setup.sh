@@ -1,0 +1,73 @@
+# Sourced by demo.sh and test.sh: makes .venv and installs the runner into it, once.
+#
+#   set_up        what runs need
+#   set_up dev    also what the checks need
+#
+# Afterwards $root is the repository and $python the interpreter in .venv.
+# $PYTHON, if set, is the interpreter that .venv is made from.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
+python=$root/.venv/bin/python
+
+fail() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 2
+}
+
+# Its version (3.12), if this interpreter starts and is one that we support.
+# Finding it on the PATH is not enough: version managers leave launchers for versions that are off.
+supported() {
+    "$1" -c 'import sys; v = sys.version_info[:2]
+print(*v, sep="."); sys.exit(not (3, 11) <= v < (3, 14))' 2>/dev/null
+}
+
+find_python() {
+    local candidate found
+    for candidate in ${PYTHON:+"$PYTHON"} python3.13 python3.12 python3.11 python3 python; do
+        supported "$candidate" >/dev/null && printf '%s' "$candidate" && return
+    done
+    found=$(supported python3)
+    fail "needs Python 3.11, 3.12 or 3.13 (hydra 1.3 cannot start on 3.14), and python3 is" \
+        "${found:-not there}. Install one of them, or name it: PYTHON=/path/to/python3.12"
+}
+
+make_venv() {
+    local base
+    base=$(find_python) || exit 2
+    printf 'setup: making .venv with %s (Python %s)\n' "$base" "$(supported "$base")"
+    if "$base" -c 'import ensurepip' 2>/dev/null; then
+        "$base" -m venv "$root/.venv"
+    else # Debian keeps ensurepip in a package of its own; a pip outside can put one inside
+        "$base" -m venv --without-pip "$root/.venv" &&
+            "$base" -m pip --python "$python" install --quiet pip
+    fi || {
+        rm -rf "$root/.venv"
+        fail "could not make .venv; on Debian and Ubuntu: apt-get install python3-venv python3-pip"
+    }
+}
+
+set_up() {
+    local extra=${1:-} version stamp key quiet=--quiet
+    if command -v flock >/dev/null; then # two set-ups at once would trip over each other
+        exec 9>"$root/.venv.lock"
+        flock 9
+    fi
+    [ -e "$root/.venv" ] || make_venv
+    version=$(supported "$python") ||
+        fail "the interpreter in $root/.venv is ${version:-broken}; remove that folder and start again"
+
+    # A checkout that was moved, or whose requirements changed, is installed again.
+    key=$(printf '%s\n' "$root" "$version" | cat - "$root/pyproject.toml" "$root/constraints.txt" | cksum)
+    stamp=$root/.venv/.installed${extra:+-$extra}
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
+        printf 'setup: installing into .venv (takes a few minutes the first time)\n'
+        if [ -t 1 ]; then quiet=; fi
+        # Without the constraints pip would take the newest torch, with several GB of CUDA libraries.
+        "$python" -m pip install $quiet --disable-pip-version-check \
+            -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" ||
+            fail "the installation failed; try again, if need be after removing $root/.venv"
+        printf '%s\n' "$key" >"$root/.venv/.installed" # dev holds what runs need, too
+        printf '%s\n' "$key" >"$stamp"
+    fi
+    exec 9>&-
+}

@@ -1,0 +1,161 @@
+"""The command itself: answers, exit codes, sweeps, folders. Each test is one or two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.groups import CONF, options
+
+PACKAGE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, in_features, classes, width=4, fail=False):
+        super().__init__()
+        if fail:
+            raise ValueError("told to fail")
+        self.width = width
+        self.layer = torch.nn.Linear(in_features, classes)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own_package.py").write_text(PACKAGE)
+    return tmp_path
+
+
+def run(folder: Path, *typed: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "runner", *typed],
+        cwd=folder, env=environment, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+
+
+def test_help_names_every_option_and_imports_neither_torch_nor_hydra(folder: Path) -> None:
+    done = run(folder, "--help", flags=("-X", "importtime"))
+    assert done.returncode == 0
+    for group, found in options().items():
+        assert group in done.stdout
+        for option, what in found.items():
+            assert option in done.stdout and what in done.stdout
+    for word in ("optimization_level=", "debug_mode=", "--cfg", "-m", "-sc install=bash", "130"):
+        assert word in done.stdout
+    assert done.stdout.count("python -m runner") >= 6
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert not imported(done) & {"torch", "hydra", "omegaconf", "numpy", "rich"}
+
+
+def test_a_typing_mistake_costs_no_torch_no_folder_and_one_line(folder: Path) -> None:
+    done = run(folder, "optimisation=baisc", flags=("-X", "importtime"))
+    assert done.returncode == 2
+    assert errors(done) == [
+        "error: optimisation: no config group 'optimisation'; did you mean optimization=basic?"
+    ]
+    assert "hydra" in imported(done) and not imported(done) & {"torch", "numpy"}
+    assert [path.name for path in folder.iterdir()] == ["own_package.py"]
+
+
+def test_a_folder_of_plugins_and_a_shadow_of_a_library_are_not_run(folder: Path) -> None:
+    trap = "from pathlib import Path\nPath('ran').touch()\n"
+    (folder / "hydra_plugins").mkdir()
+    (folder / "hydra_plugins" / "trap.py").write_text(trap)
+    for name in ("yaml", "hydra", "omegaconf", "antlr4", "rich"):
+        (folder / f"{name}.py").write_text(trap)
+    assert run(folder, "seed=x").returncode == 2
+    assert run(folder, "--cfg", "job").returncode == 0
+    assert not (folder / "ran").exists()
+
+
+def test_showing_a_config_ends_quietly_when_nobody_reads_on(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(CONF.parent)}
+    for flag in ("--cfg job", "--info", "--help"):
+        line = f"{sys.executable} -m runner {flag} | head -n 1"
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=folder, env=environment, text=True, capture_output=True
+        )
+        assert done.stdout.count("\n") == 1 and done.stderr == "", flag
+
+
+def test_completion_and_hydras_own_help_answer(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "COMP_POINT": "20"}
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "-sc", "query=bash"],
+        cwd=folder, env={**environment, "COMP_LINE": "runner optimizer="}, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [f"optimizer={name}" for name in sorted(options()["optimizer"])]
+    assert "Hydra" in run(folder, "--hydra-help").stdout
+    assert run(folder, "-sc").returncode == 2
+
+
+def test_a_sweep_goes_on_after_a_failure_names_it_and_exits_with_7(folder: Path) -> None:
+    done = run(
+        folder, "-m", "model._target_=own_package.Net", "security.trusted=[own_package]",
+        "+model.fail=false,true", "seed=0,1", "training.steps=2", "monitoring=quiet", "device=cpu",
+    )  # fmt: skip
+    assert done.returncode == 7
+    assert "2 of 4 jobs failed" in done.stderr
+    for number in (2, 3):
+        assert f"\n  #{number} model._target_=own_package.Net" in done.stderr
+    (sweep,) = (folder / "outputs" / "sweeps" / "digits-Net").iterdir()
+    assert sorted(p.name for p in sweep.iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
+    assert "Traceback" not in done.stderr and "Traceback" in (sweep / "2" / "run.log").read_text()
+    assert '"status": "done"' in (sweep / "1" / "summary.json").read_text()
+
+
+def test_a_run_leaves_its_command_and_a_failure_its_code(folder: Path) -> None:
+    typed = ["model._target_=own_package.Net", "security.trusted=[own_package]", "device=cpu",
+             "training.steps=2", "monitoring=quiet"]  # fmt: skip
+    done = run(folder, *typed, "+model.width=5")
+    assert done.returncode == 0, done.stderr
+    assert "val/accuracy" in done.stdout
+    (made,) = (folder / "outputs" / "runs" / "digits-Net").iterdir()
+    assert "+model.width=5" in (made / "summary.json").read_text()
+
+    done = run(folder, *typed, "+model.fail=true")
+    assert done.returncode == 1
+    (line,) = errors(done)
+    assert "ValueError: told to fail" in line and "own_package.py:8" in line and "run.log" in line
+
+    assert run(folder, *typed, "+model.depth=5").returncode == 2
+    assert run(folder, typed[0]).returncode == 3
+    assert run(folder, "checkpoint.resume=nowhere").returncode == 5
+
+
+def test_a_python_that_hydra_cannot_start_on_is_said_in_the_first_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner import __main__
+
+    monkeypatch.setattr(__main__, "TOO_NEW", sys.version_info[:2])
+    assert __main__.main() == 2
+    assert "use Python 3.11, 3.12 or 3.13" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_run_begins_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner import __main__
+
+    def interrupted(typed: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "_main", interrupted)
+    assert __main__.main() == 130

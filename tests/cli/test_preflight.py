@@ -1,0 +1,184 @@
+"""Mistakes on the command line: one line, the nearest valid name, nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import Request, check
+from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
+from runner.overrides import some_jobs
+
+TRUSTED = "security.trusted=[my_package]"
+NET = "model._target_=my_package.Net"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ask(*typed: str) -> Request:
+    return check(read_arguments(typed))
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("optimisation=baisc", "no config group 'optimisation'; did you mean optimization=basic?"),
+        ("optimisation.amp.enabled=true", "did you mean optimization.amp.enabled=true?"),
+        ("optimization=bsic", "optimization: no option 'bsic'; did you mean optimization=basic?"),
+        ("optimization=ulrta", "optimization: no option 'ulrta'; there are advanced, amp, basic"),
+        ("optimization=Basic", "did you mean optimization=basic?"),
+        ("experiment=digit_cnn", "did you mean experiment=digits_cnn?"),
+        ("optimizer=radam", "optimizer.name=RAdam"),
+        ("model=[mlp,cnn]", "-m model=mlp,cnn"),
+        ("sede=3", "no config key 'sede'; did you mean seed=3?"),
+        ("lr=0.1", "did you mean optimizer.lr=0.1?"),
+        ("training.stpes=3", "no key 'stpes' in training; did you mean training.steps?"),
+        ("optimization.amp.enabeld=1", "did you mean optimization.amp.enabled?"),
+        ("data.target=y", "no key 'target' in data=digits; data=tabular|text|arrays has it"),
+        ("training.steps.more=3", "training.steps is a value and has no keys"),
+        ("training.steps=abc", "training.steps: 'abc' is not an int"),
+        ("model.width=1.5", "model.width: '1.5' is not an int"),
+        ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a number"),
+        ("optimization.strict=3.5", "optimization.strict: '3.5' is not true or false"),
+        ("device.kind=gpu", "device.kind: 'gpu' is not one of auto, cpu, cuda, mps"),
+        ("optimization.compile=true", "set optimization.compile.<key>="),
+        ("seed=null", "seed: null is no value for it"),
+        ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
+        ("seed=${oc.env:RUNNER_NOT_SET}", "RUNNER_NOT_SET"),
+        ("data=tabular", "data.path: has no value"),
+        ("seed=0,1", "add -m to run one after the other"),
+        ("device.affinity=0,1", "device.affinity=[0,1] for a list"),
+        ("training.steps", "training.steps: gives no value; write training.steps="),
+        ("seed=${", "cannot be read"),
+        ("name=a b=c", "cannot be read"),
+        ("optimizer.options.amsgrad=true", "add it: +optimizer.options.amsgrad=true"),
+        ("hydra.run.dirr=x", "did you mean hydra.run.dir?"),
+        ("hydra/launcher=slrum", "slrum"),
+        ("+model.width=64", "drop the +: model.width=64"),
+        ("+model.wdith=64", "model=mlp has no such key"),
+        ("optimization_levle=basic", "optimization"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_meant(typed: str, says: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ask("seed=1" if typed.partition("=")[0] != "seed" else "name=x", typed)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not list(folder.iterdir())
+
+
+def test_a_mistake_is_answered_under_a_sweep_and_beside_other_groups_too(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimization: no option 'bsic'"):
+        ask("-m", "optimization=none,bsic", "seed=0,1")
+    with pytest.raises(ConfigError, match="did you mean training.steps"):
+        ask("-m", "training.stpes=1,2", "data=cancer")
+    with pytest.raises(ConfigError, match="data.path: has no value"):
+        ask("-m", "data=tabular", "seed=0,1")
+    with pytest.raises(ConfigError, match="is not an int"):
+        ask("-m", "training.steps=1,x")
+
+
+def test_a_sweep_in_which_some_jobs_can_run_is_begun() -> None:
+    assert ask("-m", "data=digits,stdlib_text", "model=mlp,gpt").sweeps
+
+
+def test_each_value_of_a_sweep_is_looked_at() -> None:
+    assert some_jobs(["a=1,2", "b=x", "c=range(1,4)"]) == [
+        ["b=x", "a=1", "c=1"], ["b=x", "a=2", "c=1"], ["b=x", "a=1", "c=2"], ["b=x", "a=1", "c=3"],
+    ]  # fmt: skip
+    assert some_jobs(["optimization=glob(*)", "seed=1"]) == [["seed=1"]]
+    assert len(some_jobs(["seed=range(0,1000000)"])) < 100
+
+
+@pytest.mark.parametrize(
+    ("typed", "handed"),
+    [
+        (["optimization_level=advanced"], ["optimization=advanced"]),
+        (["debug_mode=anomaly"], ["debug=anomaly"]),
+        (["+experiment=digits_cnn"], ["experiment=digits_cnn"]),
+        (["training=long", "training.steps=9"],
+         ["training=long", "training.steps=9", "training.epochs=null"]),
+        (["training=short", "training.epochs=9"],
+         ["training=short", "training.epochs=9", "training.steps=null"]),
+        ([NET, TRUSTED, "+model.width=64"], [NET, TRUSTED, "+model.arguments.width=64"]),
+        ([NET, TRUSTED, "++model.a.b=[1,2]"], [NET, TRUSTED, "++model.arguments.a.b=[1,2]"]),
+        ([NET, TRUSTED, "+model.arguments.a=1"], [NET, TRUSTED, "+model.arguments.a=1"]),
+        (
+            ["data._target_=my_package.D", "data.workers=2", "+data.path=x", TRUSTED],
+            ["data._target_=my_package.D", "data.workers=2", "+data.arguments.path=x", TRUSTED],
+        ),
+        (
+            ["objective._target_=my_package.f", "+objective.top_k=2", TRUSTED],
+            ["objective._target_=my_package.f", "+objective.arguments.top_k=2", TRUSTED],
+        ),
+        (
+            ["-m", "model._target_=my_package.A,my_package.B", TRUSTED, "+model.width=1,2"],
+            ["--multirun", "model._target_=my_package.A,my_package.B", TRUSTED,
+             "+model.arguments.width=1,2"],
+        ),
+    ],
+)  # fmt: skip
+def test_other_spellings_reach_hydra_as_it_knows_them(typed: list[str], handed: list[str]) -> None:
+    assert ask(*typed).arguments == handed
+
+
+def test_a_foreign_class_from_an_experiment_gets_its_arguments_too(folder: Path) -> None:
+    mine = folder / "mine" / "experiment"
+    mine.mkdir(parents=True)
+    (mine / "own.yaml").write_text(
+        "# @package _global_\nmodel:\n  _target_: my_package.Net\n"
+        "security:\n  trusted: [my_package]\n"
+    )
+    handed = ask("-cd", "mine", "experiment=own", "+model.width=3").arguments
+    assert handed == ["--config-dir=mine", "experiment=own", "+model.arguments.width=3"]
+    with pytest.raises(ConfigError, match="did you mean experiment=own"):
+        ask("-cd", "mine", "experiment=onw")
+
+
+def test_a_key_of_the_option_that_a_foreign_class_replaces_is_not_lost_in_silence() -> None:
+    with pytest.raises(ConfigError, match=r"write \+model\.width=64"):
+        ask(NET, TRUSTED, "model.width=64")
+    with pytest.raises(ConfigError, match="drop the"):
+        ask("model._target_=null", "+model.width=64")
+
+
+def test_what_is_not_trusted_is_refused_before_hydra_starts(folder: Path) -> None:
+    with pytest.raises(SecurityError, match=r"security\.trusted=\[my_package\]"):
+        ask(NET)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "says"),
+    [
+        (["--epochs", "3"], UsageError, "key=value, without dashes"),
+        (["--cfg", "nothing"], UsageError, "job"),
+        (["-m", "--cfg", "job"], UsageError, "leave -m away"),
+        (["--experimental-rerun", "x.pickle"], SecurityError, "unpickles"),
+        (["-cd", "nowhere"], UsageError, "there is no folder nowhere"),
+    ],
+)
+def test_flags_that_cannot_be_met_say_why(
+    typed: list[str], error: type[RunnerError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        ask(*typed)
+
+
+def test_flags_are_handed_over_wherever_they_were_typed() -> None:
+    assert ask("seed=1", "--cfg", "job", "-p", "model", "name=x").arguments == [
+        "--cfg=job", "--package=model", "seed=1", "name=x",
+    ]  # fmt: skip
+    assert ask("seed=1", "--info").arguments == ["--info=all", "seed=1"]
+
+
+def test_showing_a_config_does_not_need_it_to_be_complete() -> None:
+    assert ask("--cfg", "job", "data=tabular").arguments == ["--cfg=job", "data=tabular"]
+    with pytest.raises(ConfigError):
+        ask("--cfg", "job", "data=tabulra")

@@ -1,0 +1,166 @@
+"""`checkpoint.resume`: the folder, the recorded overrides, and what wins."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import Request, check
+from runner.config import compose, config_hash
+from runner.errors import CheckpointError, ConfigError
+from runner.lock import lock
+
+TIME = 1_700_000_000
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ask(*typed: str) -> Request:
+    return check(read_arguments(typed))
+
+
+def make_run(where: str, overrides: list[str], status: str = "interrupted", age: int = 0) -> Path:
+    run = Path(where)
+    (run / "checkpoints" / "step_00000012").mkdir(parents=True)
+    (run / "checkpoints" / "last").symlink_to("step_00000012")
+    (run / ".hydra").mkdir()
+    lines = "".join(f"- {json.dumps(line)}\n" for line in overrides) or "[]\n"
+    (run / ".hydra" / "overrides.yaml").write_text(lines)
+    summary = {"status": status, "config_hash": config_hash(compose(overrides))}
+    (run / "summary.json").write_text(json.dumps(summary))
+    os.utime(run / "summary.json", (TIME - age, TIME - age))
+    return run
+
+
+RUN = "outputs/runs/a/old"
+
+
+@pytest.mark.parametrize(
+    "path", [RUN, f"{RUN}/", f"{RUN}/checkpoints", f"{RUN}/checkpoints/step_00000012",
+             f"{RUN}/checkpoints/last"]
+)  # fmt: skip
+def test_a_path_continues_in_place_with_the_overrides_of_that_run(path: str) -> None:
+    make_run(RUN, ["data=cancer", "seed=4"])
+    request = ask(f"checkpoint.resume={path}")
+    assert request.arguments == [
+        "data=cancer", "seed=4", f"checkpoint.resume={path}", f"hydra.run.dir='{RUN}'",
+    ]  # fmt: skip
+    assert request.notes == [f"continuing {RUN}"]
+
+
+def test_a_path_is_understood_from_inside_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(RUN, ["seed=4"]).absolute()
+    monkeypatch.chdir(run / "checkpoints")
+    assert ask("checkpoint.resume=step_00000012").arguments[-1] == f"hydra.run.dir='{run}'"
+    monkeypatch.chdir(run)
+    assert "seed=4" in ask("checkpoint.resume=.").arguments
+
+
+def test_what_the_user_types_wins_over_what_was_recorded() -> None:
+    recorded = ["data=cancer", "optimizer=sgd", "optimizer.lr=0.1", "seed=4", "training.steps=9",
+                "checkpoint.resume=auto", "+model.arguments.x=1"]  # fmt: skip
+    run = make_run(RUN, recorded)
+    typed = [f"checkpoint.resume={run}", "seed=5", "optimizer=adam", "training.epochs=2"]
+    assert ask(*typed).arguments == [
+        "data=cancer", "+model.arguments.x=1", *typed, f"hydra.run.dir='{RUN}'",
+    ]  # fmt: skip
+
+
+def test_naming_the_same_option_again_keeps_its_keys() -> None:
+    make_run(RUN, ["optimizer=sgd", "optimizer.lr=0.1"])
+    handed = ask(f"checkpoint.resume={RUN}", "optimizer=sgd").arguments
+    assert "optimizer.lr=0.1" in handed and handed.count("optimizer=sgd") == 1
+
+
+def test_evaluating_and_sweeping_leave_the_run_alone() -> None:
+    make_run(RUN, ["data=cancer"])
+    resume = f"checkpoint.resume={RUN}"
+    assert ask("job=evaluate", resume).arguments == ["data=cancer", "job=evaluate", resume]
+    assert ask("-m", resume, "seed=0,1").arguments == [
+        "--multirun",
+        "data=cancer",
+        resume,
+        "seed=0,1",
+    ]
+    elsewhere = ask(resume, "hydra.run.dir=outputs/new").arguments
+    assert elsewhere == ["data=cancer", resume, "hydra.run.dir=outputs/new"]
+
+
+def test_several_runs_must_have_one_config() -> None:
+    make_run("a", ["data=cancer"])
+    make_run("b", ["data=cancer"])
+    make_run("c", ["data=digits"])
+    handed = ask("-m", "job=evaluate", "checkpoint.resume=a,b").arguments
+    assert handed[1] == "data=cancer"
+    with pytest.raises(ConfigError, match="name one run at a time"):
+        ask("-m", "job=evaluate", "checkpoint.resume=a,c")
+
+
+def test_a_folder_with_blanks_and_quotes_reaches_hydra_whole() -> None:
+    from runner.overrides import read
+
+    run = make_run("my 'old' run", [])
+    handed = ask("checkpoint.resume=\"my 'old' run\"").arguments[-1]
+    assert read(handed).parsed.value() == str(run)
+
+
+def test_a_checkpoint_without_its_run_starts_a_fresh_folder() -> None:
+    Path("step_00000012").mkdir()
+    assert ask("checkpoint.resume=step_00000012").arguments == ["checkpoint.resume=step_00000012"]
+
+
+def test_a_path_that_is_not_there_and_a_torn_record_are_said() -> None:
+    with pytest.raises(CheckpointError, match="no folder nowhere") as missing:
+        ask("checkpoint.resume=nowhere")
+    assert missing.value.exit_code == 5
+    (make_run(RUN, []) / ".hydra" / "overrides.yaml").write_text("{a: [")
+    with pytest.raises(CheckpointError, match=r"overrides\.yaml: cannot be read"):
+        ask(f"checkpoint.resume={RUN}")
+
+
+def auto(*typed: str) -> Request:
+    return ask("checkpoint.resume=auto", *typed)
+
+
+HOME = "outputs/runs/digits-mlp"
+
+
+def test_auto_continues_the_newest_unfinished_run_of_the_same_config() -> None:
+    make_run(f"{HOME}/older", [], age=20)
+    make_run(f"{HOME}/newest", [], age=10)
+    make_run(f"{HOME}/other-config", ["seed=1"])
+    make_run(f"{HOME}/done", [], status="done")
+    make_run(f"{HOME}/stopped-early", [], status="stopped")
+    make_run("outputs/runs/other-name/run", [])
+    (make_run(f"{HOME}/no-checkpoints", []) / "checkpoints").rename("gone")
+    (make_run(f"{HOME}/torn", []) / "summary.json").write_text("{")
+    request = auto()
+    assert request.arguments[-1] == f"hydra.run.dir='{HOME}/newest'"
+    assert request.notes == [f"checkpoint.resume=auto: continuing {HOME}/newest"]
+    with lock(Path(HOME, "newest")):
+        assert auto().arguments[-1] == f"hydra.run.dir='{HOME}/older'"
+
+
+def test_auto_finds_a_run_that_was_killed() -> None:
+    make_run(f"{HOME}/killed", [], status="running")
+    assert auto().arguments[-1] == f"hydra.run.dir='{HOME}/killed'"
+
+
+def test_auto_says_when_it_starts_afresh() -> None:
+    make_run(f"{HOME}/run", [])
+    request = auto("seed=7")
+    assert request.arguments == ["checkpoint.resume=auto", "seed=7"]
+    assert "starting afresh" in request.notes[0]
+
+
+def test_auto_leaves_a_folder_that_was_chosen() -> None:
+    make_run(f"{HOME}/run", [])
+    assert auto("hydra.run.dir=outputs/here").arguments[-1] == "hydra.run.dir=outputs/here"

@@ -1,0 +1,265 @@
+"""A data set of the user's own: what is inferred, what is refused, and that chance is seeded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner.data import infer
+from runner.data.config import DataConfig, Digits
+from runner.data.foreign import Foreign
+from runner.data.loader import BatchLoader
+from runner.data.open import open_data
+from runner.data.order import sample_seeds
+from runner.errors import ConfigError, DataError
+from runner.run import Sizes
+
+Load = Callable[..., BatchLoader]
+
+
+class Made:
+    """Samples made by a function, with any attributes."""
+
+    def __init__(self, make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> None:
+        self.make, self.samples = make, samples
+        self.asked: list[int] = []
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.make(index)
+
+
+def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> Foreign:
+    return Foreign(Made(make, samples, **attributes), "my_package.Made", 0.2, 0)
+
+
+def features(index: int) -> tuple[torch.Tensor, int]:
+    return torch.full((3,), float(index)), index % 4
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (features, Sizes("classification", 3, classes=4)),
+        (lambda i: (torch.zeros(3, 8, 8), i % 2),
+         Sizes("classification", 192, in_channels=3, image_size=8, classes=2)),
+        (lambda i: (torch.zeros(1, 8, 6), 1.5 * i),
+         Sizes("regression", 48, in_channels=1, classes=1)),
+        (lambda i: (np.zeros(3, np.float32), np.zeros(2, np.float32)),
+         Sizes("regression", 3, classes=2)),
+        (lambda i: (torch.arange(6) + i, torch.arange(6) + i + 1),
+         Sizes("language_modelling", classes=26, vocab=26, sequence=6)),
+        (lambda i: (torch.arange(6) + i, i % 3),
+         Sizes("classification", classes=3, vocab=25, sequence=6)),
+        (lambda i: {"input_ids": [i, 1, 2], "attention_mask": [1, 1, 0], "labels": i % 2},
+         Sizes("classification", classes=2, vocab=20, sequence=3)),
+        (lambda i: (torch.zeros(3), torch.zeros(5), i % 2), Sizes("classification", 3, classes=2)),
+    ],
+    ids=["features", "images", "not square", "two targets", "tokens", "labelled tokens", "dict",
+         "two inputs"],
+)  # fmt: skip
+def test_sizes_follow_from_the_samples(make: Callable[[int], Any], expected: Sizes) -> None:
+    assert opened(make).sizes == expected
+
+
+def test_what_the_data_set_states_goes_first() -> None:
+    assert opened(features, classes=9).sizes.classes == 9
+    named = opened(features, classes=["a", "b", "c", "d"])
+    assert named.sizes.class_names == ("a", "b", "c", "d")
+    assert opened(lambda i: (torch.arange(4), i % 2), vocab=50).sizes.vocab == 50
+    assert opened(features, sizes={"in_features": 7}).sizes.in_features == 7
+
+
+def test_a_data_set_that_states_its_task_is_not_looked_into() -> None:
+    dataset = Made(features, sizes={"task": "classification", "in_features": 3, "classes": 4})
+    Foreign(dataset, "my_package.Made", 0.2, 0)
+    assert dataset.asked == []
+
+
+def test_labels_in_an_attribute_save_the_scan() -> None:
+    dataset = Made(features, targets=[0, 6] * 10)
+    source = Foreign(dataset, "my_package.Made", 0.2, 0)
+    assert (source.sizes.classes, dataset.asked) == (7, [0])
+    assert "largest of my_package.Made.targets" in source.choices[0].reason
+
+
+def test_a_scan_says_how_far_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "all 20 samples" in opened(features).choices[0].reason
+    monkeypatch.setattr(infer, "MOST_SAMPLES", 5)
+    source = opened(features)
+    assert "5 of 20 samples" in source.choices[0].reason
+
+
+def test_a_scan_that_takes_too_long_is_an_error_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(infer, "MOST_SECONDS", -1.0)
+    with pytest.raises(DataError, match="give my_package.Made an attribute classes"):
+        opened(features)
+
+
+def test_inputs_keep_their_form(load: Load) -> None:
+    several, _ = opened(lambda i: (torch.zeros(3), torch.ones(5), i % 2)).fetch(np.arange(4), None)
+    assert [x.shape for x in several] == [(4, 3), (4, 5)]
+    named, target = opened(lambda i: {"x": torch.zeros(3), "label": 1.0}).fetch(np.arange(4), None)
+    assert named["x"].shape == (4, 3)
+    assert target.dtype == torch.float32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("odd", "problem"),
+    [
+        (torch.zeros(4), r"inputs is float32 of shape \[4\].*float32 of shape \[3\]"),
+        (torch.zeros(3, dtype=torch.float16), r"inputs is float16 of shape \[3\].*float32"),
+        (torch.zeros(3, dtype=torch.int64), r"inputs is int64"),
+        (torch.zeros(3, dtype=torch.float64), r"inputs is float64.*x.float\(\)"),
+    ],
+    ids=["shape", "half", "whole", "double"],
+)
+def test_a_sample_unlike_the_others_is_named(
+    load: Load, odd: torch.Tensor, problem: str, workers: int
+) -> None:
+    source = opened(lambda i: (odd if i == 7 else torch.zeros(3), i % 2), classes=2)
+    whole = load(
+        source, DataConfig(kind="any", workers=workers), indices=np.arange(20), shuffle=False,
+        batch_size=20,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"sample 7: {problem}"):
+        next(whole.batches(0))
+
+
+def test_a_key_that_is_missing_in_one_sample_is_named() -> None:
+    source = opened(lambda i: {"x": 1.0, "label": 1} if i == 3 else {"z": 1.0, "label": 0})
+    with pytest.raises(DataError, match="sample 3: inputs is a dict with the keys x"):
+        source.fetch(np.arange(5), None)
+
+
+@pytest.mark.parametrize("label", [4, -1])
+def test_a_label_out_of_range_is_named(label: int) -> None:
+    source = opened(lambda i: (torch.zeros(3), label if i == 9 else i % 4), classes=4)
+    with pytest.raises(DataError, match=rf"sample 9: {label} is not in 0 to 3"):
+        source.fetch(np.arange(5, 15), None)
+
+
+def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
+    def make(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        target = torch.tensor([1, -100, 2])
+        return torch.tensor([0, 1, 9 if index == 4 else 2]), target
+
+    source = opened(make, vocab=5)
+    assert source.fetch(np.arange(3), None)[1][0, 1] == -100
+    with pytest.raises(DataError, match=r"inputs of sample 4: 9 is not in 0 to 4.*`vocab`"):
+        source.fetch(np.arange(3, 6), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda i: torch.zeros(3), "sample 0 is float32 of shape"),
+        (lambda i: {"x": torch.zeros(3)}, "keys x; its target must be under one of labels, label"),
+        (lambda i: ("words", 1), "inputs is a str, which is no tensor"),
+        (lambda i: (torch.zeros(3), torch.zeros(4, 4, dtype=torch.int64)), "no task follows"),
+        (lambda i: (torch.zeros(3), -5), "the label -5 is negative"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_refused_at_opening(
+    make: Callable[[int], Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        opened(make)
+
+
+def test_a_class_that_is_no_data_set_is_refused() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(ConfigError, match=r"data._target_: my_package.Stream has no __len__"):
+        Foreign(Stream(), "my_package.Stream", 0.2, 0)
+    with pytest.raises(DataError, match="my_package.Made: 0 samples"):
+        opened(features, samples=0)
+
+
+def test_unknown_sizes_bring_up_the_nearest() -> None:
+    with pytest.raises(DataError, match="'in_feature'; did you mean 'in_features'"):
+        opened(features, sizes={"in_feature": 3})
+
+
+def noisy(index: int) -> tuple[torch.Tensor, float]:
+    return torch.randn(2) + torch.tensor(np.random.randn(2)).float(), random.random()
+
+
+def test_chance_depends_on_the_samples_seed_alone() -> None:
+    source = opened(noisy)
+    both = np.array([5, 2])
+    seeds = sample_seeds(0, 3, both)
+    x, y = source.fetch(both, seeds)
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    alone, target = source.fetch(both[1:], seeds[1:])
+    assert torch.equal(alone[0], x[1])
+    assert torch.equal(target[0], y[1])
+    assert not torch.equal(source.fetch(both, sample_seeds(0, 4, both))[0], x)
+
+
+def test_chance_in_a_data_set_is_the_same_with_workers(load: Load) -> None:
+    source = opened(noisy)
+    alone = load(source).batches(0)
+    together = load(source, DataConfig(kind="any", workers=2)).batches(0)
+    for _ in range(6):
+        (x, y), (x2, y2) = next(alone), next(together)
+        assert torch.equal(x, x2)
+        assert torch.equal(y, y2)
+
+
+def test_the_global_generators_come_back_after_an_error_too() -> None:
+    def fail(index: int) -> tuple[torch.Tensor, float]:
+        if index == 3:
+            raise OSError("gone")
+        return noisy(index)
+
+    source = opened(fail)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with pytest.raises(DataError, match="sample 3: OSError: gone"):
+        source.fetch(np.arange(5), None)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after
+
+
+def test_a_quick_data_set_gets_no_workers_and_a_slow_one_does(load: Load) -> None:
+    quick, slow = opened(features), opened(features)
+    quick.sample_seconds, slow.sample_seconds = 1e-6, 0.1
+    automatic = DataConfig(kind="any")
+    assert {c.key: c.value for c in load(quick, automatic).choices}["data.workers"] == 0
+    chosen = {c.key: c for c in load(slow, automatic).choices}["data.workers"]
+    assert chosen.value > 0
+    assert "800 ms" in chosen.reason
+
+
+def test_a_target_is_built_with_its_arguments() -> None:
+    config = Digits(_target_="my_package.Made", arguments={"make": features, "samples": 10})
+    asked = []
+
+    def resolve(target: str, key: str) -> Any:
+        asked.append((target, key))
+        return lambda make, samples: Made(make, samples)
+
+    source = open_data(config, resolve)
+    assert asked == [("my_package.Made", "data._target_")]
+    assert len(source.train) == 8
+
+
+def test_an_argument_that_the_target_does_not_take_is_refused() -> None:
+    config = Digits(_target_="my_package.Made", arguments={"sample": 10})
+    with pytest.raises(ConfigError, match=r"data.sample"):
+        open_data(config, lambda target, key: lambda samples: Made(features, samples))

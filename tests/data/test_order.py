@@ -1,0 +1,90 @@
+"""Splits, order and seeds as pure functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runner.data.order import Order, permutation, sample_seeds, split
+from runner.errors import DataError
+
+
+def test_a_split_has_the_asked_size_and_each_sample_once() -> None:
+    train, validation = split(1000, 0.2, 0)
+    assert len(validation) == 200
+    assert sorted([*train, *validation]) == list(range(1000))
+
+
+def test_a_split_depends_on_its_seed_alone() -> None:
+    assert np.array_equal(split(100, 0.3, 5)[1], split(100, 0.3, 5)[1])
+    assert not np.array_equal(split(100, 0.3, 5)[1], split(100, 0.3, 6)[1])
+
+
+def test_samples_that_are_added_leave_most_others_in_their_part() -> None:
+    before, after = (set(split(n, 0.2, 0)[1].tolist()) for n in (1000, 1010))
+    assert len(before & after) > 190
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_neither_part_is_empty(share: float) -> None:
+    assert all(len(part) for part in split(2, share, 0))
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_what_cannot_be_split_is_refused_by_name(n: int) -> None:
+    with pytest.raises(DataError, match="table.csv"):
+        split(n, 0.2, 0, "table.csv")
+
+
+def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own() -> None:
+    first, second = permutation(0, 0, 500), permutation(0, 1, 500)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(500))
+    assert (first == second).sum() < 10
+    assert (first == permutation(1, 0, 500)).sum() < 10
+
+
+def test_these_very_numbers_come_out_on_every_machine() -> None:
+    assert permutation(0, 0, 8).tolist() == [4, 0, 6, 5, 1, 7, 3, 2]
+    assert sample_seeds(1, 2, np.array([3])).tolist() == [3821468231969580552]
+
+
+def test_every_position_is_equally_likely() -> None:
+    n, epochs = 10, 5000
+    counts = np.zeros((n, n))
+    for epoch in range(epochs):
+        counts[np.arange(n), permutation(7, epoch, n)] += 1
+    expected = epochs / n
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < 140  # 81 degrees of freedom: this or more by chance, once in 20,000
+
+
+def test_a_samples_seed_does_not_depend_on_the_batch_it_is_in() -> None:
+    whole = sample_seeds(4, 9, np.arange(50))
+    assert np.array_equal(sample_seeds(4, 9, np.array([17, 3])), whole[[17, 3]])
+    assert len(set(whole.tolist())) == 50
+
+
+def test_the_upper_half_of_the_seeds_is_the_epochs() -> None:
+    upper = {int(s) >> 32 for s in sample_seeds(4, 9, np.arange(50))}
+    assert len(upper) == 1
+    assert upper != {int(s) >> 32 for s in sample_seeds(4, 10, np.arange(50))}
+
+
+def test_the_lower_half_differs_between_epochs() -> None:
+    lower = [
+        set((sample_seeds(0, e, np.arange(99)) & np.uint64(2**32 - 1)).tolist()) for e in (0, 1)
+    ]
+    assert not lower[0] & lower[1]
+
+
+def test_an_order_gives_any_batch_of_any_epoch_without_those_before() -> None:
+    def order() -> Order:
+        return Order(np.arange(20), batch_size=3, batches=7, seed=1, shuffle=True, seeds=True)
+
+    walked = order()
+    visited = {(e, b): walked.batch(e, b) for e in range(3) for b in range(7)}
+    for (epoch, number), (indices, seeds) in visited.items():
+        again, seeds_again = order().batch(epoch, number)
+        assert np.array_equal(indices, again)
+        assert np.array_equal(seeds, seeds_again)
+    assert len(visited[0, 6][0]) == 2

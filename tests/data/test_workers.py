@@ -1,0 +1,227 @@
+"""Worker processes that fail, hang, are killed or outlive their owner: none goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from runner.data.config import DataConfig
+from runner.data.foreign import Foreign
+from runner.data.loader import BatchLoader
+from runner.errors import DataError
+
+Load = Callable[..., BatchLoader]
+
+
+class Unpicklable(Exception):
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.lock = threading.Lock()
+
+
+class Faulty:
+    """Forty samples; `at(7)` does what a test asks for."""
+
+    sizes = {"task": "classification", "in_features": 2, "classes": 2}
+
+    def __init__(self, at: Callable[[int], Any] = lambda index: None) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 7:
+            self.at(index)
+        return torch.full((2,), float(index)), index % 2
+
+
+def raiser(error: BaseException) -> Callable[[int], Any]:
+    def fail(index: int) -> Any:
+        raise error
+
+    return fail
+
+
+def stop_iteration(index: int) -> Any:
+    next(iter(()))
+
+
+def workers(load: Load, at: Callable[[int], Any], count: int = 2, **changes: Any) -> BatchLoader:
+    source = Foreign(Faulty(at), "Faulty", 0.2, 0)
+    return load(source, DataConfig(kind="any", workers=count, **changes), batch_size=4)
+
+
+@pytest.fixture
+def children() -> Iterator[Callable[[], list[psutil.Process]]]:
+    """The processes that the test started; when it ends there are none."""
+    before = set(psutil.Process().children(recursive=True))
+
+    def started() -> list[psutil.Process]:
+        return [p for p in psutil.Process().children(recursive=True) if p not in before]
+
+    yield started
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize(
+    ("at", "name"),
+    [
+        (raiser(ValueError("bad pixel")), "ValueError: bad pixel"),
+        (raiser(Unpicklable("bad lock")), "Unpicklable: bad lock"),
+        (stop_iteration, "StopIteration"),
+    ],
+    ids=["picklable", "unpicklable", "StopIteration"],
+)
+def test_an_exception_names_the_sample_and_brings_its_traceback(
+    load: Load, at: Callable[[int], Any], name: str, count: int
+) -> None:
+    with pytest.raises(DataError) as raised:
+        for _, _ in zip(range(10), workers(load, at, count).batches(0), strict=False):
+            pass
+    message = str(raised.value)
+    assert f"sample 7: {name}" in message
+    assert "Traceback" in message
+    assert "in __getitem__" in message
+
+
+def test_a_worker_that_exits_is_an_error_and_no_short_epoch(load: Load) -> None:
+    with pytest.raises(DataError, match="SystemExit"):
+        list(zip(range(10), workers(load, raiser(SystemExit(0))).batches(0), strict=False))
+    with pytest.raises(DataError, match="ended with exit code 3"):
+        list(zip(range(10), workers(load, lambda i: os._exit(3)).batches(0), strict=False))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_killed_worker_is_named_with_its_signal(
+    load: Load, children: Callable[[], list[psutil.Process]], number: signal.Signals
+) -> None:
+    loader = workers(load, lambda i: None)
+    batches = loader.batches(0)
+    next(batches)
+    for child in children():
+        child.send_signal(number)
+    with pytest.raises(DataError, match=f"data worker . was killed by {number.name}"):
+        list(zip(range(50), batches, strict=False))
+
+
+def test_a_hung_worker_is_an_error_when_its_time_is_up(
+    load: Load, children: Callable[[], list[psutil.Process]]
+) -> None:
+    loader = workers(load, lambda i: time.sleep(600), timeout_s=0.3)
+    with pytest.raises(DataError, match=r"said nothing for 0.3 s.*data.timeout_s"):
+        list(zip(range(10), loader.batches(0), strict=False))
+    loader.close()
+    assert children() == []
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["busy", "stopped"])
+def test_close_leaves_no_process_behind(
+    load: Load, children: Callable[[], list[psutil.Process]], stopped: bool
+) -> None:
+    loader = workers(load, lambda i: time.sleep(600), count=3)
+    next(loader.batches(0))
+    assert len(children()) == 3
+    if stopped:
+        for child in children():
+            child.suspend()
+    loader.close()
+    assert children() == []
+    loader.close()  # twice does no harm
+
+
+def test_a_closed_loader_can_start_again(load: Load) -> None:
+    loader = workers(load, lambda i: None)
+    first = next(loader.batches(0))
+    loader.close()
+    assert torch.equal(next(loader.batches(0))[0], first[0])
+
+
+def test_a_forgotten_loader_takes_its_workers_with_it(
+    children: Callable[[], list[psutil.Process]], load: Load
+) -> None:
+    from runner.data.workers import Workers
+
+    pool = Workers(lambda key: (torch.zeros(1), torch.zeros(1)), 2, 2, 10.0)
+    next(pool.batches(iter([(0, 0), (0, 1)])))
+    assert len(children()) == 2
+    del pool
+    assert children() == []
+
+
+def test_signals_to_the_group_do_not_reach_workers(
+    load: Load, children: Callable[[], list[psutil.Process]]
+) -> None:
+    batches = workers(load, lambda i: None).batches(0)
+    next(batches)
+    for child in children():
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGINT)
+    for _ in range(30):
+        next(batches)
+    assert len(children()) == 2
+
+
+def test_a_signal_handler_that_raises_cuts_the_wait_short(load: Load) -> None:
+    class Enough(Exception):
+        pass
+
+    def handler(number: int, frame: object) -> None:
+        raise Enough
+
+    loader = workers(load, lambda i: time.sleep(600))
+    batches = loader.batches(0)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Enough):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            list(zip(range(10), batches, strict=False))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+SCRIPT = """
+import os, signal, sys, time, numpy as np, psutil, torch
+from runner.data.workers import Workers
+
+def fetch(key):
+    if key[1] > 3:
+        time.sleep(600)
+    return torch.zeros(1), torch.zeros(1)
+
+pool = Workers(fetch, 2, 2, 600.0)
+batches = pool.batches(iter([(0, i) for i in range(100)]))
+next(batches)
+print(*[p.pid for p in psutil.Process().children()], flush=True)
+if sys.argv[1] == "kill":
+    next(batches), next(batches), next(batches), next(batches)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "forget"])
+def test_workers_end_with_their_owner(how: str) -> None:
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    if how == "kill":
+        assert len(left) == 2
+        owner.kill()
+    assert owner.wait(timeout=20) == (-signal.SIGKILL if how == "kill" else 0)
+    assert not psutil.wait_procs(left, timeout=10)[1]
+    owner.stdout.close()

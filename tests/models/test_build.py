@@ -1,0 +1,174 @@
+"""From config and sizes to a model, and every way in which they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner.errors import ConfigError
+from runner.models.build import build_model
+from runner.models.config import OPTIONS, Classifier, Cnn, Gpt, Mlp, ModelConfig
+from runner.run import Sizes, call
+
+IMAGES = Sizes("classification", 64, in_channels=1, image_size=8, classes=10)
+TABLE = Sizes("regression", 30, classes=2)
+TEXT = Sizes("language_modelling", classes=100, vocab=100, sequence=8)
+LABELLED = Sizes("classification", classes=6, vocab=100, sequence=8)
+
+INPUTS: dict[str, Any] = {
+    "images": torch.randn(3, 1, 8, 8),
+    "table": torch.randn(3, 30),
+    "text": torch.zeros(3, 8, dtype=torch.long),
+    "labelled": {
+        "input_ids": torch.zeros(3, 8, dtype=torch.long),
+        "attention_mask": torch.ones(3, 8, dtype=torch.long),
+    },
+}
+
+
+def never(target: str, key: str) -> Any:
+    raise AssertionError(f"{target} was resolved for {key}")
+
+
+class Net(nn.Module):
+    def __init__(self, in_features: int, classes: int, width: int = 8) -> None:
+        super().__init__()
+        self.sizes = (in_features, classes, width)
+        self.layer = nn.Linear(in_features, classes)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2).requires_grad_(False)
+
+
+def foreign(factory: Any, **arguments: Any) -> nn.Module:
+    config = Mlp(_target_="mine.Net", arguments=arguments)
+
+    def resolve(target: str, key: str) -> Any:
+        assert (target, key) == ("mine.Net", "model._target_")
+        return factory
+
+    return build_model(config, IMAGES, resolve)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "data", "shape"),
+    [
+        (Mlp(width=16), IMAGES, "images", (3, 10)),
+        (Mlp(width=16), TABLE, "table", (3, 2)),
+        (Cnn(width=4), IMAGES, "images", (3, 10)),
+        (Gpt(width=16), TEXT, "text", (3, 8, 100)),
+        (Classifier(width=16), LABELLED, "labelled", (3, 6)),
+    ],
+)
+def test_sizes_come_from_the_data(
+    config: ModelConfig, sizes: Sizes, data: str, shape: tuple[int, ...]
+) -> None:
+    assert call(build_model(config, sizes, never), INPUTS[data]).shape == shape
+
+
+def test_the_options_own_keys_reach_the_model() -> None:
+    small, large = (build_model(Mlp(width=w, depth=3), TABLE, never) for w in (8, 16))
+    assert [p.shape[0] for p in small.parameters()][::2] == [8, 8, 8, 2]
+    assert [p.shape[0] for p in large.parameters()][::2] == [16, 16, 16, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "says"),
+    [
+        (Gpt(), IMAGES,
+         r"gpt is for language_modelling, .*classification.*_features=64.*model=mlp or model=cnn"),
+        (Cnn(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
+        (Mlp(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
+        (Classifier(), TEXT, r"classifier is for classification or regression.*use model=gpt"),
+        (Mlp(), Sizes("classification", 4), r"mlp needs classes.*in_features=4; .*model\._target_"),
+        (Mlp(), Sizes("segmentation"), r"gives no sizes; name a model of your own"),
+    ],
+)  # fmt: skip
+def test_data_that_does_not_fit_is_an_error_that_names_what_does(
+    config: ModelConfig, sizes: Sizes, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        build_model(config, sizes, never)
+    assert caught.value.key == "model"
+
+
+def test_every_option_has_a_model() -> None:
+    for kind, option in OPTIONS.items():
+        fitting = [s for s in (IMAGES, TEXT, LABELLED) if _builds(option(), s)]
+        assert fitting, kind
+
+
+def _builds(config: ModelConfig, sizes: Sizes) -> bool:
+    try:
+        build_model(config, sizes, never)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_an_unknown_kind_is_an_error_that_names_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"model\.kind: no model 'rnn'; one of mlp, cnn, gpt"):
+        build_model(ModelConfig(kind="rnn"), IMAGES, never)
+
+
+def test_a_key_that_ours_does_not_have_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"model\.heads: .*it has width, depth, dropout"):
+        build_model(Mlp(arguments={"heads": 2}), IMAGES, never)
+
+
+@pytest.mark.parametrize(
+    ("option", "keys", "key"),
+    [
+        (Gpt, {"width": 100, "heads": 3}, "model.heads"),
+        (Classifier, {"width": 64, "heads": 7}, "model.heads"),
+        (Gpt, {"heads": 0}, "model.heads"),
+        (Gpt, {"depth": 0}, "model.depth"),
+        (Gpt, {"dropout": 1.0}, "model.dropout"),
+        (Classifier, {"dropout": -0.1}, "model.dropout"),
+        (Mlp, {"width": 0}, "model.width"),
+        (Mlp, {"depth": -1}, "model.depth"),
+        (Mlp, {"dropout": 2.0}, "model.dropout"),
+        (Cnn, {"stages": 0}, "model.stages"),
+        (Cnn, {"blocks": 0}, "model.blocks"),
+        (Cnn, {"width": -4}, "model.width"),
+    ],
+)
+def test_keys_that_make_no_model_are_refused(option: Any, keys: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        option(**keys)
+    assert caught.value.key == key
+
+
+def test_a_foreign_class_gets_its_arguments_and_the_sizes_it_names() -> None:
+    model = foreign(Net, width=3)
+    assert isinstance(model, Net)
+    assert model.sizes == (64, 10, 3)
+
+
+def test_a_foreign_class_leaves_the_options_own_keys_behind() -> None:
+    config = Gpt(width=5, heads=3, _target_="mine.Net")
+    assert isinstance(build_model(config, IMAGES, lambda *_: Net), Net)
+
+
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [
+        (dict, r"model\._target_: mine\.Net made a dict, not a torch\.nn\.Module"),
+        (Frozen, r"mine\.Net has no parameter that needs a gradient"),
+        (nn.Identity, r"mine\.Net has no parameter that needs a gradient"),
+    ],
+)
+def test_what_is_no_model_or_cannot_learn_is_refused(factory: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        foreign(factory)
+
+
+def test_an_argument_that_a_foreign_class_lacks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"model\.widht: .*did you mean \+model\.width"):
+        foreign(Net, widht=3)

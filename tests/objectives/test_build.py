@@ -1,0 +1,214 @@
+"""From config and task to an objective; losses of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runner.errors import ConfigError, DataError
+from runner.objectives.build import build_objective
+from runner.objectives.classification import Classification
+from runner.objectives.config import ObjectiveConfig
+from runner.objectives.custom import Custom
+from runner.objectives.language_modelling import LanguageModelling
+from runner.objectives.regression import Regression
+from runner.run import Objective, Sizes
+
+LABELS = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
+NUMBERS = Sizes("regression", 4, classes=1)
+TEXT = Sizes("language_modelling", classes=256, vocab=256, sequence=8)
+
+
+def never(target: str, key: str) -> Any:
+    raise AssertionError(f"{target} was resolved for {key}")
+
+
+def foreign(found: Any, sizes: Sizes = NUMBERS, **arguments: Any) -> Objective:
+    def resolve(target: str, key: str) -> Any:
+        assert (target, key) == ("mine.loss", "objective._target_")
+        return found
+
+    return build_objective(
+        ObjectiveConfig(_target_="mine.loss", arguments=arguments), sizes, resolve
+    )
+
+
+def power(output: Tensor, target: Tensor, exponent: float = 2.0) -> Tensor:
+    return (output - target).abs().pow(exponent).mean()
+
+
+class Power:
+    def __init__(self, exponent: float, classes: int) -> None:
+        self.exponent = exponent
+        self.classes = classes
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return power(output, target, self.exponent)
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, self.weight)  # type: ignore[arg-type]
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "made"),
+    [
+        (LABELS, "classification", Classification),
+        (NUMBERS, "regression", Regression),
+        (TEXT, "language_modelling", LanguageModelling),
+    ],
+)
+def test_auto_takes_the_one_for_the_datas_task(sizes: Sizes, kind: str, made: type) -> None:
+    assert type(build_objective(ObjectiveConfig(), sizes, never)) is made
+    assert type(build_objective(ObjectiveConfig(kind=kind), sizes, never)) is made
+
+
+def test_the_datas_class_names_name_the_metrics() -> None:
+    objective = build_objective(ObjectiveConfig(), LABELS, never)
+    metrics = objective.metrics(objective.tally(torch.eye(3), torch.arange(3)))
+    assert metrics["accuracy/owl"] == 1.0
+
+
+def test_the_options_keys_reach_the_objective() -> None:
+    config = ObjectiveConfig(label_smoothing=0.2, top_k=2, ignore_index=1)
+    objective = build_objective(config, LABELS, never)
+    logits, target = torch.randn(4, 3), torch.tensor([0, 2, 1, 0])
+    expected = F.cross_entropy(logits, target, ignore_index=1, label_smoothing=0.2)
+    assert float(objective(logits, target)) == pytest.approx(float(expected))
+    assert "top2" in objective.metrics(objective.tally(logits, target))
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "says"),
+    [
+        (ObjectiveConfig(kind="regression"), LABELS,
+         r"objective\.kind: regression does not fit .* classification; use objective=auto"),
+        (ObjectiveConfig(kind="classification"), TEXT, r"does not fit .* language_modelling"),
+        (ObjectiveConfig(), Sizes("ranking"),
+         r"task is 'ranking'.*name a loss by objective\._target_"),
+        (ObjectiveConfig(), Sizes("classification", 4), r"needs the number of classes"),
+        (ObjectiveConfig(label_smoothing=0.1), NUMBERS,
+         r"objective\.label_smoothing: means nothing to regression; it is for classification"),
+        (ObjectiveConfig(label_smoothing=0.1), TEXT, r"means nothing to language_modelling"),
+        (ObjectiveConfig(ignore_index=0), NUMBERS, r"objective\.ignore_index: means nothing"),
+        (ObjectiveConfig(label_smoothing=0.1, _target_="mine.loss"), LABELS, "nothing to custom"),
+        (ObjectiveConfig(arguments={"gamma": 2}), LABELS,
+         r"objective\.gamma: there is no such key"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error_that_names_the_way_out(
+    config: ObjectiveConfig, sizes: Sizes, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_objective(config, sizes, never)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"kind": "ranking"}, "objective.kind"),
+        ({"label_smoothing": 1.0}, "objective.label_smoothing"),
+        ({"top_k": 0}, "objective.top_k"),
+    ],
+)
+def test_values_that_make_no_objective_are_refused(keys: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ObjectiveConfig(**keys)
+    assert caught.value.key == key
+
+
+def test_a_function_gets_its_arguments() -> None:
+    x, y = torch.randn(5), torch.randn(5)
+    assert torch.equal(foreign(power)(x, y), power(x, y))
+    assert torch.equal(foreign(power, exponent=3.0)(x, y), power(x, y, 3.0))
+
+
+def test_a_class_gets_its_arguments_and_the_sizes_it_names() -> None:
+    x, y = torch.randn(5), torch.randn(5)
+    objective = foreign(Power, LABELS, exponent=3.0)
+    assert isinstance(objective, Custom)
+    assert objective.loss.classes == 3  # type: ignore[attr-defined]
+    assert torch.equal(objective(x, y), power(x, y, 3.0))
+
+
+def test_a_module_is_a_loss_too() -> None:
+    x, y = torch.randn(5), torch.randn(5)
+    assert torch.equal(foreign(nn.L1Loss)(x, y), F.l1_loss(x, y))
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 0])
+    assert foreign(Weighted)(logits, labels) == Weighted()(logits, labels)
+
+
+def test_a_modules_buffers_follow_the_target_to_its_device() -> None:
+    objective = foreign(Weighted)
+    objective(torch.randn(4, 3, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))
+    assert isinstance(objective, Custom)
+    assert objective.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
+
+
+def test_a_whole_objective_of_the_users_own_is_taken_as_it_is() -> None:
+    assert type(foreign(Regression)) is Regression
+
+
+def test_a_custom_loss_is_a_metric_that_is_exact_over_uneven_batches() -> None:
+    objective, x, y = foreign(power), torch.randn(37), torch.randn(37)
+    sums: dict[str, Tensor] = {}
+    for o, t in zip(x.split([16, 16, 5]), y.split([16, 16, 5]), strict=True):
+        batch = objective.tally(o, t)
+        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
+    assert objective.metrics(sums) == pytest.approx({"loss": float(power(x, y))}, rel=1e-6)
+    with pytest.raises(DataError, match="no targets"):
+        objective.metrics({})
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.zeros(5, 2), {"a": torch.zeros(5)}, (torch.zeros(5), None), [{"b": torch.zeros(5)}]],
+)
+def test_samples_are_counted_in_whatever_the_target_is(target: Any) -> None:
+    assert foreign(power).weight(target) == 5
+
+
+def test_a_target_without_a_tensor_cannot_be_counted() -> None:
+    with pytest.raises(ConfigError, match=r"data: the target is a str without a tensor"):
+        foreign(power).weight("five")
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"), [(torch.zeros(5), r"returned \[5\]"), (1.5, "returned float")]
+)
+def test_a_loss_that_is_no_single_number_is_an_error(returned: Any, says: str) -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return returned
+
+    with pytest.raises(ConfigError, match=says):
+        foreign(loss)(torch.zeros(5), torch.zeros(5))
+
+
+@pytest.mark.parametrize(
+    ("found", "arguments", "says"),
+    [
+        (power, {"gamma": 2}, r"loss\(output, target, gamma=…\).*unexpected keyword argument"),
+        (lambda output: output, {}, r"loss\(output, target\): too many positional arguments"),
+        (Power, {}, r"objective\.exponent: Power needs a value"),
+        (Sizes, {"task": "x"}, "cannot be called; give it __call__"),
+        (Learned, {}, "has parameters, and only the model's are trained"),
+    ],
+)
+def test_what_cannot_be_a_loss_is_refused(found: Any, arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        foreign(found, **arguments)

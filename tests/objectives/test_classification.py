@@ -1,0 +1,252 @@
+"""Classification: the loss, the weight that adds up, and metrics against numpy."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.errors import ConfigError, DataError
+from runner.objectives.classification import Classification
+from runner.run import Objective
+
+CUTS = ([37], [16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def samples(classes: int, count: int = 37) -> tuple[Tensor, Tensor]:
+    target = torch.randint(0, classes, (count,))
+    return torch.randn(count, classes) + 1.5 * F.one_hot(target, classes), target
+
+
+def totals(
+    objective: Objective, output: Tensor, target: Tensor, cuts: list[int]
+) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
+        batch = objective.tally(o, t)
+        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
+    return sums
+
+
+def reference(logits: np.ndarray, target: np.ndarray, k: int, smoothing: float) -> dict[str, Any]:
+    logits = logits.astype(np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    truth = np.eye(logits.shape[1])[target] * (1 - smoothing) + smoothing / logits.shape[1]
+    predicted = logits.argmax(1)
+    best = np.argsort(-logits, axis=1)[:, :k]
+    return {
+        "loss": float(-(truth * log_p).sum(1).mean()),
+        "accuracy": float((predicted == target).mean()),
+        f"top{k}": float(np.mean([t in row for t, row in zip(target, best, strict=True)])),
+        "per_class": {
+            int(c): float((predicted[target == c] == c).mean()) for c in np.unique(target)
+        },
+        "pairs": [
+            [int(((target == i) & (predicted == j)).sum()) for j in range(logits.shape[1])]
+            for i in range(logits.shape[1])
+        ],
+    }
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], smoothing: float) -> None:
+    logits, target = samples(6)
+    names = tuple("abcdef")
+    objective = Classification(6, names, label_smoothing=smoothing, top_k=3)
+    expected = reference(logits.numpy(), target.numpy(), 3, smoothing)
+    sums = totals(objective, logits, target, cuts)
+    per_class = {f"accuracy/{names[c]}": a for c, a in expected.pop("per_class").items()}
+    pairs = expected.pop("pairs")
+    assert objective.metrics(sums) == pytest.approx({**expected, **per_class}, rel=1e-6)
+    confusion = objective.confusion(sums)
+    assert confusion is not None
+    assert confusion.tolist() == pairs
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("ignored", [-100, 2], ids=["apart", "a class's own index"])
+def test_ignored_targets_count_nowhere(cuts: list[int], ignored: int) -> None:
+    logits, target = samples(6)
+    masked = torch.where(torch.arange(37) % 3 == 0, ignored, target)
+    keep = masked != ignored
+    some = Classification(6, top_k=2, ignore_index=ignored)
+    every = Classification(6, top_k=2, ignore_index=None)
+    sums = totals(some, logits, masked, cuts)
+    rest = totals(every, logits[keep], masked[keep], [int(keep.sum())])
+    assert some.metrics(sums) == pytest.approx(every.metrics(rest))
+    assert torch.equal(sums["confusion"], rest["confusion"])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_weighted_parts_add_up_to_the_whole_batchs_loss(
+    cuts: list[int], masked: bool, smoothing: float
+) -> None:
+    logits, target = samples(6)
+    if masked:
+        target[3:20:4] = -100
+    objective = Classification(6, label_smoothing=smoothing)
+    parts = list(zip(logits.split(cuts), target.split(cuts), strict=True))
+    summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
+    assert float(summed / objective.weight(target)) == pytest.approx(
+        float(objective(logits, target))
+    )
+
+
+def test_with_nothing_ignored_the_weight_is_a_number_and_not_read_from_the_device() -> None:
+    _, target = samples(6)
+    assert Classification(6, ignore_index=None).weight(target) == 37
+    assert isinstance(Classification(6, ignore_index=None).weight(target.to("meta")), int)
+    assert isinstance(Classification(6).weight(target), Tensor)
+
+
+def test_a_part_without_targets_gives_no_gradient_once_it_is_masked() -> None:
+    logits = torch.randn(4, 6, requires_grad=True)
+    for smoothing in (0.0, 0.1):
+        loss = Classification(6, label_smoothing=smoothing)(logits, torch.full((4,), -100))
+        torch.where(loss.isnan(), 0.0, loss).backward()
+        assert logits.grad is not None
+        assert logits.grad.tolist() == [[0.0] * 6] * 4
+
+
+@pytest.mark.parametrize(
+    ("classes", "k", "there"),
+    [(10, 5, True), (6, 5, True), (5, 5, False), (2, 5, False), (6, 1, False)],
+)
+def test_top_k_is_left_out_where_it_says_nothing(classes: int, k: int, there: bool) -> None:
+    objective = Classification(classes, top_k=k)
+    metrics = objective.metrics(objective.tally(*samples(classes)))
+    assert (f"top{k}" in metrics) == there
+
+
+@pytest.mark.parametrize(("classes", "named"), [(20, True), (21, False)])
+def test_accuracy_per_class_is_told_up_to_20_classes(classes: int, named: bool) -> None:
+    objective = Classification(classes)
+    metrics = objective.metrics(objective.tally(*samples(classes)))
+    assert any(name.startswith("accuracy/") for name in metrics) == named
+
+
+@pytest.mark.parametrize(("classes", "there"), [(200, True), (201, False)])
+def test_the_confusion_matrix_is_kept_up_to_200_classes(classes: int, there: bool) -> None:
+    objective = Classification(classes)
+    sums = objective.tally(*samples(classes))
+    assert ("confusion" in sums) == there
+    assert (objective.confusion(sums) is not None) == there
+
+
+def test_a_class_that_did_not_occur_has_no_accuracy() -> None:
+    objective = Classification(3, ("cat", "dog", "owl"))
+    metrics = objective.metrics(objective.tally(torch.eye(3)[:2], torch.tensor([0, 1])))
+    assert {k for k in metrics if "/" in k} == {"accuracy/cat", "accuracy/dog"}
+
+
+def test_the_best_checkpoint_is_the_most_accurate() -> None:
+    objective = Classification(3)
+    assert (objective.monitor, objective.higher_is_better) == ("val/accuracy", True)
+
+
+def test_a_row_of_logits_per_place_is_classified_place_by_place() -> None:
+    logits, target = torch.randn(2, 6, 4, 3), torch.randint(0, 6, (2, 4, 3))
+    objective = Classification(6)
+    sums = objective.tally(logits, target)
+    assert int(sums["count"]) == 24
+    right = int((logits.argmax(1) == target).sum())
+    assert int(sums["correct"]) == int(sums["confusion"].diagonal().sum()) == right
+    assert sums["loss"].item() / 24 == pytest.approx(float(objective(logits, target)))
+
+
+Pair = namedtuple("Pair", ["states", "logits"])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: x,
+        lambda x: {"logits": x, "hidden": None},
+        lambda x: SimpleNamespace(loss=None, logits=x),
+        lambda x: (x, "cache"),
+        lambda x: [x],
+        lambda x: Pair(None, x),
+    ],
+    ids=["tensor", "dict", "object", "tuple", "list", "named tuple"],
+)
+def test_logits_are_found_in_what_the_model_returns(wrap: Any) -> None:
+    logits, target = samples(6)
+    objective = Classification(6)
+    assert torch.equal(objective(wrap(logits), target), F.cross_entropy(logits, target))
+    assert int(objective.tally(wrap(logits), target)["count"]) == 37
+
+
+@pytest.mark.parametrize("output", [None, {"scores": torch.zeros(2, 6)}, (), (1, 2), "logits"])
+def test_an_output_without_logits_is_an_error(output: Any) -> None:
+    with pytest.raises(ConfigError, match="no logits; return a tensor"):
+        Classification(6)(output, torch.zeros(2, dtype=torch.long))
+
+
+def test_the_loss_of_16_bit_logits_is_taken_in_32_bits() -> None:
+    logits, target = samples(6)
+    half = logits.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = Classification(6)(half, target)
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, F.cross_entropy(half.float(), target))
+
+
+@pytest.mark.parametrize(
+    ("logits", "target", "error", "says"),
+    [
+        ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample, and the data has 6 classes"),
+        ((4,), [0, 1, 2, 3], ConfigError, r"model: returns \[4\] for targets of \[4\]"),
+        ((3, 6), [0, 1, 2, 3], ConfigError, r"returns \[3, 6\] for targets of \[4\]"),
+        ((4, 6), [[0], [1], [2], [3]], ConfigError, r"\[4, 6\] for targets of \[4, 1\]"),
+        ((4, 6), [0.0, 1.0, 2.0, 3.0], DataError, r"torch\.float32; classes are named by .*int64"),
+        ((4, 6), [0, 1, 6, 3], DataError, r"target 6 is out of range: there are classes 0 to 5$"),
+        ((4, 6), [0, -1, 2, 3], DataError, r"target -1 .*set objective\.ignore_index=-1"),
+    ],
+)
+def test_what_torch_refuses_is_explained(
+    logits: tuple[int, ...], target: list[Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        Classification(6)(torch.randn(logits), torch.tensor(target))
+
+
+def test_minus_100_is_out_of_range_where_nothing_is_ignored() -> None:
+    with pytest.raises(DataError, match="target -100 is out of range"):
+        Classification(6, ignore_index=None)(torch.randn(2, 6), torch.tensor([0, -100]))
+
+
+def test_targets_in_32_bits_are_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"targets are torch\.int32; hand them over as int64"):
+        Classification(6)(torch.randn(2, 6), torch.tensor([0, 1], dtype=torch.int32))
+
+
+def test_a_wrong_number_of_outputs_is_an_error_in_validation_too() -> None:
+    with pytest.raises(ConfigError, match="7 outputs"):
+        Classification(6).tally(torch.randn(2, 7), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_metrics_of_nothing_are_an_error(ignored: bool) -> None:
+    objective = Classification(6)
+    sums = objective.tally(torch.randn(2, 6), torch.full((2,), -100)) if ignored else {}
+    with pytest.raises(DataError, match="no targets to measure"):
+        objective.metrics(sums)
+
+
+def test_a_tally_holds_on_to_no_graph() -> None:
+    sums = Classification(6).tally(torch.randn(2, 6, requires_grad=True), torch.tensor([0, 1]))
+    assert not any(t.requires_grad for t in sums.values())

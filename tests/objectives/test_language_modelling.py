@@ -1,0 +1,137 @@
+"""Language modelling: loss per token, its units, and what does not count."""
+
+from __future__ import annotations
+
+from math import exp, log
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.errors import ConfigError, DataError
+from runner.objectives.language_modelling import LanguageModelling
+
+CUTS = ([9], [4, 4, 1], [1, 6, 2])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def samples(vocab: int, masked: bool = False) -> tuple[Tensor, Tensor]:
+    target = torch.randint(0, vocab, (9, 7))
+    logits = torch.randn(9, 7, vocab) + 2 * F.one_hot(target, vocab)
+    if masked:  # rows keep 7, 6, 5, … tokens
+        target[torch.arange(7) < torch.arange(9)[:, None] % 7] = -100
+    return logits, target
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_metrics_over_uneven_batches_are_those_of_numpy(cuts: list[int], masked: bool) -> None:
+    logits, target = samples(30, masked)
+    objective = LanguageModelling(30)
+    sums: dict[str, Tensor] = {}
+    for o, t in zip(logits.split(cuts), target.split(cuts), strict=True):
+        batch = objective.tally(o, t)
+        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
+    rows, labels = logits.numpy().reshape(-1, 30).astype(np.float64), target.numpy().reshape(-1)
+    rows, labels = rows[labels != -100], labels[labels != -100]
+    log_p = rows - np.log(np.exp(rows).sum(1, keepdims=True))
+    loss = float(-log_p[np.arange(len(labels)), labels].mean())
+    assert objective.metrics(sums) == pytest.approx(
+        {
+            "loss": loss,
+            "bits_per_token": loss / log(2),
+            "perplexity": exp(loss),
+            "accuracy": float((rows.argmax(1) == labels).mean()),
+        },
+        rel=1e-6,
+    )
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int], masked: bool) -> None:
+    logits, target = samples(30, masked)
+    objective = LanguageModelling(30)
+    parts = list(zip(logits.split(cuts), target.split(cuts), strict=True))
+    summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
+    assert float(summed / objective.weight(target)) == pytest.approx(
+        float(objective(logits, target))
+    )
+
+
+def test_the_weight_counts_tokens() -> None:
+    _, target = samples(30, masked=True)
+    assert int(LanguageModelling(30).weight(target)) == int((target >= 0).sum())
+    assert LanguageModelling(30, ignore_index=None).weight(target) == 63
+    assert LanguageModelling.unit == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("vocab", "unit"), [(256, "bits_per_byte"), (50, "bits_per_token"), (None, "bits_per_token")]
+)
+def test_bits_are_per_byte_where_tokens_are_bytes(vocab: int | None, unit: str) -> None:
+    objective = LanguageModelling(vocab)
+    metrics = objective.metrics(objective.tally(*samples(vocab or 50)))
+    assert metrics[unit] == pytest.approx(metrics["loss"] / log(2))
+    assert sum(name.startswith("bits") for name in metrics) == 1
+
+
+def test_a_uniform_guess_over_bytes_is_8_bits() -> None:
+    objective = LanguageModelling(256)
+    metrics = objective.metrics(objective.tally(torch.zeros(2, 5, 256), torch.zeros(2, 5).long()))
+    assert metrics["bits_per_byte"] == pytest.approx(8.0)
+    assert metrics["perplexity"] == pytest.approx(256.0, rel=1e-5)
+
+
+def test_perplexity_of_a_hopeless_model_is_still_a_number() -> None:
+    objective = LanguageModelling(2)
+    logits = torch.tensor([[[1e5, 0.0]]])
+    assert objective.metrics(objective.tally(logits, torch.tensor([[1]])))["perplexity"] < float(
+        "inf"
+    )
+
+
+def test_the_loss_of_16_bit_logits_is_taken_in_32_bits() -> None:
+    logits, target = samples(30)
+    loss = LanguageModelling(30)(logits.bfloat16(), target)
+    expected = F.cross_entropy(logits.bfloat16().float().flatten(0, 1), target.flatten())
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, expected)
+
+
+def test_a_vocabulary_padded_for_speed_is_fine() -> None:
+    logits, target = samples(30)
+    padded = F.pad(logits, (0, 2), value=-torch.inf)
+    objective = LanguageModelling(30)
+    assert float(objective(padded, target)) == pytest.approx(float(objective(logits, target)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((9, 7, 20), r"20 logits a token, and the data's ids go up to 29"),
+        ((9, 30, 7), r"returns \[9, 30, 7\] for targets of \[9, 7\]"),
+        ((9, 30), r"returns \[9, 30\] for targets of \[9, 7\]"),
+    ],
+)
+def test_logits_that_do_not_fit_are_an_error(shape: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LanguageModelling(30)(torch.randn(shape), samples(30)[1])
+
+
+def test_an_id_outside_the_vocabulary_is_an_error_that_names_it() -> None:
+    logits, target = samples(30)
+    target[3, 2] = 30
+    with pytest.raises(DataError, match="target 30 is out of range"):
+        LanguageModelling(30)(logits, target)
+
+
+def test_metrics_of_nothing_are_an_error() -> None:
+    with pytest.raises(DataError, match="no targets to measure"):
+        LanguageModelling(30).metrics({})

@@ -1,0 +1,112 @@
+"""Regression: shapes that never broadcast, and metrics against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner.errors import ConfigError, DataError
+from runner.objectives.regression import Regression
+
+CUTS = ([37], [16, 16, 5], [1, 30, 6])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def totals(output: Tensor, target: Tensor, cuts: list[int]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
+        batch = Regression().tally(o, t)
+        sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
+    return sums
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("targets", [None, 1, 3])
+@pytest.mark.parametrize("offset", [0.0, 20_000.0])
+def test_metrics_over_uneven_batches_are_those_of_numpy(
+    cuts: list[int], targets: int | None, offset: float
+) -> None:
+    shape = (37,) if targets is None else (37, targets)
+    y = torch.randn(shape) * torch.arange(1, 1 + shape[-1]) + offset
+    x = y + 0.5 * torch.randn(shape)
+    truth, guess = (t.numpy().astype(np.float64).reshape(37, -1) for t in (y, x))
+    error = guess - truth
+    spread = ((truth - truth.mean(0)) ** 2).sum(0)
+    expected = {
+        "loss": (error**2).mean(),
+        "mse": (error**2).mean(),
+        "mae": np.abs(error).mean(),
+        "rmse": np.sqrt((error**2).mean()),
+        "r2": (1 - (error**2).sum(0) / spread).mean(),
+    }
+    assert Regression().metrics(totals(x, y, cuts)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_mean_as_a_guess_explains_nothing() -> None:
+    y = torch.randn(50)
+    metrics = Regression().metrics(Regression().tally(y.mean().expand(50), y))
+    assert metrics["r2"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.7, 1e6])
+def test_r2_of_a_target_that_does_not_vary_is_left_out(value: float) -> None:
+    y = torch.full((50,), value)
+    assert "r2" not in Regression().metrics(totals(torch.randn(50), y, [20, 30]))
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int]) -> None:
+    x, y = torch.randn(37, 3), torch.randn(37, 3)
+    objective = Regression()
+    parts = list(zip(x.split(cuts), y.split(cuts), strict=True))
+    summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
+    assert float(summed) / 37 == pytest.approx(float(objective(x, y)))
+    assert objective.weight(y) == 37
+
+
+@pytest.mark.parametrize(("output", "target"), [((8, 1), (8,)), ((8,), (8, 1)), ((8, 1), (8, 1))])
+def test_one_number_a_sample_is_compared_sample_by_sample(
+    output: tuple[int, ...], target: tuple[int, ...]
+) -> None:
+    x, y = torch.randn(8), torch.randn(8)
+    expected = float((x - y).square().mean())
+    objective = Regression()
+    loss = objective(x.view(output), y.view(target))
+    assert loss.shape == ()
+    assert float(loss) == pytest.approx(expected)
+    sums = objective.tally(x.view(output), y.view(target))
+    assert objective.metrics(sums)["mse"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [
+        ((8, 2), (8,)),
+        ((8,), (8, 2)),
+        ((8, 2), (8, 3)),
+        ((8, 3, 2), (8, 2, 3)),
+        ((1, 8), (8,)),
+        ((), (8,)),
+    ],
+)
+def test_shapes_that_differ_are_an_error(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+    for measure in (Regression(), Regression().tally):
+        with pytest.raises(ConfigError, match=r"model: returns .* for targets of"):
+            measure(torch.randn(output), torch.randn(target))
+
+
+def test_whole_number_targets_and_16_bit_outputs_give_a_32_bit_loss() -> None:
+    loss = Regression()(torch.zeros(4, dtype=torch.bfloat16), torch.tensor([1, 2, 3, 4]))
+    assert loss.dtype is torch.float32
+    assert float(loss) == 7.5
+
+
+def test_metrics_of_nothing_are_an_error() -> None:
+    with pytest.raises(DataError, match="no targets to measure"):
+        Regression().metrics({})

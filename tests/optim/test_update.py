@@ -1,0 +1,217 @@
+"""An update: clipped as torch clips, and a skipped one leaves everything bit-equal."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.errors import ConfigError
+from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind, StabilityConfig
+from runner.optim.optimizer import build_optimizer, find_optimizer
+from runner.optim.schedule import factors
+from runner.optim.update import Update
+
+OPTIMIZERS = [
+    ("AdamW", {}, {"fused": True}),
+    ("AdamW", {}, {"foreach": True}),
+    ("AdamW", {}, {}),
+    ("Adam", {}, {"fused": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}, {"fused": True}),
+    ("SGD", {"momentum": 0.9}, {}),
+    ("SGD", {}, {"fused": True}),
+    ("Adagrad", {}, {"fused": True}),
+    ("RAdam", {}, {"foreach": True}),
+    ("Adafactor", {}, {}),
+]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    noise = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 6, generator=noise), torch.randint(0, 3, (16,), generator=noise))
+        for _ in range(count)
+    ]
+
+
+def make(
+    net: nn.Module, name: str = "AdamW", options: Any = None, how: Any = None, **more: Any
+) -> Update:
+    config = OptimizerConfig(name=name, lr=0.05, options=options or {})
+    optimizer = build_optimizer(config, find_optimizer(name), net, how or {})
+    schedule = factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 12)
+    return Update(net, optimizer, more.pop("stability", StabilityConfig()), 0.05, schedule, **more)
+
+
+def one_step(net: nn.Module, update: Update, batch: tuple[Tensor, Tensor]) -> tuple[float, bool]:
+    update.begin()
+    loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+    (loss * update.scale.value if update.scale else loss).backward()
+    norm, skipped = update.measure(loss.detach())
+    update.apply(norm, skipped)
+    return float(norm), bool(skipped)
+
+
+def flat(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [x for key in tree for x in flat(tree[key])]
+    if isinstance(tree, list | tuple):
+        return [x for item in tree for x in flat(item)]
+    return [tree]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    ones, others = flat(one), flat(other)
+    assert len(ones) == len(others)
+    for a, b in zip(ones, others, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize(("name", "options", "how"), OPTIMIZERS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_skipped_step_leaves_all_as_if_the_batch_was_never_seen(
+    name: str, options: Any, how: Any, poison: float, first: int
+) -> None:
+    good = batches(5)
+    bad = (torch.full((16, 6), poison), good[0][1])
+    results = []
+    for sequence in (good, good[:first] + [bad] + good[first:]):
+        net = model()
+        update = make(net, name, options, how, ema=0.9)
+        skips = [one_step(net, update, batch)[1] for batch in sequence]
+        assert sum(skips) == len(sequence) - len(good)
+        results.append([net.state_dict(), update.state()])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {}])
+def test_clipping_matches_torchs_clip_grad_norm(how: Any) -> None:
+    data = batches(6)
+    ours, theirs = model(), model()
+    # not Adam: it would blow up the rounding noise of biases ahead of BatchNorm
+    update = make(ours, "SGD", {}, how, stability=StabilityConfig(clip_norm=0.2))
+    optimizer = make(theirs, "SGD", {}, how).optimizer
+    for i, (x, y) in enumerate(data):
+        norm, _ = one_step(ours, update, (x, y))
+        for group in optimizer.param_groups:
+            group["lr"] = update.lr_at(i)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(theirs(x), y).backward()
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)
+        optimizer.step()
+        assert norm == pytest.approx(float(expected), rel=1e-4)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {}])
+def test_the_schedule_follows_updates_not_batches(how: Any) -> None:
+    net = model()
+    update = make(net, "SGD", {}, how)
+    rates = []
+    good = batches(3)
+    for batch in [good[0], (torch.full((16, 6), math.nan), good[0][1]), good[1], good[2]]:
+        one_step(net, update, batch)
+        rates.append(float(update.optimizer.param_groups[0]["lr"]))
+    # the skipped batch met the rate that the next one gets (a host-side skip does not set it)
+    expected = [update.lr_at(0), update.lr_at(1), update.lr_at(2)]
+    assert [rates[0], *rates[2:]] == pytest.approx(expected)
+    assert int(update.updates) == 3
+
+
+def test_a_loss_scale_halves_on_overflow_and_the_update_is_unscaled() -> None:
+    data = batches(3)
+    plain, scaled = model(), model()
+    first = make(plain, "AdamW", {}, {"fused": True})
+    second = make(scaled, "AdamW", {}, {"fused": True}, loss_scale=1024.0)
+    for batch in data:
+        norm, _ = one_step(plain, first, batch)
+        assert one_step(scaled, second, batch)[0] == pytest.approx(norm, rel=1e-5)
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    assert second.scale is not None
+    assert one_step(scaled, second, (torch.full((16, 6), math.inf), data[0][1]))[1]
+    assert float(second.scale.value) == 512.0
+
+
+def test_state_continues_an_update_bit_for_bit() -> None:
+    data = batches(6)
+    for name, options, how in OPTIMIZERS:
+        straight, resumed = model(), model()
+        one = make(straight, name, options, how, ema=0.9, loss_scale=8.0)
+        for batch in data[:3]:
+            one_step(straight, one, batch)
+        weights, state = copy.deepcopy([straight.state_dict(), one.state()])
+        for batch in data[3:]:
+            one_step(straight, one, batch)
+        other = make(resumed, name, options, how, ema=0.9, loss_scale=8.0)
+        resumed.load_state_dict(weights)
+        other.load(state)
+        for batch in data[3:]:
+            one_step(resumed, other, batch)
+        assert_same([straight.state_dict(), one.state()], [resumed.state_dict(), other.state()])
+
+
+def test_the_average_is_an_exponential_moving_average() -> None:
+    net = model()
+    update = make(net, "AdamW", {}, {"fused": True}, ema=0.75)
+    expected = [p.detach().clone() for p in net.parameters()]
+    for batch in batches(4):
+        one_step(net, update, batch)
+        weights = {id(p): p.detach() for p in net.parameters()}
+        expected = [
+            0.75 * e + 0.25 * weights[id(p)]
+            for e, p in zip(expected, net.parameters(), strict=True)
+        ]
+    averages = {id(p): a for p, a in zip(update.parameters, update.average, strict=True)}
+    for e, p in zip(expected, net.parameters(), strict=True):
+        assert torch.allclose(averages[id(p)], e, atol=1e-6)
+
+
+def test_decay_is_kept_off_norms_and_biases() -> None:
+    net = model()
+    optimizer = make(net).optimizer
+    decayed, plain = optimizer.param_groups
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert plain["weight_decay"] == 0.0
+    assert decayed["weight_decay"] == 0.01
+
+
+def test_sparse_gradients_are_guarded_and_clipped() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    config = OptimizerConfig(name="SGD", lr=1.0, weight_decay=0.0)
+    optimizer = build_optimizer(config, torch.optim.SGD, table, {})
+    update = Update(table, optimizer, StabilityConfig(clip_norm=1.0), 1.0, [1.0])
+    before = table.weight.detach().clone()
+    update.begin()
+    loss = table(torch.tensor([1, 1, 2])).sum() * 10
+    loss.backward()
+    norm, skipped = update.measure(loss.detach())
+    update.apply(norm, skipped)
+    assert float(norm) == pytest.approx(math.sqrt(4 * 20**2 + 4 * 10**2))
+    assert float((table.weight.detach() - before).norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("AdmaW", "did you mean AdamW"), ("LBFGS", "several times a step")]
+)
+def test_an_unknown_optimizer_is_answered_with_the_nearest(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_optimizer(name)
+
+
+def test_an_unknown_optimizer_option_is_named() -> None:
+    config = OptimizerConfig(options={"momentun": 0.9})
+    with pytest.raises(ConfigError, match=r"optimizer\.options\.momentun"):
+        build_optimizer(config, torch.optim.AdamW, model(), {})

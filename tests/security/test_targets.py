@@ -1,0 +1,211 @@
+"""The door for dotted names: what passes, what is refused before it is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.errors import ConfigError, SecurityError
+from runner.security.targets import construct, resolve
+
+KEY = "model._target_"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's package in the current folder, with a sibling that must stay unimported."""
+    folder = tmp_path / "door_pkg"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "import os\nfrom os import system\nfrom functools import partial\n"
+        "from door_loud import Loud\n"
+        "half = partial(int, base=2)\n"
+        "def build(width):\n    return width\n"
+    )
+    (folder / "nets.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, width, classes=2, depth=1):\n"
+        "        super().__init__()\n        self.got = (width, classes, depth)\n"
+        "    @classmethod\n    def small(cls):\n        return cls(1)\n"
+    )
+    (folder / "broken.py").write_text("import door_nowhere\n")
+    (folder / "crooked.py").write_text("def (:\n")
+    (folder / "angry.py").write_text("raise RuntimeError('angry')\n")
+    (tmp_path / "door_loud.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Loud: pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "door_pkg"
+    for name in [n for n in sys.modules if n.startswith("door_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["torch.nn.Linear", "torch.nn.modules.linear.Linear", "torch.optim.AdamW",
+     "torch.utils.data.TensorDataset", "runner.techniques.amp.Amp"],
+)  # fmt: skip
+def test_public_classes_of_torch_and_listed_ones_of_ours_pass(target: str) -> None:
+    assert resolve(target, KEY, []).__name__ == target.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system", "builtins.eval", "subprocess.Popen", "torch.load", "torch.hub.load",
+        "torch.nn.functional.relu",  # a function
+        "torch.nn.modules",  # a module
+        "torch.nn.modules.module.OrderedDict",  # defined elsewhere
+        "torch.nn.modules.module.functools.partial", "torch.nn.init.math",
+        "torch.nn.Module.load_state_dict",
+        "torch.optim.optimizer._RequiredParameter", "torch.utils._pytree.tree_map",
+        "torch.utils.data.datapipes.iter.FileOpener",
+        "torch.nnx.Linear", "torchx.nn.Linear",
+        "runner.techniques.amp.Precision", "runner.security.targets.resolve", "runner.models.nope",
+        "hydra.utils.instantiate", "omegaconf.OmegaConf.create",
+    ],
+)  # fmt: skip
+def test_everything_else_is_refused(target: str) -> None:
+    with pytest.raises(SecurityError, match="trusted"):
+        resolve(target, KEY, [])
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["", ".", "door_pkg", ".nets.Net", "door_pkg..Net", "door_pkg.nets:Net", "door_pkg.nets.Net()",
+     "door_pkg.__init__.os", "door_pkg.__class__", "door_pkg.nets.Net.__init__", "door pkg.Net",
+     "../door_pkg", "dоor_pkg.Net", "door_pkg.Net\n"],
+)  # fmt: skip
+def test_malformed_names_are_refused(package: str, target: str) -> None:
+    with pytest.raises(SecurityError):
+        resolve(target, KEY, [package])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os", "builtins", "torch", "torch.nn", "hydra", "omegaconf", "runner", "runner.models", "sys",
+     "subprocess", "importlib.util", "", "*", "__main__", "."],
+)  # fmt: skip
+def test_packages_that_can_run_anything_are_never_trusted(name: str) -> None:
+    with pytest.raises(SecurityError, match="security.trusted"):
+        resolve("torch.nn.Linear", KEY, [name])
+
+
+def test_what_is_not_trusted_is_refused_without_an_import(package: str) -> None:
+    with pytest.raises(SecurityError) as refused:
+        resolve("door_loud.Loud", KEY, [])
+    assert not Path("ran").exists() and "door_loud" not in sys.modules
+    message = str(refused.value)
+    assert KEY in message and "door_loud.Loud" in message
+    assert "security.trusted=[door_loud]" in message
+
+
+def test_a_package_whose_name_only_begins_alike_stays_unimported(package: str) -> None:
+    with pytest.raises(SecurityError):
+        resolve("door_loud.Loud", KEY, ["door_lou"])
+    assert not Path("ran").exists()
+
+
+def test_classes_functions_and_class_methods_of_a_trusted_package_pass(package: str) -> None:
+    assert resolve("door_pkg.build", KEY, [package])(3) == 3
+    assert resolve("door_pkg.nets.Net", KEY, [package]).__name__ == "Net"
+    assert resolve("door_pkg.nets.Net.small", KEY, [package])().got == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["door_pkg.system", "door_pkg.os.system", "door_pkg.partial", "door_pkg.half", "door_pkg.Loud",
+     "door_pkg.nets", "door_pkg.nets.torch.load", "door_pkg.nets.torch.nn.Linear",
+     "door_pkg.nets.Net.load_state_dict"],
+)  # fmt: skip
+def test_what_a_trusted_package_only_passes_on_is_refused(package: str, target: str) -> None:
+    with pytest.raises(SecurityError):
+        resolve(target, KEY, [package])
+
+
+def test_trusting_both_packages_lets_a_re_export_pass(package: str) -> None:
+    assert resolve("door_pkg.Loud", KEY, [package, "door_loud"]).__name__ == "Loud"
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("door_pkg.nets.Nett", "did you mean door_pkg.nets.Net"),
+        ("door_pkg.nowhere.Net", "door_pkg has no 'nowhere'"),
+        ("door_pkg.broken.Net", "No module named 'door_nowhere'"),
+        ("door_pkg.crooked.Net", "SyntaxError"),
+        ("door_absent.Net", "No module named 'door_absent'"),
+    ],
+)
+def test_a_trusted_name_that_is_not_there_says_so_in_one_line(
+    package: str, target: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{KEY}: ") as error:
+        resolve(target, KEY, [package, "door_absent"])
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_fault_inside_the_users_module_keeps_its_traceback(package: str) -> None:
+    with pytest.raises(RuntimeError, match="angry"):
+        resolve("door_pkg.angry.Net", KEY, [package])
+
+
+def test_an_installed_package_wins_over_the_current_folder(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('shadowed')\n")
+    monkeypatch.delitem(sys.modules, "numpy.polynomial", raising=False)
+    assert resolve("numpy.polynomial.Polynomial", KEY, ["numpy"]).__name__ == "Polynomial"
+    assert sys.path[-1] == str(tmp_path)
+
+
+class Net:
+    """Takes two sizes that the data may know and one that it does not."""
+
+    def __init__(self, width: int, classes: int, vocab: int = 7) -> None:
+        self.got = (width, classes, vocab)
+
+
+SIZES = {"classes": 10, "in_features": 64}
+
+
+def test_construct_hands_over_only_the_sizes_that_are_named() -> None:
+    assert construct(Net, {"width": 3}, SIZES, "model").got == (3, 10, 7)
+
+
+def test_an_argument_wins_over_a_size() -> None:
+    assert construct(Net, {"width": 3, "classes": 4}, SIZES, "model").got == (3, 4, 7)
+
+
+def test_a_missing_argument_names_the_key_and_how_to_add_it() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.width: .*\+model\.width=") as error:
+        construct(Net, {}, SIZES, "model")
+    assert "width, classes, vocab" in str(error.value)
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.widht: .*did you mean \+model\.width"):
+        construct(Net, {"widht": 3}, SIZES, "model")
+
+
+def test_keyword_catch_alls_get_the_arguments_and_no_unnamed_size() -> None:
+    def make(classes: int, **rest: int) -> dict[str, int]:
+        return {"classes": classes, **rest}
+
+    assert construct(make, {"odd": 1}, SIZES, "model") == {"classes": 10, "odd": 1}
+
+
+def test_what_the_constructor_raises_passes_through() -> None:
+    def make(width: int) -> None:
+        raise TypeError("from inside")
+
+    with pytest.raises(TypeError, match="^from inside$"):
+        construct(make, {"width": 1}, {}, "model")
+
+
+def test_a_class_without_a_signature_gets_the_arguments() -> None:
+    assert construct(dict, {"a": 1}, SIZES, "model") == {"a": 1}

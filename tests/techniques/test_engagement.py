@@ -1,0 +1,108 @@
+"""Every technique shows that it took hold, or says why it could not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.errors import ConfigError
+from runner.run import Engagement
+from runner.summary import Summary
+
+QUICK = ["training.steps=4", "monitoring.progress=false", "device=cpu", "device.threads=2"]
+
+
+def trained(*overrides: str) -> Summary:
+    with build(compose([*QUICK, *overrides])) as run:
+        return train(run)
+
+
+def row(summary: Summary, name: str) -> Engagement:
+    return next(row for row in summary.techniques if row.name == name)
+
+
+def test_nothing_is_engaged_under_none() -> None:
+    summary = trained("optimization=none")
+    assert summary.techniques
+    assert not any(row.requested or row.engaged for row in summary.techniques)
+
+
+def test_amp_puts_layer_outputs_in_bf16() -> None:
+    amp = row(trained("optimization=amp", "optimization.amp.dtype=bf16"), "amp")
+    assert amp.engaged
+    assert set(amp.evidence["layer_outputs"]) == {"bfloat16"}
+
+
+def test_fp16_runs_with_a_loss_scale() -> None:
+    amp = row(trained("optimization=amp", "optimization.amp.dtype=fp16"), "amp")
+    assert amp.engaged
+    assert amp.evidence["loss_scale"] > 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ran", "guard"),
+    [("AdamW", "fused", "in the kernel"), ("SGD", "fused", "in the kernel"),
+     ("RAdam", "foreach", "host reads a flag")],
+)  # fmt: skip
+def test_the_fused_optimizer_says_what_ran(optimizer: str, ran: str, guard: str) -> None:
+    fused = row(trained("optimization=basic", f"optimizer.name={optimizer}"), "fused_optimizer")
+    assert fused.evidence == {"implementation": ran, "guard": guard}
+    assert fused.engaged is (ran == "fused")
+    assert ran == "fused" or "no fused kernel" in fused.reason
+
+
+def test_channels_last_holds_to_the_last_convolution() -> None:
+    flag = "optimization.channels_last.enabled=true"
+    held = row(trained("model=cnn", "model.width=8", flag), "channels_last")
+    assert held.engaged
+    assert held.evidence == {"nhwc_after_first": True, "nhwc_after_last": True}
+    without = row(trained("model=mlp", flag), "channels_last")
+    assert not without.engaged
+    assert "no 2-d convolution" in without.reason
+
+
+def test_accumulation_counts_its_backward_passes() -> None:
+    cut = row(trained("optimization=memory_efficient", "training.batch_size=32"), "accumulation")
+    assert cut.engaged
+    assert cut.evidence == {"micro_batch": 8, "backward_per_update": 4}
+
+
+def test_a_run_too_short_to_pay_back_stays_eager() -> None:
+    stays = row(trained("optimization=compile", "optimization.compile.min_steps=5"), "compile")
+    assert not stays.engaged
+    assert "min_steps" in stays.reason
+
+
+@pytest.mark.slow
+def test_compile_counts_its_graphs_and_leaves_the_models_keys_alone() -> None:
+    with build(compose([*QUICK, "optimization=compile", "model.width=16"])) as run:
+        compiled = row(train(run), "compile")
+    assert compiled.engaged
+    assert compiled.evidence["graphs"] >= 1
+    assert compiled.evidence["graph_breaks"] == 0
+    assert not any("_orig_mod" in key for key in run.model.state_dict())
+
+
+def test_tf32_is_refused_on_a_cpu_with_the_reason_and_is_an_error_under_strict() -> None:
+    refused = row(trained("optimization.tf32.enabled=true"), "tf32")
+    assert refused.requested
+    assert not refused.engaged
+    assert "no TF32" in refused.reason
+    with pytest.raises(ConfigError, match=r"optimization\.tf32"):
+        trained("optimization.tf32.enabled=true", "optimization.strict=true")
+
+
+def test_a_closed_run_leaves_no_global_switch_behind(tmp_path: Path) -> None:
+    def switches() -> list[object]:
+        return [
+            torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(), torch.is_autocast_enabled("cpu"),
+            torch.backends.cuda.matmul.allow_tf32, torch.is_grad_enabled(),
+        ]  # fmt: skip
+
+    before = switches()
+    trained("debug=anomaly", "optimization=amp", "device.deterministic=true", "device.threads=1")
+    assert switches() == before

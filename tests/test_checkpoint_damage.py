@@ -1,0 +1,205 @@
+"""Whatever happens to the files, a damaged checkpoint is never loaded without a word."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+
+from runner.checkpoint import Checkpointer
+from runner.errors import CheckpointError, SecurityError
+from runner.manifest import NAME, read_manifest
+
+FILES = ("model.safetensors", "state.pt", "manifest.json")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with checkpoints of the steps 1, 2 and 3."""
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        model = {"weight": torch.full((50,), float(step)), "bias": torch.arange(3) + step}
+        checkpointer.save(step, model, {"step": step, "moment": torch.ones(40) * step}, False)
+    checkpointer.close()
+    return tmp_path
+
+
+def step_folder(run, step):
+    return run / f"checkpoints/step_{step:08d}"
+
+
+def assert_falls_back(run, name, to=2):
+    restored = Checkpointer(None, keep=1).restore(run)
+    assert restored.step == to == restored.state["step"]
+    assert (restored.model["weight"] == to).all()
+    assert len(restored.warnings) == 3 - to
+    assert str(step_folder(run, 3)) in restored.warnings[0] and name in restored.warnings[0]
+    assert "\n" not in restored.warnings[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_anywhere_is_noticed(run, name):
+    path = step_folder(run, 3) / name
+    whole = path.read_bytes()
+    rng = random.Random(name)
+    for position in rng.sample(range(len(whole)), 50):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        assert_falls_back(run, name)
+    path.write_bytes(whole)
+    assert Checkpointer(run, keep=3).restore().step == 3
+
+
+def test_every_single_bit_of_a_manifest_counts(run):
+    path = step_folder(run, 3) / NAME
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            read_manifest(path.parent)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cut_short_or_too_long_is_noticed(run, name):
+    path = step_folder(run, 3) / name
+    whole = path.read_bytes()
+    for length in (0, 1, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert_falls_back(run, name)
+    path.write_bytes(whole + b"\0")
+    assert_falls_back(run, name)
+    path.write_bytes(bytes(len(whole)))  # a hole, as some file systems leave after a power cut
+    assert_falls_back(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_noticed(run, name):
+    (step_folder(run, 3) / name).unlink()
+    assert_falls_back(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_file_is_noticed(run, name):
+    path = step_folder(run, 3) / name
+    path.unlink()
+    path.mkdir()
+    assert_falls_back(run, name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_place_of_a_file_does_not_wait_for_ever(run, name):
+    path = step_folder(run, 3) / name
+    path.unlink()
+    os.mkfifo(path)
+    assert_falls_back(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_checkpoint_is_noticed(run, name):
+    shutil.copyfile(step_folder(run, 2) / name, step_folder(run, 3) / name)
+    assert_falls_back(run, name)
+
+
+def test_two_checkpoints_that_changed_places_are_both_noticed(run):
+    step_folder(run, 3).rename(run / "x")
+    step_folder(run, 2).rename(step_folder(run, 3))
+    (run / "x").rename(step_folder(run, 2))
+    assert_falls_back(run, "manifest.json: is that of step 2", to=1)
+
+
+def test_something_else_with_the_name_of_a_checkpoint_is_passed_over(run):
+    shutil.rmtree(step_folder(run, 3))
+    step_folder(run, 3).write_text("not a folder")
+    assert_falls_back(run, "step_00000003")
+
+
+def test_when_all_are_bad_each_is_named_and_nothing_starts_from_scratch(run):
+    (step_folder(run, 1) / "state.pt").unlink()
+    (step_folder(run, 2) / "manifest.json").unlink()
+    (step_folder(run, 3) / "model.safetensors").write_bytes(b"")
+    for checkpointer, where in ((Checkpointer(run, keep=3), None), (Checkpointer(None, 1), run)):
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.restore(where)
+        for part in ("step_00000001/state.pt", "00002/manifest.json", "00003/model.safetensors"):
+            assert part in str(caught.value)
+
+
+def test_a_step_asked_for_by_its_path_is_that_one_or_an_error(run):
+    (step_folder(run, 3) / "state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"step_00000003/state\.pt: missing"):
+        Checkpointer(run, keep=3).restore(step_folder(run, 3))
+    (step_folder(run, 3) / NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: missing"):
+        Checkpointer(run, keep=3).restore(step_folder(run, 3))
+
+
+def test_after_a_fall_back_the_next_saves_stand(run):
+    (step_folder(run, 3) / "state.pt").write_bytes(b"")
+    checkpointer = Checkpointer(run, keep=1)
+    assert checkpointer.restore().step == 2
+    checkpointer.save(3, {"weight": torch.zeros(1)}, {"step": 3}, False)
+    restored = checkpointer.restore()
+    assert restored.step == 3 and not restored.warnings
+
+
+def forge(folder, **changes):
+    """Rewrite a manifest with its digest, as an attacker would."""
+    body = json.loads((folder / NAME).read_text())
+    del body["digest"]
+    body.update(changes)
+    text = json.dumps(body, indent=2, sort_keys=True) + "\n"
+    body["digest"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / NAME).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
+    return body
+
+
+class Bomb:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(run):
+    folder, marker = step_folder(run, 3), run / "marker"
+    torch.save({"state": Bomb(str(marker)), "model": {}}, folder / "state.pt")
+    data = (folder / "state.pt").read_bytes()
+    files = json.loads((folder / NAME).read_text())["files"]
+    files["state.pt"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(folder, files=files)
+    with pytest.raises(SecurityError, match=r"step_00000003/state\.pt: refused.*mkdir"):
+        Checkpointer(run, keep=3).restore()
+    assert not marker.exists()
+    torch.load(folder / "state.pt", weights_only=False)  # the bomb is a real one
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 2}, "has format 2"),
+        ({"files": {"../../x": {"size": 1, "sha256": ""}}}, "lists"),
+        ({"files": {"state.pt": {"size": 1, "sha256": ""}}}, "lists"),
+        ({"files": {"state.pt": 3}}, "not a manifest of the runner"),
+        ({"files": []}, "not a manifest of the runner"),
+        ({"surprise": 1}, "not a manifest of the runner"),
+        ({"step": "3"}, "manifest.json: is that of step 3"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_passed_over(run, changes, reason):
+    forge(step_folder(run, 3), **changes)
+    assert_falls_back(run, reason)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"format": 1}', "[" * 5000, "\udcff"])
+def test_a_manifest_of_anything_is_passed_over(run, text):
+    (step_folder(run, 3) / NAME).write_bytes(text.encode(errors="surrogateescape"))
+    assert_falls_back(run, NAME)

@@ -1,0 +1,218 @@
+"""The composed config: every option, the checks that need two parts, the hash, the public names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+import runner
+from runner.config import RunConfig, compose, compose_raw, config_hash, flat, typed
+from runner.data import config as data_config
+from runner.diagnosis import TORCH_OPTIMIZERS
+from runner.errors import ConfigError, SecurityError
+from runner.groups import CONF, chosen, options
+from runner.jobs import JOBS
+from runner.jobs.config import JobKind
+from runner.models import config as model_config
+
+NEEDS = {
+    ("data", "stdlib_text"): ["model=gpt"],
+    ("data", "stdlib_parts"): ["model=classifier"],
+    ("data", "tabular"): ["data.path=x.csv", "data.target=y"],
+    ("data", "images"): ["data.path=x"],
+    ("data", "text"): ["data.path=x", "model=classifier"],
+    ("data", "tokens"): ["data.path=x", "data.vocab=9", "model=gpt"],
+    ("data", "arrays"): ["data.path=x"],
+    ("model", "gpt"): ["data=stdlib_text"],
+    ("model", "classifier"): ["data=stdlib_parts"],
+    ("job", "evaluate"): ["checkpoint.resume=x"],
+}
+EVERY = [(group, option) for group, found in options().items() for option in found]
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY, ids=lambda value: value)
+def test_every_option_composes_and_says_what_it_is_for(group: str, option: str) -> None:
+    config = compose([f"{group}={option}", *NEEDS.get((group, option), [])])
+    assert isinstance(config, RunConfig)
+    assert options()[group][option][:1].strip(), "the file begins with a line of comment"
+    part = getattr(config, group, None)
+    named = {"data", "model", "objective", "device", "schedule", "job"}
+    if group in named:
+        assert getattr(part.kind, "name", part.kind) == option
+    if group == "optimization":
+        assert part.level == option
+
+
+def test_every_part_has_a_group_and_every_kind_an_option() -> None:
+    groups = options()
+    parts = {f.name for f in fields(RunConfig)} - {"name", "seed"}
+    assert parts == set(groups) - {"experiment"}
+    assert set(groups["data"]) == set(data_config.OPTIONS)
+    assert set(groups["model"]) == set(model_config.OPTIONS)
+    assert set(groups["job"]) == {kind.name for kind in JOBS} == {kind.name for kind in JobKind}
+
+
+def test_the_defaults_read_from_the_file_are_those_that_hydra_takes() -> None:
+    choices = compose_raw([], hydra_too=True).hydra.runtime.choices
+    assert {k: str(v or "null") for k, v in choices.items() if k in chosen()} == chosen()
+    assert set(chosen()) == set(options())
+
+
+def test_levels_switch_on_what_they_say() -> None:
+    def on(level: str) -> set[str]:
+        techniques = compose([f"optimization={level}"]).optimization.techniques()
+        return {name for name, technique in techniques if technique.enabled}
+
+    assert on("none") == on("custom") == set()
+    assert on("basic") == {"fused_optimizer"}
+    assert on("advanced") == {"fused_optimizer", "tf32", "amp", "compile"}
+    assert (on("amp"), on("compile")) == ({"amp"}, {"compile"})
+    assert on("memory_efficient") == {"accumulation"}
+    assert compose(["optimization=advanced"]).optimization.compile.min_steps == 2000
+    assert compose(["optimization=compile"]).optimization.compile.min_steps == 0
+
+
+def test_the_name_tells_data_and_model_also_when_the_model_is_foreign() -> None:
+    trusted = "security.trusted=[my_package]"
+    assert compose([]).name == "digits-mlp"
+    assert compose(["model._target_=my_package.nets.Net", trusted]).name == "digits-Net"
+    assert compose(["experiment=digits_cnn"]).name == "digits_cnn"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data=tabular"], r"^data\.path: has no value \(also missing: data\.target\)"),
+        (["data=stdlib_text"], r"^model: mlp cannot read tokens.*use model=gpt$"),
+        (["model=classifier"], r"^model: classifier reads labelled text.*data=stdlib_parts"),
+        (["data=synthetic", "data.form=tokens"], "use model=gpt"),
+        (["job=evaluate"], r"^checkpoint\.resume: .*name a run's folder"),
+        (["checkpoint=off", "checkpoint.resume=auto"], r"^checkpoint\.resume: "),
+        (["name=../away"], "^name: "),
+        (["seed=-1"], "^seed: "),
+        (["checkpoint.every=0"], r"^checkpoint\.every: 0 is not a count"),
+        (["training.steps=1", "training.epochs=1"], r"^training\.steps: .*name one"),
+        (["+training.stpes=3"], r"^training\.stpes: .*did you mean training\.steps\?"),
+        (["+optimization.amp.dtpye=bf16"], r"did you mean optimization\.amp\.dtype\?"),
+        (["+extra=1"], "^extra: there is no such key"),
+        (["seed=${nowhere}"], "^seed: .*'nowhere' not found"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(
+    overrides: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        compose(overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_foreign_class_is_refused_before_anything_is_imported() -> None:
+    for key in ("data._target_", "model._target_", "objective._target_"):
+        with pytest.raises(SecurityError, match=f"^{key}: os.system is refused"):
+            compose([f"{key}=os.system"])
+    with pytest.raises(SecurityError, match=r"^optimization\.extra: "):
+        compose(["optimization.extra=[os.system]"])
+
+
+@pytest.fixture(scope="module")
+def default() -> RunConfig:
+    return compose([])
+
+
+def test_the_hash_is_the_same_in_every_process(default: RunConfig) -> None:
+    code = "from runner.config import compose, config_hash; print(config_hash(compose()))"
+    got = subprocess.check_output([sys.executable, "-c", code], cwd=CONF.parent, text=True)
+    assert got.strip() == config_hash(default)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["name=other", "job=doctor", "checkpoint.resume=auto", "monitoring=quiet",
+     "security.trusted=[my_package]"],
+)  # fmt: skip
+def test_the_hash_does_not_see_what_leaves_the_numbers_alone(
+    default: RunConfig, override: str
+) -> None:
+    assert config_hash(compose([override])) == config_hash(default)
+
+
+def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -> None:
+    overrides = [
+        "seed=1", "optimizer.lr=0.002", "model.width=64", "data.split_seed=1", "data=cancer",
+        "training.steps=7", "optimization.amp.enabled=true", "stability.clip_norm=null",
+        "device=cpu", "+optimizer.options.amsgrad=true", "schedule=linear",
+    ]  # fmt: skip
+    hashes = [config_hash(compose([override])) for override in overrides]
+    assert len({config_hash(default), *hashes}) == len(overrides) + 1
+
+
+def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
+    found = flat(default)
+    assert found["optimizer.lr"] == 0.001
+    assert found["schedule.kind"] == "cosine"
+    assert found["optimization.fused_optimizer.enabled"] is True
+    assert found["optimizer.options"] == {}
+
+
+def test_composing_inside_another_hydra_application_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.yaml").write_text("a: 1\n")
+    monkeypatch.chdir(tmp_path)
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"):
+        outer = GlobalHydra.instance().hydra
+        assert compose(["seed=3"]).seed == 3
+        with pytest.raises(ConfigError):
+            compose(["sede=3"])
+        assert GlobalHydra.instance().hydra is outer
+        assert str(hydra.version.getbase()) == "1.2"
+        assert hydra.compose("other").a == 1
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_two_runs_of_the_same_second_have_different_folders() -> None:
+    folders = {compose_raw([], hydra_too=True).hydra.run.dir for _ in range(5)}
+    assert len(folders) == 5
+    config = compose_raw([], hydra_too=True)
+    assert config.hydra.run.dir == config.hydra.run.dir, "but one run has one"
+
+
+def test_a_config_that_is_not_of_a_run_is_refused() -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.raises(ConfigError, match="is not that of a run"):
+        typed(OmegaConf.create({"a": 1}))
+
+
+def test_optimizers_offered_by_name_are_in_torch() -> None:
+    import torch
+
+    assert all(hasattr(torch.optim, name) for name in TORCH_OPTIMIZERS)
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(runner.__all__) == [
+        "Evidence", "Hook", "RunConfig", "Summary", "Technique", "Verdict", "__version__",
+        "build", "compose", "evaluate", "train",
+    ]  # fmt: skip
+    assert all(getattr(runner, name) is not None for name in runner.__all__)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = runner.nothing_such
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import runner, runner.config, sys; runner.compose; assert 'torch' not in sys.modules",
+        "import runner.build; from runner import build; assert callable(build), build",
+        "from runner import build as a; import runner.build; assert runner.build is a",
+    ],
+)
+def test_importing_the_package(code: str) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=CONF.parent, check=True)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.console import close_logging, one_line, set_up_logging
+
+log = logging.getLogger("runner")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root, levels = logging.getLogger(), (logging.getLogger().level, log.level)
+    yield
+    close_logging()
+    root.setLevel(levels[0])
+    log.setLevel(levels[1])
+
+
+def lines(folder: Path) -> list[str]:
+    return (folder / "run.log").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "evil",
+    ["a\n2026-01-01 ERROR forged", "a\r\nb", "a\x1b[2Kb", "a\u2028b", "a\x85b", "a\u202eb", "a\udcffb"],
+)  # fmt: skip
+def test_no_message_can_pass_for_two_lines_or_move_the_cursor(
+    evil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("info", tmp_path)
+    log.info("the file %s is bad", evil)
+    assert len(lines(tmp_path)) == 1
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == 1
+    assert shown.strip().isprintable()
+
+
+def test_a_tracebacks_lines_are_set_off_from_log_lines(tmp_path: Path) -> None:
+    set_up_logging("info", tmp_path)
+    try:
+        raise ValueError("bad\n2026-01-01T00:00:00 INFO runner: all is well")
+    except ValueError:
+        log.exception("it broke")
+    first, *rest = lines(tmp_path)
+    assert first.endswith("it broke")
+    assert rest and all(line.startswith("  | ") for line in rest)
+
+
+def test_a_second_call_moves_the_log_and_doubles_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        set_up_logging("info", tmp_path / name)
+        log.info("this is %s", name)
+    assert [line.rpartition(": ")[2] for line in lines(tmp_path / "one")] == ["this is one"]
+    assert [line.rpartition(": ")[2] for line in lines(tmp_path / "two")] == ["this is two"]
+    assert capsys.readouterr().err.count("this is") == 2
+
+
+def test_debug_is_ours_alone(tmp_path: Path) -> None:
+    set_up_logging("debug", tmp_path)
+    log.debug("ours")
+    logging.getLogger("PIL").debug("theirs")
+    assert [line.rpartition(": ")[2] for line in lines(tmp_path)] == ["ours"]
+
+
+def test_a_wrong_log_call_is_a_line_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would raise
+    set_up_logging("info", tmp_path)
+    log.info("%d steps", "many")
+    assert "'%d steps' (its arguments do not fit" in lines(tmp_path)[0]
+    close_logging()
+
+
+def test_a_closed_stderr_silences_the_console_and_not_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging("info", tmp_path)
+    log.info("one")
+    log.info("two")
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_pipe_whose_reader_has_gone_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream = open(write, "w", buffering=1)  # noqa: SIM115  # closed below, with what it still holds
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging("info", tmp_path)
+    log.info("one")
+    log.info("two")
+    assert len(lines(tmp_path)) == 2
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_a_folder_that_takes_no_log_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("info", tmp_path / "nowhere")
+    assert "no run.log" in capsys.readouterr().err
+
+
+def test_ordinary_text_stays_as_it_is() -> None:
+    assert one_line("größe: 5 µs · 漢字") == "größe: 5 µs · 漢字"

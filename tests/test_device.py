@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runner import capabilities
+from runner.device import Device, seed_everything, select
+from runner.device_config import DeviceConfig, DeviceKind
+from runner.errors import ConfigError, DeviceError
+from runner.memory import peak_device_bytes, reset_peak
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+def cpu(scope: ExitStack, **knobs: object) -> Device:
+    return select(DeviceConfig(kind=DeviceKind.cpu, **knobs), scope)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def scope():
+    with ExitStack() as stack:
+        yield stack
+
+
+# which device
+
+
+@pytest.mark.skipif(accelerated, reason="there is an accelerator")
+def test_auto_takes_the_cpu_where_there_is_nothing_else_and_says_why(scope):
+    device = select(DeviceConfig(), scope)
+    assert (device.kind, device.torch) == ("cpu", torch.device("cpu"))
+    assert "no accelerator" in device.reason
+    assert device.name == capabilities.cpu_name()
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.cuda, DeviceKind.mps])
+def test_a_device_that_is_absent_is_an_error_that_says_what_is_there(kind, scope):
+    if kind is DeviceKind.cuda and torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    if kind is DeviceKind.mps and torch.backends.mps.is_available():
+        pytest.skip("MPS is here")
+    with pytest.raises(DeviceError) as error:
+        select(DeviceConfig(kind=kind), scope)
+    text = str(error.value)
+    assert f"device.kind={kind.value}" in text and "built without" in text
+    assert "there is: cpu (" in text and "device=auto" in text
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("index", [1, -1])
+def test_an_index_out_of_range_is_an_error_that_says_what_is_there(index, scope):
+    with pytest.raises(DeviceError, match=rf"device.index: .*cpu device {index}.*there is: cpu"):
+        cpu(scope, index=index)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [("memory_fraction", 0.5), ("cudnn_benchmark", True), ("tf32", True)]
+)
+def test_a_knob_that_a_cpu_does_not_have_is_refused_with_the_fix(knob, value, scope):
+    with pytest.raises(ConfigError, match="leave it out") as error:
+        cpu(scope, **{knob: value})
+    assert error.value.key == f"device.{knob}"
+
+
+def test_tf32_off_is_what_a_cpu_does_anyway(scope):
+    assert not cpu(scope, tf32=False).capabilities.tf32
+
+
+# what it can do
+
+
+def test_bf16_is_fast_only_on_a_cpu_with_instructions_for_it():
+    without = capabilities.of_cpu(frozenset({"avx2", "avx512f"}))
+    assert without.bf16 and not without.bf16_fast and "no bf16" in without.notes[0]
+    for flag in ("avx512_bf16", "amx_bf16", "bf16"):
+        assert capabilities.of_cpu(frozenset({flag})).bf16_fast
+
+
+def test_fp16_is_never_fast_on_a_cpu():
+    assert not capabilities.of_cpu(frozenset({"avx512_fp16", "amx_bf16"})).fp16_fast
+
+
+@pytest.mark.parametrize(
+    ("version", "tensor_cores", "bf16_fast", "tf32"),
+    [((6, 1), False, False, False), ((7, 5), True, False, False), ((9, 0), True, True, True)],
+)
+def test_nvidia_capabilities_follow_the_compute_capability(version, tensor_cores, bf16_fast, tf32):
+    found = capabilities.of_nvidia(*version)
+    assert (found.tensor_cores, found.bf16_fast, found.tf32) == (tensor_cores, bf16_fast, tf32)
+
+
+def test_mps_has_no_float64():
+    found = capabilities.of_mps(bf16=True)
+    assert found.bf16 and not found.float64 and any("float64" in note for note in found.notes)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
+def test_torch_and_the_flags_agree_on_bf16_instructions():
+    torch_says = torch.backends.cpu.get_cpu_capability()
+    if torch_says == "AVX512":
+        assert "avx512f" in capabilities.cpu_flags()
+    elif torch_says == "AVX2":
+        assert "avx2" in capabilities.cpu_flags()
+    else:
+        pytest.skip(f"{torch_says} has no flag to compare")
+
+
+# how it is set
+
+
+def test_threads_are_set_and_put_back_when_the_scope_closes():
+    before = torch.get_num_threads()
+    with ExitStack() as scope:
+        device = cpu(scope, threads=before + 1)
+        assert torch.get_num_threads() == before + 1 == device.threads
+        assert device.settings["threads"] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_more_threads_than_cores_is_said(scope):
+    cores = capabilities.usable_cores()
+    device = cpu(scope, threads=cores + 1)
+    assert any(f"device.threads={cores}" in text for text in device.warnings)
+
+
+def test_interop_threads_too_late_is_said_and_is_no_crash():
+    code = """
+from contextlib import ExitStack
+import torch
+from runner.device import select
+from runner.device_config import DeviceConfig, DeviceKind
+for count in (3, 3, 5):
+    with ExitStack() as scope:
+        device = select(DeviceConfig(kind=DeviceKind.cpu, interop_threads=count), scope)
+        print(torch.get_num_interop_threads(), len(device.warnings), *device.warnings)
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    first, second, third = answer.stdout.splitlines()
+    assert first == second == "3 0"
+    assert third.startswith("3 1 device.interop_threads=5 came too late, torch keeps 3")
+
+
+def test_determinism_is_set_and_put_back():
+    assert not torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    with ExitStack() as scope:
+        device = cpu(scope, deterministic=True)
+        assert device.settings["deterministic"]
+        with pytest.raises(RuntimeError, match="does not have a deterministic"):
+            torch.ones(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory is fill
+
+
+def test_determinism_that_only_warned_before_is_put_back_as_that():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with ExitStack() as scope:
+            cpu(scope, deterministic=True)
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@linux
+def test_affinity_holds_for_every_thread_and_is_put_back():
+    before = os.sched_getaffinity(0)
+    one = {min(before)}
+    done, seen = threading.Event(), []
+    other = threading.Thread(target=lambda: (done.wait(10), seen.append(os.sched_getaffinity(0))))
+    other.start()
+    threads = torch.get_num_threads()
+    try:
+        with ExitStack() as scope:
+            device = cpu(scope, affinity=sorted(one))
+            assert os.sched_getaffinity(0) == one
+            assert device.settings["affinity"] == sorted(one)
+            assert device.cores == 1 and device.threads == 1  # not more threads than cores
+            done.set()
+            other.join(10)
+        assert seen == [one]
+    finally:
+        done.set()
+    assert os.sched_getaffinity(0) == before
+    assert torch.get_num_threads() == threads
+
+
+@linux
+@pytest.mark.parametrize("cores", [[4095], [-1], [], "one that is there and one that is not"])
+def test_affinity_to_a_core_that_is_not_there_is_refused_and_changes_nothing(cores, scope):
+    before = os.sched_getaffinity(0)
+    cores = [min(before), 4095] if isinstance(cores, str) else cores
+    with pytest.raises(ConfigError, match="choose from") as error:
+        cpu(scope, affinity=cores)
+    assert error.value.key == "device.affinity"
+    assert os.sched_getaffinity(0) == before
+
+
+def test_priority_is_set_and_a_refusal_names_the_key():
+    code = """
+import os
+from contextlib import ExitStack
+from runner.device import select
+from runner.device_config import DeviceConfig, DeviceKind
+from runner.errors import ConfigError
+with ExitStack() as scope:
+    device = select(DeviceConfig(kind=DeviceKind.cpu, priority=7), scope)
+    print(device.settings["priority"])
+if os.getuid() == 0:
+    os.setuid(65534)  # nobody: who may not take niceness back
+try:
+    with ExitStack() as scope:
+        select(DeviceConfig(kind=DeviceKind.cpu, priority=-5), scope)
+except ConfigError as error:
+    print(error)
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    first, second = answer.stdout.splitlines()
+    assert first == "7"
+    assert second.startswith("device.priority: -5 ") and "CAP_SYS_NICE" in second
+
+
+def test_the_description_is_plain_json_and_complete(scope):
+    described = json.loads(json.dumps(cpu(scope).describe()))
+    assert described["kind"] == "cpu" and described["reason"] == "asked for"
+    assert described["memory_bytes"] > 2**27 and described["cores"] >= 1
+    assert described["capabilities"]["float64"] is True
+
+
+# randomness
+
+
+def test_reseeding_repeats_dropout_masks_and_normals(scope):
+    device = cpu(scope)
+    ones = torch.ones(1000)
+
+    def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device.reseed(seed)
+        torch.randn(3)  # an odd count: half a pair of normals is left over for the next draw
+        return torch.nn.functional.dropout(ones, 0.5), torch.randn(3)
+
+    first, again, other = draw(2**63 + 7), draw(2**63 + 7), draw(8)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_reseeding_does_what_torch_manual_seed_does_on_a_cpu(scope):
+    device = cpu(scope)
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    device.reseed(5)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_seeding_covers_python_numpy_and_torch():
+    def draw() -> tuple[int, float, float]:
+        return random.getrandbits(64), float(np.random.random()), float(torch.rand(()))
+
+    seed_everything(2**40 + 3)
+    first = draw()
+    seed_everything(2**40 + 3)
+    assert draw() == first
+    seed_everything(2**40 + 4)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_names_the_key(seed):
+    with pytest.raises(ConfigError, match=r"seed: .*use 0 to"):
+        seed_everything(seed)
+
+
+def test_reads_are_free_on_a_cpu_and_synchronize_returns(scope):
+    device = cpu(scope)
+    device.synchronize()
+    assert device.reads_are_free
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+def test_auto_takes_cuda_and_puts_every_switch_back():
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+
+    def switches() -> tuple[object, ...]:
+        return (
+            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32,
+            torch.get_float32_matmul_precision(), torch.cuda.get_per_process_memory_fraction(),
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        )  # fmt: skip
+
+    before = switches()
+    with ExitStack() as scope:
+        device = select(
+            DeviceConfig(memory_fraction=0.5, tf32=False, deterministic=True),
+            scope,
+        )
+        assert device.kind == "cuda" and not device.reads_are_free
+        settings = device.settings
+        assert settings["cudnn_deterministic"] and not settings["cudnn_benchmark"]
+        assert not settings["tf32_matmul"] and not settings["tf32_cudnn"]
+        assert settings["memory_fraction"] == pytest.approx(0.5)
+        product = torch.ones(64, 64, device=device.torch) @ torch.ones(64, 64, device=device.torch)
+        assert float(product[0, 0]) == 64
+        json.dumps(device.describe())
+    assert switches() == before
+
+
+@pytest.mark.gpu
+def test_reseeding_repeats_dropout_masks_on_the_gpu(scope):
+    device = select(DeviceConfig(kind=DeviceKind.cuda), scope)
+    ones = torch.ones(4096, device=device.torch)
+    masks = []
+    for seed in (3, 3, 4):
+        device.reseed(seed)
+        masks.append(torch.nn.functional.dropout(ones, 0.5))
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+
+
+@pytest.mark.gpu
+def test_the_gpu_peak_restarts(scope):
+    device = select(DeviceConfig(kind=DeviceKind.cuda), scope)
+    block = torch.empty(2**26, dtype=torch.uint8, device=device.torch)
+    assert peak_device_bytes(device) >= 2**26
+    del block
+    reset_peak(device)
+    assert peak_device_bytes(device) < 2**26
+
+
+@pytest.mark.gpu
+def test_a_gpu_index_out_of_range_lists_the_gpus(scope):
+    with pytest.raises(DeviceError, match=r"device.index: .*there is: cpu .*cuda 0 \("):
+        select(DeviceConfig(kind=DeviceKind.cuda, index=torch.cuda.device_count()), scope)

@@ -1,0 +1,130 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from runner import lock as locks
+from runner.errors import StorageError, UsageError
+from runner.lock import is_locked, lock
+
+pytest.importorskip("fcntl")
+
+OWNER = """
+import os, sys
+from pathlib import Path
+from runner.lock import lock
+held = lock(Path(sys.argv[1]))
+child = os.fork()  # as a loader worker: it lives on when its parent is killed
+if not child:
+    os.read(0, 1)
+    os._exit(0)
+print("locked", flush=True)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Another process that holds the lock of `tmp_path`, and has a child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout.readline() == b"locked\n"
+    yield process
+    process.stdin.close()  # ends the child, and with it the owner
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_process_is_refused_and_told_who_is_there(tmp_path, owner):
+    assert is_locked(tmp_path)
+    with pytest.raises(UsageError, match=f"in use by process {owner.pid} on "):
+        lock(tmp_path)
+
+
+def test_a_killed_owner_leaves_no_lock_though_its_workers_live_on(tmp_path, owner):
+    owner.kill()
+    owner.wait()
+    assert not is_locked(tmp_path)
+    with lock(tmp_path):
+        assert (tmp_path / ".lock").read_bytes().split()[0] == str(os.getpid()).encode()
+
+
+def test_the_same_process_is_refused_too_until_it_releases(tmp_path):
+    with lock(tmp_path) as held:
+        with pytest.raises(UsageError, match="already runs in it"):
+            lock(tmp_path)
+        held.release()
+        held.release()
+        with lock(tmp_path):
+            assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+
+
+def seen_by_another_process(folder) -> bool:
+    code = "import sys; from pathlib import Path; from runner.lock import is_locked as f;"
+    code += "print(f(Path(sys.argv[1])), 'torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = [sys.executable, "-c", code, str(folder)]
+    locked, torch_loaded = subprocess.check_output(run, env=environment, text=True).split()
+    assert torch_loaded == "False"
+    return locked == "True"
+
+
+def test_asking_does_not_lose_the_lock_to_the_kernels_rule_about_closing(tmp_path):
+    with lock(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(UsageError):
+            lock(tmp_path)
+        assert seen_by_another_process(tmp_path)
+    assert not seen_by_another_process(tmp_path)
+
+
+FORKING = """
+import os, sys
+from pathlib import Path
+from runner.errors import UsageError
+from runner.lock import is_locked, lock
+folder = Path(sys.argv[1])
+held = lock(folder)
+if os.fork():
+    os.wait()
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+else:
+    held.release()  # what a worker does at its exit must not free its parent's lock
+    try:
+        lock(folder)
+    except UsageError as error:
+        print(is_locked(folder), error, flush=True)
+"""
+
+
+def test_a_forked_child_does_not_own_its_parents_lock(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        said, pid = process.stdout.readline(), process.stdout.readline().strip()
+        assert said.startswith("True ") and f"in use by process {pid} on " in said
+        assert is_locked(tmp_path)
+
+
+def test_no_folder_is_not_locked_and_cannot_be(tmp_path):
+    assert not is_locked(tmp_path / "none")
+    with pytest.raises(StorageError, match="cannot be written to: No such file"):
+        lock(tmp_path / "none")
+
+
+def test_without_file_locks_it_warns_and_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(locks, "LOCKS", False)
+    with lock(tmp_path):
+        assert not is_locked(tmp_path)
+    assert "no file locks on this system" in caplog.text

@@ -1,0 +1,172 @@
+"""The loop: exact accumulation, a guard that survives bad batches, early stopping, hooks that watch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.errors import ConfigError, GaveUp
+from runner.loop import backward
+from runner.run import Hook, Report, Run, Step, Verdict
+from runner.summary import Summary
+
+OURS = ["security.trusted=[my_package]", "device.threads=2", "monitoring.progress=false"]
+NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net"]
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def gradients(overrides: list[str]) -> tuple[list[torch.Tensor], float]:
+    with build(compose(overrides)) as run:
+        step = backward(run, next(run.train.batches(0)))
+        return [p.grad for p in run.model.parameters() if p.grad is not None], float(step.loss)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data=digits", "model=mlp", "training.batch_size=50"],
+        ["data=cancer", "model=mlp", "training.batch_size=50", "objective.label_smoothing=0.1"],
+        [*OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16", "model.heads=2",
+         "training.batch_size=23"],
+    ],
+    ids=["classes", "smoothed", "masked tokens"],
+)  # fmt: skip
+@pytest.mark.parametrize("micro_batch", [1, 7, 16])
+def test_accumulated_gradients_are_the_large_batchs(overrides: list[str], micro_batch: int) -> None:
+    large, loss = gradients(overrides)
+    small, same = gradients([*overrides, f"training.micro_batch={micro_batch}"])
+    assert same == pytest.approx(loss, rel=1e-5)
+    for a, b in zip(large, small, strict=True):
+        assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["none", "basic"])
+def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(level: str, tmp_path: Path) -> None:
+    overrides = [*NOISY, f"optimization={level}", "+data.poison=[3,17,50,90]", "training.epochs=4"]
+    with build(compose(overrides), tmp_path) as run:
+        summary = train(run)
+    assert summary.status == "done"
+    assert 0 < summary.skipped_steps < summary.steps
+    assert summary.faults["non_finite"] == summary.skipped_steps
+    assert all(torch.isfinite(p).all() for p in run.model.state_dict().values())
+
+
+def test_data_that_is_never_finite_ends_in_giving_up_after_a_checkpoint(tmp_path: Path) -> None:
+    overrides = [*NOISY, f"+data.poison={list(range(120))}".replace(" ", ""), "training.steps=200",
+                 "training.validate_every=1000", "stability.max_consecutive_skips=5"]  # fmt: skip
+    with build(compose(overrides), tmp_path) as run, pytest.raises(GaveUp, match="roll-backs"):
+        train(run)
+    assert GaveUp.exit_code == 4
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert record["status"] == "failed"
+    assert record["faults"]["rollback"] == 2
+    assert record["skipped_steps"] == record["steps"] < 200
+    assert (tmp_path / "checkpoints" / "last").exists()
+
+
+def test_early_stopping_ends_the_run_and_says_why(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "optimizer.lr=0", "training.epochs=50", "training.patience=2"]
+    with build(compose(overrides), tmp_path) as run:
+        summary = train(run)
+    assert summary.status == "stopped"
+    assert "has not improved" in summary.reason
+    assert summary.steps == 3 * run.validate_every
+
+
+def test_the_best_checkpoint_is_the_step_with_the_best_metric(tmp_path: Path) -> None:
+    with build(compose([*OURS, "data=digits", "training.epochs=3"]), tmp_path) as run:
+        summary = train(run)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    values = {row["step"]: row["accuracy"] for row in rows if row["split"] == "val"}
+    assert summary.best == max(values.values())
+    assert values[summary.best_step] == summary.best
+    best = (tmp_path / "checkpoints" / "best").resolve()
+    assert best.name == f"step_{summary.best_step:08d}"
+
+
+def test_an_unknown_metric_to_monitor_is_answered_with_those_there_are() -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=2", "training.monitor=val/acuracy"]
+    with build(compose(overrides)) as run, pytest.raises(ConfigError, match="val/accuracy"):
+        train(run)
+
+
+class Spy(Hook):
+    """Writes down what it is told."""
+
+    every = 3
+
+    def __init__(self, verdicts: dict[int, Verdict] | None = None) -> None:
+        self.seen: list[Any] = []
+        self.verdicts = verdicts or {}
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        self.seen.append("enter")
+        yield
+        self.seen.append("leave")
+
+    def on_gradients(self, run: Run, step: Step) -> Verdict | None:
+        return self.verdicts.get(step.number)
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen.append((step.number, bool(step.skipped)))
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.seen.append(("report", report.first, report.last))
+
+
+def watched(hook: Hook, steps: int) -> Summary:
+    with build(compose([*OURS, "data=cancer", f"training.steps={steps}"])) as run:
+        run.hooks.append(hook)
+        return train(run)
+
+
+def test_hooks_are_asked_at_their_own_pace_and_a_skip_is_heeded() -> None:
+    spy = Spy({6: Verdict.SKIP})
+    summary = watched(spy, steps=12)
+    steps = [(3, False), (6, True), (9, False), ("report", 1, 10), (12, False), ("report", 11, 12)]
+    assert spy.seen == ["enter", *steps, "leave"]
+    assert summary.skipped_steps == 1
+
+
+def test_a_hook_can_stop_the_run() -> None:
+    summary = watched(Spy({9: Verdict.STOP}), steps=100)
+    assert (summary.status, summary.steps) == ("stopped", 9)
+
+
+def test_a_misspelt_event_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(TypeError, match="on_gradient"):
+
+        class Wrong(Hook):
+            def on_gradient(self, run: Run, step: Step) -> None:
+                """Never called, if it were allowed."""
+
+
+def test_two_runs_of_one_config_write_the_same_rows(tmp_path: Path) -> None:
+    rows = []
+    for name in ("one", "other"):
+        with build(compose([*NOISY, "training.epochs=3"]), tmp_path / name) as run:
+            train(run)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows.append([line for line in lines if json.loads(line)["split"] != "system"])
+    assert len(rows[0]) > 3
+    assert rows[0] == rows[1]
+
+
+def test_a_users_callable_is_an_objective() -> None:
+    overrides = [*OURS, "data=synthetic", "data.form=tabular", "objective._target_=my_package.absolute_error",
+                 "training.steps=3"]  # fmt: skip
+    with build(compose(overrides)) as run:
+        run.sizes  # noqa: B018  # built
+    assert run.objective.monitor == "val/loss"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.appending import Appender
+from runner.recorder import Recorder
+from runner.recorder_config import MonitoringConfig
+
+JSON_ONLY = MonitoringConfig(tensorboard=False)
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, JSON_ONLY)
+    recorder.open()
+    recorder.scalars(10, "train", {"loss": 0.5, "lr": 1e-3})
+    recorder.scalars(20, "train", {"loss": math.nan, "grad_norm": -math.inf, "lr": 1e-3})
+    recorder.close()
+    assert rows(tmp_path) == [
+        {"step": 10, "split": "train", "loss": 0.5, "lr": 1e-3},
+        {"step": 20, "split": "train", "loss": None, "grad_norm": None, "lr": 1e-3,
+         "nonfinite": {"loss": "nan", "grad_norm": "-inf"}},
+    ]  # fmt: skip
+
+
+def test_rows_are_in_the_file_before_it_is_closed(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, JSON_ONLY)
+    recorder.open()
+    recorder.scalars(1, "train", {"loss": 1.0})
+    assert rows(tmp_path)[0]["step"] == 1
+    assert recorder.position() == (tmp_path / "metrics.jsonl").stat().st_size
+    recorder.close()
+
+
+def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    first = Recorder(tmp_path, JSON_ONLY)
+    first.open()
+    first.scalars(10, "train", {"loss": 1.0})
+    first.scalars(10, "val", {"loss": 1.0})
+    before, offset = (tmp_path / "metrics.jsonl").read_bytes(), first.position()
+    first.scalars(20, "train", {"loss": 9.0})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 30, "spl')  # the process was killed here
+    second = Recorder(tmp_path, JSON_ONLY)
+    second.open(10, offset)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert second.position() == offset
+    second.scalars(20, "train", {"loss": 2.0})
+    second.close()
+    assert [row["step"] for row in rows(tmp_path)] == [10, 10, 20]
+
+
+@pytest.mark.parametrize("offset", [None, 10**9, 5], ids=["unknown", "past the end", "in a line"])
+def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(
+    tmp_path: Path, offset: int | None
+) -> None:
+    first = Recorder(tmp_path, JSON_ONLY)
+    first.open()
+    for step in (10, 20, 30):
+        first.scalars(step, "train", {"loss": 1.0})
+    first.close()
+    second = Recorder(tmp_path, JSON_ONLY)
+    second.open(20, offset)
+    second.close()
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20]
+
+
+def test_a_fresh_start_in_a_used_folder_leaves_no_old_row(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        recorder = Recorder(tmp_path, JSON_ONLY)
+        recorder.open()
+        recorder.scalars(10, "train", {"loss": loss})
+        recorder.close()
+    assert [row["loss"] for row in rows(tmp_path)] == [2.0]
+
+
+def test_without_a_folder_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder(None, MonitoringConfig())
+    recorder.open()
+    recorder.scalars(1, "train", {"loss": 1.0})
+    recorder.text("a", "b", 1)
+    recorder.end("done")
+    recorder.close()
+    assert recorder.position() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_deleted_folder_is_said_once_a_file_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    recorder = Recorder(folder, MonitoringConfig())
+    recorder.open()
+    recorder.scalars(1, "train", {"loss": 1.0})
+    shutil.rmtree(folder)
+    for step in range(2, 6):
+        recorder.scalars(step, "train", {"loss": 1.0})
+        recorder.image("picture", np.zeros((2, 2, 3), np.uint8), step)
+    recorder.close()
+    assert recorder.faults == {"metrics": 1, "tensorboard": 1}
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert all("deleted while the run went on" in text for text in warned)
+
+
+def test_a_folder_that_is_not_there_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "nowhere", MonitoringConfig())
+    recorder.open()
+    recorder.scalars(1, "train", {"loss": 1.0})
+    recorder.close()
+    assert recorder.faults == {"metrics": 1, "tensorboard": 1}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_device_is_an_error_at_the_write_itself() -> None:
+    file = Appender(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left"):
+        file.write(b"a row")
+    file.close()
+
+
+def test_a_file_without_line_ends_is_no_trap_for_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(bytes(3 * 2**20))
+    recorder = Recorder(tmp_path, JSON_ONLY)
+    recorder.open(10, None)
+    recorder.close()
+    assert rows(tmp_path) == []
+
+
+CHILD = """
+import json
+import sys
+from pathlib import Path
+from runner.recorder import Recorder
+from runner.recorder_config import MonitoringConfig
+recorder = Recorder(Path(sys.argv[1]), MonitoringConfig())
+recorder.open()
+for step in range(1, 200):
+    recorder.scalars(step, "train", {"loss": 0.123456789, "grad_norm": 1.0})
+recorder.close()
+print(json.dumps([recorder.faults, recorder.position()]))
+"""
+
+
+def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        preexec_fn=limit, capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    faults, position = json.loads(done.stdout)
+    assert faults == {"metrics": 1, "tensorboard": 1}
+    assert position == size
+    steps = [row["step"] for row in rows(tmp_path)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 4900 < size <= 5000
+    assert done.stderr.count("no longer written") == 2

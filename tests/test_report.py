@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner import markdown, report
+from runner.errors import StorageError
+from runner.run import Choice, Engagement
+from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
+
+SUMMARY = Summary(
+    status="done",
+    steps=1200,
+    epochs=26.67,
+    metrics={"val/loss": 0.0912, "val/accuracy": 0.9722, "val/top_5": 0.9972},
+    throughput=Throughput(
+        samples_per_second=41234.5,
+        tokens_per_second=5277000.0,
+        step_ms=StepTime(0.776, 1.21),
+        split={"data": 0.05, "forward": 0.3, "backward": 0.4, "optimizer": 0.2, "other": 0.05},
+    ),
+    memory=MemoryPeaks(612 * 2**20, 3 * 2**30),
+    techniques=[
+        Engagement("tf32", False, False, "not asked for"),
+        Engagement("fused_optimizer", True, True, "AdamW runs in one kernel"),
+        Engagement("compile", True, False, "no C++ compiler was found on the path; install g++"),
+    ],
+    skipped_steps=7,
+    faults={"non_finite": 7, "metrics": 1, "rollback": 0},
+    checkpoint=CheckpointPaths("checkpoints/step_00001200", "checkpoints/step_00000900"),
+    device={"kind": "cpu", "name": "a processor"},
+    versions={"torch": "2.13.0"},
+    config_hash="abc123",
+    command="python -m runner data=digits",
+    name="digits_mlp",
+    wall_seconds=75.0,
+    choices=[Choice("data.workers", 0, "the data is in memory; workers would only copy it")],
+    git={"commit": "f00", "branch": "main", "dirty": True},
+    monitor="val/accuracy",
+    best=0.975,
+    best_step=900,
+)
+
+
+def shown(summary: Summary, folder: Path | None, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(report.terminal(summary, folder))
+        return console.export_text()
+
+
+MUST = [
+    "digits_mlp", "done", "val/accuracy", "0.9722", "best 0.9750 at step 900", "1,200 steps",
+    "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median", "1.21 ms at 95 %",
+    "612 MiB", "3.00 GiB", "backward", "40.0%", "fused_optimizer", "engaged",
+    "fell back: no C++ compiler", "data.workers", "skipped steps", "7 of 1,200", "non_finite",
+    "checkpoints/step_00000900", "tensorboard --logdir outputs",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_holds_what_one_wants_to_know_and_fits(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "runs" / "digits_mlp" / "2026-01-01_00-00-00-abc"
+    text = shown(SUMMARY, folder, width)
+    assert [word for word in MUST if word not in text] == []
+    assert max(map(len, text.splitlines())) <= width
+    assert "tf32" not in text  # nobody asked for it
+    assert "rollback" not in text  # it happened no times
+
+
+def test_a_narrow_terminal_gets_it_all_the_same(tmp_path: Path) -> None:
+    text = shown(SUMMARY, tmp_path, 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "0.9722" in text
+
+
+def test_a_run_that_never_stepped_has_a_report_too() -> None:
+    text = shown(Summary(status="failed", reason="DataError: no sample", monitor="val/loss"), None)
+    assert "failed" in text and "DataError: no sample" in text
+    assert report.markdown(Summary()).startswith("# run")
+
+
+def test_the_terminal_sums_up_the_classes_and_the_document_lists_them() -> None:
+    classes = {"val/accuracy/cat": 0.25, "val/accuracy/dog": 0.5, "val/accuracy/a/b": 0.75}
+    summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)
+    text = shown(summary, None)
+    assert "0.2500 (cat) to 0.7500 (a/b)" in text
+    assert "dog" not in text
+    assert "val/accuracy/dog" in report.markdown(summary)
+
+
+def test_no_text_of_the_users_can_forge_the_report(tmp_path: Path) -> None:
+    evil = "x](http://evil) <script>alert(1)</script> | **bold**\n# heading\x1b[31m"
+    summary = replace(
+        SUMMARY,
+        name=evil,
+        reason=evil,
+        metrics={evil: 1.0},
+        choices=[Choice(evil, evil, evil)],
+        command="echo '```\n# heading'",
+    )
+    text = report.markdown(summary, tmp_path)
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    outside = text.replace("````sh\necho '```\n# heading'\n````", "")
+    assert not [line for line in outside.splitlines() if line.startswith("# heading")]
+    assert "\x1b" not in text
+    assert "\x1b[31m" not in shown(summary, None)
+
+
+def test_the_document_says_the_same_and_where_it_came_from(tmp_path: Path) -> None:
+    report.write(SUMMARY, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    for word in ("0.9722", "best 0.9750", "fell back", "with changes not committed", "2.13.0"):
+        assert word in text
+    assert "```sh\npython -m runner data=digits\n```" in text
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report.write(SUMMARY, tmp_path / "nowhere")
+    assert "no report.md" in caplog.text
+
+
+def test_a_summary_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    SUMMARY.write(tmp_path)
+    assert Summary.read(tmp_path) == SUMMARY
+
+
+def test_a_metric_that_is_not_finite_is_null_in_the_file_and_nan_again_when_read(
+    tmp_path: Path,
+) -> None:
+    replace(SUMMARY, metrics={"val/loss": math.inf}).write(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == {"val/loss": None}
+    assert math.isnan(Summary.read(tmp_path).metrics["val/loss"])
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"techniques": [{"name": "x"}]}', '{"metrics": 3}'])
+def test_a_damaged_summary_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(StorageError, match="no readable summary"):
+        Summary.read(tmp_path)
+
+
+def test_a_newer_summarys_further_keys_do_no_harm(tmp_path: Path) -> None:
+    SUMMARY.write(tmp_path)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    found["energy"] = {"joules": 3}
+    (tmp_path / "summary.json").write_text(json.dumps(found))
+    assert Summary.read(tmp_path) == SUMMARY
+
+
+def test_code_keeps_its_own_fences_inside() -> None:
+    assert markdown.code("a\n````\nb") == "`````\na\n````\nb\n`````"

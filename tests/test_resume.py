@@ -1,0 +1,125 @@
+"""A run that was cut off and continued in a fresh process ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.checkpoint import Checkpointer
+from runner.errors import CheckpointError
+
+HERE = Path(__file__).parent
+OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
+NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net",
+         "training.batch_size=20"]  # fmt: skip
+EVERYTHING = {
+    "noise, dropout, BatchNorm, cosine, average, accumulation, 0 workers": [
+        *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9", "training.micro_batch=7",
+    ],
+    "the same, 2 workers": [
+        *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9", "data.workers=2",
+    ],
+    "fp16 with a loss scale, onecycle, SGD with momentum": [
+        *NOISY, "optimization=amp", "optimization.amp.dtype=fp16", "schedule=onecycle",
+        "optimizer=sgd", "optimizer.lr=0.05",
+    ],
+    "gpt in bf16": [
+        *OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16", "model.heads=2",
+        "model.dropout=0.2", "optimization=amp", "optimization.amp.dtype=bf16", "training.batch_size=8",
+    ],
+}  # fmt: skip
+STEPS = 23  # the epochs have 5 and 4 steps: neither the cut nor the end is at an epoch's end
+EVERY = 7
+
+
+def fresh_process(folder: Path, overrides: list[str]) -> None:
+    """Run in `folder` with the command line, from another working folder."""
+    command = [sys.executable, "-m", "runner", f"hydra.run.dir={folder}", *overrides]
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, cwd=folder.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def final(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    restored = Checkpointer(folder, keep=9).restore()
+    assert restored is not None
+    assert restored.step == STEPS
+    restored.state.pop("choices")  # one of the two says where it continued
+    restored.state.pop("record")  # timings take more or less room
+    return restored.model, restored.state
+
+
+def assert_same(one: Any, other: Any, path: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), path
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}[{i}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), path
+    else:
+        assert one == other or (one != one and other != other), path
+
+
+def rows(folder: Path) -> list[str]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [line for line in lines if json.loads(line)["split"] != "system"]
+
+
+@pytest.mark.parametrize("overrides", EVERYTHING.values(), ids=EVERYTHING.keys())
+def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    overrides = [*overrides, f"training.steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep=9",
+                 "training.validate_every=10"]  # fmt: skip
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    with build(compose(overrides), straight) as run:
+        train(run)
+    # as if the power had failed after step 14: what came later is not there, but for a torn record
+    shutil.copytree(straight, resumed, symlinks=True)
+    for step in (20, 21, STEPS):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
+    with (resumed / "metrics.jsonl").open("a") as record:
+        record.write('{"step": 22, "split": "tr')
+    fresh_process(resumed, [*overrides, "checkpoint.resume=auto"])
+    for one, other in zip(final(straight), final(resumed), strict=True):
+        assert_same(one, other)
+    assert rows(straight) == rows(resumed)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with build(compose([*OURS, "data=cancer", "training.steps=2"]), tmp_path) as run:
+        train(run)
+    other = [*OURS, "data=cancer", "model.width=7", f"checkpoint.resume={tmp_path}"]
+    with pytest.raises(CheckpointError, match="does not fit"):
+        build(compose(other), tmp_path / "other")
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=9", "checkpoint.every=3"]
+    with build(compose(overrides), tmp_path) as run:
+        train(run)
+    weights = tmp_path / "checkpoints" / "step_00000009" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(bytes(data))
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        assert run.progress.step == 6
+    assert "step_00000009" in caplog.text

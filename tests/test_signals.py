@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM end in a checkpoint, the documented exit code, and no worker left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "runner", f"hydra.run.dir={folder}", "security.trusted=[my_package]",
+        "data._target_=my_package.Noisy", "model._target_=my_package.Net", "training.steps=100000",
+        "training.batch_size=4", "training.validate_every=100000", "device.threads=1", *overrides,
+    ]  # fmt: skip
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, cwd=folder.parent, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def trained(folder: Path) -> bool:
+    record = folder / "metrics.jsonl"
+    return record.exists() and record.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "workers", "to_group"),
+    [(signal.SIGTERM, 0, False), (signal.SIGINT, 2, False), (signal.SIGTERM, 2, True)],
+)
+def test_a_signal_ends_in_a_checkpoint_and_its_exit_code(
+    tmp_path: Path, number: int, workers: int, to_group: bool
+) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, f"data.workers={workers}", "monitoring.every=5")
+    wait_until(lambda: trained(folder), process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= workers
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, output
+    assert (folder / "checkpoints" / "last").exists()
+    record = json.loads((folder / "summary.json").read_text())
+    assert record["status"] == "interrupted"
+    assert record["checkpoint"]["last"] == f"checkpoints/step_{record['steps']:08d}"
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, "data.workers=1", "+data.seconds=600")
+    wait_until(lambda: psutil.Process(process.pid).children(), process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 143, output
+    assert not psutil.wait_procs(children, timeout=5)[1]

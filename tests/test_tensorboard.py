@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import api_pb2, metadata
+
+from runner.recorder import Recorder
+from runner.recorder_config import MonitoringConfig
+from runner.tensorboard import _crc32c
+
+
+def opened(folder: Path, start_step: int = 0) -> Recorder:
+    folder.mkdir(exist_ok=True)
+    recorder = Recorder(folder, MonitoringConfig())
+    recorder.open(start_step)
+    return recorder
+
+
+def read(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
+    return accumulator.Reload()
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def values(folder: Path) -> list[Any]:
+    """Every value in every event file, in the order in which TensorBoard reads them."""
+    events = [
+        e for path in sorted(folder.glob("events*")) for e in EventFileLoader(str(path)).Load()
+    ]
+    return [value for event in events for value in event.summary.value]
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 8, 115, 255, 256, 257, 259, 260, 1000, 5003])
+def test_the_checksum_is_that_of_tensorboards_own_writer(length: int) -> None:
+    data = np.random.default_rng(length).bytes(length)
+    assert _crc32c(data) == crc32c(data)
+
+
+def test_a_row_is_one_event_with_all_of_its_values(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    recorder.scalars(10, "train", {"loss": 0.5, "lr": 0.25, "skipped": 0})
+    recorder.close()
+    (path,) = tmp_path.glob("events*")
+    events = [event for event in EventFileLoader(str(path)).Load() if event.summary.value]
+    assert len(events) == 1
+    assert [v.tag for v in events[0].summary.value] == ["train/loss", "train/lr", "train/skipped"]
+
+
+def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    for step in (10, 20, 30):
+        first.scalars(step, "train", {"loss": 1.0})
+    first.close()
+    second = opened(tmp_path, start_step=20)
+    second.scalars(30, "train", {"loss": 2.0})
+    second.close()
+    third = opened(tmp_path, start_step=30)  # in the same second, so names must still sort
+    third.scalars(40, "train", {"loss": 3.0})
+    third.close()
+    assert len(list(tmp_path.glob("events*"))) == 3
+    assert points(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
+
+
+def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    given = {"lr": 0.1, "name": "a\udcff", "amp": True}
+    first.hparams("trial/1", given, ["val/accuracy"], {"name": ["a", "b"]})
+    first.end("failed")
+    first.close()
+    second = opened(tmp_path, start_step=10)
+    second.hparams("trial/1", given, ["val/accuracy"])
+    second.end("done")
+    second.close()
+    found = {v.tag: v for v in values(tmp_path)}
+    assert Counter(v.tag for v in values(tmp_path)) == {
+        "_hparams_/experiment": 1,
+        "_hparams_/session_start_info": 1,
+        "_hparams_/session_end_info": 1,
+    }  # fmt: skip
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    content = {tag: value.metadata.plugin_data.content for tag, value in found.items()}
+    start = metadata.parse_session_start_info_plugin_data(content["_hparams_/session_start_info"])
+    assert start.group_name == "trial/1"
+    assert start.hparams["lr"].number_value == 0.1
+    assert start.hparams["amp"].bool_value is True
+    end = metadata.parse_session_end_info_plugin_data(content["_hparams_/session_end_info"])
+    assert end.status == api_pb2.STATUS_SUCCESS  # the failure before is no longer true
+    experiment = metadata.parse_experiment_plugin_data(content["_hparams_/experiment"])
+    infos = {info.name: info for info in experiment.hparam_infos}
+    assert [v.string_value for v in infos["name"].domain_discrete.values] == ["a", "b"]
+    assert [v.bool_value for v in infos["amp"].domain_discrete.values] == [False, True]
+    assert [m.name.tag for m in experiment.metric_infos] == ["val/accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [("done", api_pb2.STATUS_SUCCESS), ("stopped", api_pb2.STATUS_SUCCESS),
+     ("failed", api_pb2.STATUS_FAILURE), ("interrupted", api_pb2.STATUS_UNKNOWN)],
+)  # fmt: skip
+def test_the_row_shows_how_the_run_ended(tmp_path: Path, status: str, expected: int) -> None:
+    recorder = opened(tmp_path)
+    recorder.hparams("x", {"lr": 0.1})
+    recorder.end(status)
+    recorder.close()
+    content = values(tmp_path)[-1].metadata.plugin_data.content
+    assert metadata.parse_session_end_info_plugin_data(content).status == expected
+
+
+def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+    recorder = opened(tmp_path)
+    recorder.text("about/config", "# größe\udcff", 0)
+    recorder.image("val/confusion", picture, 3)
+    recorder.close()
+    accumulator = read(tmp_path)
+    assert accumulator.PluginTagToContent("text").keys() == {"about/config"}
+    assert accumulator.PluginTagToContent("images").keys() == {"val/confusion"}
+    (text,) = accumulator.Tensors("about/config")
+    assert text.tensor_proto.string_val[0].decode() == "# größe?"
+    (image,) = accumulator.Tensors("val/confusion")
+    width, height, png = image.tensor_proto.string_val
+    assert (int(width), int(height), image.step) == (7, 5, 3)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), picture)
+
+
+def test_the_layout_names_exactly_its_tags(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    recorder.layout({"loss": ["train/loss", "val/loss"]})
+    recorder.close()
+    (value,) = values(tmp_path)
+    layout = layout_pb2.Layout.FromString(value.tensor.string_val[0])
+    (chart,) = layout.category[0].chart
+    assert list(chart.multiline.tag) == ["^train/loss$", "^val/loss$"]
+
+
+def test_an_event_file_that_was_torn_is_no_hindrance_to_a_resume(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.hparams("x", {"lr": 0.1})
+    first.scalars(10, "train", {"loss": 1.0})
+    first.end("failed")
+    first.close()
+    (path,) = tmp_path.glob("events*")
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:20])
+    second = opened(tmp_path, start_step=10)
+    second.scalars(20, "train", {"loss": 2.0})
+    second.close()
+    assert points(tmp_path, "train/loss") == [(10, 1.0), (20, 2.0)]
