@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.models.transformer import Block, embed, initialise
+from runner.models.transformer import Block, first, initialise
 
 
 class GPT(nn.Module):
@@ -27,7 +27,8 @@ class GPT(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits of the token after each one."""
-        x = self.dropout(embed(self.tokens, self.positions, input_ids))
+        x = self.tokens(input_ids) + first(self.positions, input_ids.shape[1])
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
         # the embedding itself is the output layer: one parameter under one name, so that saving,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import sqrt
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -70,16 +69,11 @@ def initialise(model: nn.Module, blocks: nn.ModuleList) -> None:
             nn.init.zeros_(module.bias)
 
 
-def embed(tokens: nn.Embedding, positions: nn.Embedding, input_ids: Tensor) -> Tensor:
-    """Token plus position embeddings: [batch, sequence] -> [batch, sequence, width].
-
-    Raises DataError when there are fewer positions than tokens.
-    """
-    length = input_ids.shape[1]
+def first(positions: nn.Embedding, length: int) -> Tensor:
+    """The embeddings of the first `length` positions; raises DataError when there are fewer."""
     if length > positions.num_embeddings:
         raise DataError(
             f"a sequence of {length} tokens, but the model has positions for "
             f"{positions.num_embeddings}: cut it, or train with data.sequence={length}"
         )
-    # a slice in place of a look-up: its backward is a copy, not a scatter
-    return torch.add(tokens(input_ids), positions.weight[:length])
+    return positions.weight[:length]  # a slice: its backward is a copy, a look-up's a scatter

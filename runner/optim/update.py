@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.optim.config import StabilityConfig
+from runner.optim.kernel import FusedKernel
 from runner.optim.optimizer import Optimizer
 
 
@@ -55,6 +56,7 @@ class Update:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
         self.in_kernel = all(group.get("fused") for group in optimizer.param_groups)
+        self.kernel = FusedKernel(optimizer, self.device) if FusedKernel.fits(optimizer) else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
         self.scale = LossScale(loss_scale, self.device) if loss_scale else None
@@ -102,13 +104,20 @@ class Update:
             self.scale.update(skipped)
 
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
-        optimizer: Any = self.optimizer
-        optimizer.grad_scale = self._divisor(norm)
-        optimizer.found_inf = skipped
         if self.scheduled:
             torch.take(self.table, self.updates, out=self.lr_now)
-        optimizer.step()
-        self.updates.add_(skipped == 0)
+        if self.kernel is not None and any(p.grad is None for p in self.parameters):
+            self.kernel.hand_back()  # parameters now differ in their number of updates
+            self.kernel = None
+        if self.kernel is not None:
+            self.kernel.step(self._divisor(norm), skipped)
+        else:
+            optimizer: Any = self.optimizer
+            optimizer.grad_scale = self._divisor(norm)
+            optimizer.found_inf = skipped
+            optimizer.step()
+        if self.scheduled:
+            self.updates.add_(skipped == 0)
         if self.average:
             self._follow((1 - skipped) * self.following)
         if self.saved:
@@ -129,7 +138,8 @@ class Update:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
         self.optimizer.step()
-        self.updates += 1
+        if self.scheduled:
+            self.updates += 1
         if self.average:
             self._follow(torch.full_like(norm, self.following))
 
@@ -196,6 +206,8 @@ class Update:
 
     def state(self) -> dict[str, Any]:
         """All that the next update depends on."""
+        if self.kernel is not None:
+            self.kernel.hand_back()
         return {
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,
@@ -207,6 +219,8 @@ class Update:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state; raises ValueError or KeyError where it does not fit."""
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.kernel is not None:
+            self.kernel.take_over()
         self.updates.copy_(state["updates"])
         self.backoff = state["backoff"]
         self._set_schedule()
