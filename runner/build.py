@@ -1,4 +1,4 @@
-"""From a config to a run: each line is one decision, and the order of the lines is the reason why."""
+"""From a config to a run, a line for each decision; comments say why one comes after another."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat
 from runner.data.loader import make_loader
 from runner.data.open import open_data
 from runner.data.order import permutation
-from runner.device import seed_everything, select
+from runner.device.device import seed_everything, select
 from runner.errors import ConfigError
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
-from runner.lock import lock
 from runner.loop_config import TrainingConfig
 from runner.models.build import build_model
 from runner.objectives.build import build_objective
@@ -26,7 +26,7 @@ from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.schedule import factors
 from runner.optim.update import Update
 from runner.reader import Reader
-from runner.recorder import Recorder
+from runner.record.recorder import Recorder
 from runner.resume import restore
 from runner.run import Choice, Draft, Engagement, Hook, Run, Technique
 from runner.security.targets import construct, resolve
@@ -135,7 +135,9 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         higher_is_better=objective.higher_is_better,
         recorder=Recorder(folder, config.monitoring),
         checkpointer=Checkpointer(
-            folder if config.checkpoint.enabled else None, config.checkpoint.keep, config_hash(config)
+            folder if config.checkpoint.enabled else None,
+            config.checkpoint.keep,
+            config_hash(config),
         ),
         hooks=_hooks(config, folder),
         techniques=applied,
@@ -181,14 +183,14 @@ def _length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]
         steps, unit = config.data.default_steps, "steps"
     else:
         steps, unit = round((config.data.default_epochs or 10) * steps_per_epoch), "epochs"
-    reason = f"neither training.steps nor training.epochs is set; data.default_{unit} of {config.data.kind}"
+    reason = f"no training.steps or training.epochs: data.default_{unit} of {config.data.kind}"
     return max(1, steps), [Choice("training.steps", max(1, steps), reason)]
 
 
 def _apply_techniques(
     config: RunConfig, draft: Draft
 ) -> tuple[list[tuple[str, Technique]], list[Engagement]]:
-    """Apply what is asked for and can run here, in the order of the fields; say why the rest is not."""
+    """Apply what is asked for and can run here, in order; say why the rest is not."""
     applied: list[tuple[str, Technique]] = []
     others: list[Engagement] = []
     for name, technique in config.optimization.techniques() + _extra_techniques(config):
@@ -202,7 +204,7 @@ def _apply_techniques(
             raise ConfigError(
                 f"optimization.{name}",
                 f"cannot take hold: {reason}",
-                f"switch it off or set optimization.strict=false",
+                "switch it off or set optimization.strict=false",
             )
         else:
             others.append(Engagement(name, True, False, reason))
@@ -214,7 +216,9 @@ def _extra_techniques(config: RunConfig) -> list[tuple[str, Technique]]:
     found: list[tuple[str, Technique]] = []
     for target in config.optimization.extra:
         key = "optimization.extra"
-        technique = construct(resolve(target, key, config.security.trusted), {"enabled": True}, {}, key)
+        technique = construct(
+            resolve(target, key, config.security.trusted), {"enabled": True}, {}, key
+        )
         if not isinstance(technique, Technique):
             raise ConfigError(key, f"{target} is no Technique", "inherit from runner.Technique")
         found.append((target.rpartition(".")[2], technique))

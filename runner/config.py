@@ -18,19 +18,19 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.checkpoint_config import CheckpointConfig
+from runner.checkpoint.config import CheckpointConfig
 from runner.data import config as data_config
 from runner.data.config import DataConfig
-from runner.device_config import DeviceConfig
+from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
-from runner.groups import CONF, FOREIGN
 from runner.jobs.config import JobConfig, JobKind
 from runner.loop_config import DebugConfig, TrainingConfig
 from runner.models import config as model_config
 from runner.models.config import ModelConfig
 from runner.objectives.config import ObjectiveConfig
 from runner.optim.config import OptimizerConfig, ScheduleConfig, StabilityConfig
-from runner.recorder_config import MonitoringConfig
+from runner.overrides.groups import CONF, FOREIGN
+from runner.record.config import MonitoringConfig
 from runner.security.config import SecurityConfig
 from runner.security.targets import permit
 from runner.techniques.config import Optimization
@@ -162,7 +162,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
     Works inside another Hydra application too. Raises ConfigError.
     """
-    from runner.overrides import spelled
+    from runner.overrides.spelling import spelled
 
     return typed(compose_raw(spelled(overrides, compose_raw)))
 
@@ -186,7 +186,7 @@ def compose_raw(
     try:
         return compose(list(overrides), hydra_too)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        from runner.diagnosis import explain
+        from runner.overrides.diagnosis import explain
 
         raise explain(error, overrides, compose, folders) from error
 
@@ -216,7 +216,7 @@ def typed(config: DictConfig) -> RunConfig:
     interpolation that leads nowhere.
     """
     for key, known in _unknown(config, ""):
-        from runner.diagnosis import nearest
+        from runner.overrides.diagnosis import nearest
 
         near = nearest(key, known)
         raise ConfigError(

@@ -89,7 +89,9 @@ def _train(run: Run) -> None:
                     raise interrupts.error()
             run.reader.close(watch.elapsed())
             _act(run, _report(run, wait=True))
-        except KeyboardInterrupt:  # a wait for data was cut short; or a second signal: no checkpoint
+        except (
+            KeyboardInterrupt
+        ):  # a wait for data was cut short; or a second signal: no checkpoint
             if interrupts.waiting:
                 save(run, final=True)
             raise interrupts.error() from None
@@ -134,7 +136,9 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
         share = run.objective.weight(part[1]) / whole
         loss = _forward(run, part)
         # a part whose targets are all masked has the mean 0/0 and no share
-        loss = loss * share if isinstance(share, float) else torch.where(share > 0, loss, 0.0) * share
+        loss = (
+            loss * share if isinstance(share, float) else torch.where(share > 0, loss, 0.0) * share
+        )
         run.watch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
@@ -191,7 +195,9 @@ def _judge(run: Run, evaluation: Evaluation) -> bool:
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
         known = ", ".join(sorted(metrics))
-        raise ConfigError("training.monitor", f"there is no metric {run.monitor!r}", f"one of {known}")
+        raise ConfigError(
+            "training.monitor", f"there is no metric {run.monitor!r}", f"one of {known}"
+        )
     value = metrics[run.monitor]
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
@@ -224,7 +230,9 @@ def _report(run: Run, wait: bool = False) -> Verdict:
             progress.skipped += skipped
         report.lr = run.update.lr_at(report.last - 1 - progress.skipped)
         if sum(report.skipped):
-            progress.faults["non_finite"] = progress.faults.get("non_finite", 0) + sum(report.skipped)
+            progress.faults["non_finite"] = progress.faults.get("non_finite", 0) + sum(
+                report.skipped
+            )
             log.warning(
                 "steps %d to %d: %d of them skipped, their loss or gradients were not finite",
                 report.first, report.last, sum(report.skipped),
@@ -242,7 +250,7 @@ def _act(run: Run, verdict: Verdict) -> None:
     elif verdict is Verdict.ROLLBACK:
         if progress.rollbacks >= run.max_rollbacks:
             raise GaveUp(
-                f"step {progress.step}: {progress.consecutive_skips} steps in a row were not finite, "
+                f"step {progress.step}: {progress.consecutive_skips} steps in a row not finite "
                 f"after {progress.rollbacks} roll-backs; look at the data of these steps, lower "
                 "optimizer.lr, or raise stability.max_rollbacks"
             )
@@ -268,4 +276,3 @@ def _length(target: Any) -> int:
     while not isinstance(target, Tensor):
         target = next(iter(target.values() if isinstance(target, dict) else target))
     return int(target.shape[0])
-

@@ -25,7 +25,9 @@ class TrainingConfig:
             if value is not None and value <= 0:
                 raise ConfigError(f"training.{key}", f"{value} is not positive", "use 1 or more")
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError("training.steps", "is given together with training.epochs", "name one")
+            raise ConfigError(
+                "training.steps", "is given together with training.epochs", "name one"
+            )
         if self.micro_batch is not None and self.micro_batch > self.batch_size:
             raise ConfigError(
                 "training.micro_batch",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from runner import memory, provenance
+from runner.device import memory
+from runner.record import provenance
 from runner.run import Engagement, Run
 from runner.summary import CheckpointPaths, MemoryPeaks, Summary
 

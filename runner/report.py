@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runner import markdown as md
-from runner.console import one_line
+from runner.record import markdown as md
+from runner.record.console import one_line
 from runner.summary import Summary
 
 log = logging.getLogger("runner")

@@ -32,7 +32,6 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
 
 
 def _state(run: Run) -> dict[str, Any]:
-    name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "progress": asdict(run.progress),
         "update": run.update.state(),
@@ -40,7 +39,7 @@ def _state(run: Run) -> dict[str, Any]:
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+            "numpy": np.random.get_state(),
         },
         "record": run.recorder.position(),
         "choices": [[c.key, c.value, c.reason] for c in run.choices],
@@ -67,11 +66,14 @@ def restore(run: Run, where: Path | None) -> bool:
     if state["config_hash"] != run.config_hash:
         log.warning("the config is not the one that %s was written under", restored.path)
     if state["steps_per_epoch"] != run.train.steps_per_epoch:
-        log.warning("the data or the batch size changed: an epoch had %d steps", state["steps_per_epoch"])
-    if state["threads"] != run.device.threads:
-        log.warning("threads: %d then, %d now; sums may differ in the last bits; set device.threads=%d",
-                    state["threads"], run.device.threads, state["threads"])  # fmt: skip
-    run.choices.append(Choice("checkpoint.resume", str(restored.path), f"continues at step {restored.step}"))
+        log.warning(
+            "the data or the batch size changed: an epoch had %d steps", state["steps_per_epoch"]
+        )
+    if (then := state["threads"]) != (now := run.device.threads):
+        log.warning("threads: %d then, %d now: last bits may differ; see device.threads", then, now)
+    run.choices.append(
+        Choice("checkpoint.resume", str(restored.path), f"continues at step {restored.step}")
+    )
     own = run.folder is not None and restored.path.is_relative_to(run.folder)
     run.recorder.open(run.progress.step, state["record"] if own else None)
     # last, since anything before it may draw
@@ -79,8 +81,7 @@ def restore(run: Run, where: Path | None) -> bool:
     torch.set_rng_state(noise["torch"])
     version, numbers, gauss = noise["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = noise["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state(noise["numpy"])
     return True
 
 
@@ -113,6 +114,6 @@ def _load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str,
     except (RuntimeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path}: does not fit this run's model or optimizer ({reason}); resume with the config "
-            "it was written under"
+            f"{path}: does not fit this run's model or optimizer ({reason}); resume with the "
+            "config it was written under"
         ) from error

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from runner.checkpoint import Checkpointer
-    from runner.device import Device
+    from runner.checkpoint.checkpointer import Checkpointer
+    from runner.device.device import Device
     from runner.optim.update import Update
     from runner.reader import Reader
-    from runner.recorder import Recorder
+    from runner.record.recorder import Recorder
     from runner.stopwatch import Stopwatch
 
 Inputs = Any

@@ -1,12 +1,13 @@
 """What one training step of our loop costs, beside hand-written loops and other trainers.
 
-    python scripts/bench_overhead.py PEERS tiny|cnn|gpt [--threads N] [--steps N] [--rounds N]
-                                     [--only NAME,NAME] [--json FILE]
+    python scripts/bench_overhead.py PEERS tiny|mlp|cnn|gpt [--threads N] [--steps N] [--rounds N]
+                                     [--only NAME,NAME] [--levels LEVEL,LEVEL] [--json FILE]
 
-PEERS is a folder with `workloads.py` (`make(kind)`, `Timed`) and `overhead.py` (`ALL`: loops by name,
-each a function that trains on `Timed` batches and returns microseconds a step). Every loop takes its
-turn between two runs of the bare one, so a drift of the machine hits all alike; a ratio is to the mean
-of its two neighbours. Ours runs with its defaults: clipping, guard, metrics.jsonl and TensorBoard.
+PEERS is a folder with `workloads.py` (`make(kind)`, `Timed`) and `overhead.py` (`ALL`: loops by
+name, each a function that trains on `Timed` batches and returns microseconds a step). Every loop
+takes its turn between two runs of the bare one, so a drift of the machine hits all alike; a ratio
+is to the mean of its two neighbours. Ours runs with its defaults: clipping, guard, metrics.jsonl
+and TensorBoard.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any
 
 MODELS = {
     "tiny": ["data=synthetic", "data.form=tabular", "model._target_=workloads.MLP"],
-    "mlp": ["data=synthetic", "data.form=tabular", "data.features=784", "model._target_=workloads.MLP",
-            "+model.dims=[784,1024,1024,10]"],
+    "mlp": ["data=synthetic", "data.form=tabular", "data.features=784",
+            "model._target_=workloads.MLP", "+model.dims=[784,1024,1024,10]"],
     "cnn": ["data=synthetic", "data.form=images", "model._target_=workloads.CNN"],
     "gpt": ["data=synthetic", "data.form=tokens", "model._target_=workloads.GPT"],
 }  # fmt: skip
@@ -61,7 +62,8 @@ def ours(kind: str, steps: int, warm: int, level: str) -> Callable[[], float]:
 
     _, data, _ = make(kind)
     overrides = [
-        *MODELS[kind], "security.trusted=[workloads]", f"optimization={level}", f"training.steps={steps}",
+        *MODELS[kind], "security.trusted=[workloads]", f"optimization={level}",
+        f"training.steps={steps}",
         f"training.batch_size={data[0][1].shape[0]}", "training.validate_every=1000000",
         "data.samples=256", "schedule=constant",
     ]  # fmt: skip
@@ -80,7 +82,9 @@ def ours(kind: str, steps: int, warm: int, level: str) -> Callable[[], float]:
 
 def main() -> None:
     """Parse, measure, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("peers", type=Path)
     parser.add_argument("kind", choices=MODELS)
     parser.add_argument("--threads", type=int, default=0)
@@ -138,7 +142,10 @@ def main() -> None:
         ratios = sorted(v[1] for v in values)
         low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
         table[name] = {"us": us, "ratio": ratio, "q1": low, "q3": high, "added_us": added}
-        print(f"  {name:52s} {us:10.1f} us  x{ratio:.3f} [{low:.3f}..{high:.3f}]  added {added:+9.1f} us")
+        print(
+            f"  {name:52s} {us:10.1f} us  x{ratio:.3f} [{low:.3f}..{high:.3f}]"
+            f"  added {added:+9.1f} us"
+        )
     if wanted.json:
         wanted.json.write_text(json.dumps(table, indent=1) + "\n")
 

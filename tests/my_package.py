@@ -30,9 +30,15 @@ class Noisy:
     Samples whose index is in `poison` are NaN; fetching takes `seconds`.
     """
 
-    sizes = {"task": "classification", "in_features": 6, "classes": 2}  # so that none is looked into
+    sizes = {
+        "task": "classification",
+        "in_features": 6,
+        "classes": 2,
+    }  # so that none is looked into
 
-    def __init__(self, samples: int = 120, poison: tuple[int, ...] = (), seconds: float = 0.0) -> None:
+    def __init__(
+        self, samples: int = 120, poison: tuple[int, ...] = (), seconds: float = 0.0
+    ) -> None:
         self.samples, self.poison, self.seconds = samples, set(poison), seconds
 
     def __len__(self) -> int:
@@ -63,6 +69,17 @@ class Masked:
         target = ids[1:].clone()
         target[: index % 8] = -100
         return ids[:-1], target
+
+
+class Line:
+    """A straight line through seven dimensions, for regression."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.sin(torch.arange(7) * float(index + 1))
+        return x, (x * torch.arange(7)).sum() / 7
 
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:

@@ -13,21 +13,28 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Low to high. A module imports from the layers below its own and from its own package, and from
 # nothing else of ours: not from its neighbours, not from above. A new module needs its place here.
-LAYERS = """
+CONFIGS = (
+    "checkpoint",
+    "data",
+    "device",
+    "jobs",
+    "models",
+    "objectives",
+    "optim",
+    "record",
+    "security",
+)
+LAYERS = f"""
 errors
-*_config jobs.config
-appending cgroup console interrupts lock markdown numerics plots provenance seeds storage
-capabilities manifest security tensorboard
-checkpoint_folder process recorder snapshot
-checkpoint device
-memory
+loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
+interrupts seeds storage
+device record security
+checkpoint
 run
 reader resume summary
 outcome report stopwatch
 techniques hooks models objectives data optim loop
-groups
 overrides
-diagnosis
 config
 build
 doctor
@@ -38,7 +45,7 @@ __main__ __init__
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-errors *_config run summary groups overrides diagnosis config cli.* __main__
+errors *_config run summary overrides.* config cli.* __main__
 __init__ *.__init__ *.config
 """.split()
 

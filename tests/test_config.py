@@ -14,12 +14,12 @@ from hydra.core.global_hydra import GlobalHydra
 import runner
 from runner.config import RunConfig, compose, compose_raw, config_hash, flat, typed
 from runner.data import config as data_config
-from runner.diagnosis import TORCH_OPTIMIZERS
 from runner.errors import ConfigError, SecurityError
-from runner.groups import CONF, chosen, options
 from runner.jobs import JOBS
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
+from runner.overrides.diagnosis import TORCH_OPTIMIZERS
+from runner.overrides.groups import CONF, chosen, options
 
 NEEDS = {
     ("data", "stdlib_text"): ["model=gpt"],

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner import markdown, report
+from runner import report
 from runner.errors import StorageError
+from runner.record import markdown
 from runner.run import Choice, Engagement
 from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
 

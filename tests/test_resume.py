@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError
 
 HERE = Path(__file__).parent
@@ -23,7 +23,8 @@ NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net
          "training.batch_size=20"]  # fmt: skip
 EVERYTHING = {
     "noise, dropout, BatchNorm, cosine, average, accumulation, 0 workers": [
-        *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9", "training.micro_batch=7",
+        *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9",
+        "training.micro_batch=7",
     ],
     "the same, 2 workers": [
         *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9", "data.workers=2",
@@ -34,7 +35,8 @@ EVERYTHING = {
     ],
     "gpt in bf16": [
         *OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16", "model.heads=2",
-        "model.dropout=0.2", "optimization=amp", "optimization.amp.dtype=bf16", "training.batch_size=8",
+        "model.dropout=0.2", "optimization=amp", "optimization.amp.dtype=bf16",
+        "training.batch_size=8",
     ],
 }  # fmt: skip
 STEPS = 23  # the epochs have 5 and 4 steps: neither the cut nor the end is at an epoch's end
@@ -46,7 +48,11 @@ def fresh_process(folder: Path, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "runner", f"hydra.run.dir={folder}", *overrides]
     path = os.pathsep.join([str(HERE), str(HERE.parent)])
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, cwd=folder.parent, capture_output=True, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder.parent,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -85,8 +91,8 @@ def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE))
-    overrides = [*overrides, f"training.steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.keep=9",
-                 "training.validate_every=10"]  # fmt: skip
+    overrides = [*overrides, f"training.steps={STEPS}", "training.validate_every=10",
+                 f"checkpoint.every={EVERY}", "checkpoint.keep=9"]  # fmt: skip
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     with build(compose(overrides), straight) as run:
         train(run)

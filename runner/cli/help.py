@@ -8,7 +8,7 @@ import textwrap
 from importlib.metadata import PackageNotFoundError, version
 
 from runner import __version__
-from runner.groups import ALIASES, chosen, options
+from runner.overrides.groups import ALIASES, chosen, options
 
 ABOUT = """\
 Trains a PyTorch model on real data, from a config that is put together on the command line:

@@ -19,11 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.cli.preflight import Request
 from runner.config import typed
-from runner.console import close_logging, set_up_logging
-from runner.diagnosis import translated
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
-from runner.groups import CONF
 from runner.jobs import find
+from runner.overrides.diagnosis import translated
+from runner.overrides.groups import CONF
+from runner.record.console import close_logging, set_up_logging
 from runner.summary import Summary
 
 log = logging.getLogger("runner")

@@ -15,7 +15,7 @@ from runner.cli.resume import Resumed, quoted, unfinished, with_recorded
 from runner.config import RunConfig, compose_raw, config_hash, typed
 from runner.errors import RunnerError
 from runner.jobs.config import JobKind
-from runner.overrides import Compose, some_jobs, spelled
+from runner.overrides.spelling import Compose, some_jobs, spelled
 
 
 @dataclass

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from runner.checkpoint.lock import is_locked
 from runner.errors import CheckpointError, ConfigError
-from runner.groups import options
-from runner.lock import is_locked
-from runner.overrides import EXCLUDE, Typed, read
+from runner.overrides.groups import options
+from runner.overrides.spelling import EXCLUDE, Typed, read
 
 KEY = "checkpoint.resume"
 STEP = re.compile(r"step_\d+|last|best")

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from packaging.specifiers import SpecifierSet
 
-from runner import memory
-from runner.device import Device
+from runner.device import memory
+from runner.device.device import Device
 from runner.doctor import packages
 
 MIB, GIB = 1 << 20, 1 << 30

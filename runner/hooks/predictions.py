@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner import markdown
+from runner.record import markdown
 from runner.run import Batch, Run, call, rows
 
 SHOWN = 12
@@ -55,7 +55,7 @@ class Predictions:
         predicted = [_name(run, int(i)) for i in said]
         images = _images(run, inputs)
         if images is not None:
-            from runner.plots import image_grid
+            from runner.record.plots import image_grid
 
             run.recorder.image("val/predictions", image_grid(images.numpy(), true, predicted), step)
             return

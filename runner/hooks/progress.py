@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from runner.console import console, one_line
-from runner.recorder_config import MonitoringConfig
+from runner.record.config import MonitoringConfig
+from runner.record.console import console, one_line
 from runner.run import Evaluation, Hook, Report, Run
 
 log = logging.getLogger("runner")

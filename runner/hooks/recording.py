@@ -12,10 +12,11 @@ from typing import Any
 
 import psutil
 
-from runner import markdown, memory, provenance
+from runner.device import memory
 from runner.errors import Interrupted
 from runner.hooks.predictions import Predictions
-from runner.recorder_config import MonitoringConfig
+from runner.record import markdown, provenance
+from runner.record.config import MonitoringConfig
 from runner.run import Evaluation, Hook, Report, Run
 
 log = logging.getLogger("runner")
@@ -171,7 +172,7 @@ class Recording(Hook):
     def _confusion(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.confusion is None or not evaluation.confusion.sum():
             return
-        from runner.plots import confusion_matrix
+        from runner.record.plots import confusion_matrix
 
         counts = evaluation.confusion.long().numpy()
         run.recorder.image(

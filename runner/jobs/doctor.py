@@ -16,9 +16,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runner import capabilities, cgroup, memory
-from runner.device import Device, select
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device import capabilities, cgroup, memory
+from runner.device.config import DeviceConfig, DeviceKind
+from runner.device.device import Device, select
 from runner.doctor import environment, packages
 from runner.doctor.environment import Check, Status, size
 from runner.errors import StorageError, UsageError

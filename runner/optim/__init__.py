@@ -1,1 +1,1 @@
-
+"""From gradients to new weights: optimizer, schedule, guard, clipping, average."""

@@ -28,7 +28,9 @@ def find_optimizer(name: str) -> type[Optimizer]:
         fix = f"did you mean {folded[near[0]]}?" if near else f"one of {', '.join(sorted(known))}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
     if name == "LBFGS":
-        raise ConfigError("optimizer.name", "LBFGS runs the model several times a step", "use AdamW")
+        raise ConfigError(
+            "optimizer.name", "LBFGS runs the model several times a step", "use AdamW"
+        )
     return known[name]
 
 
@@ -41,12 +43,14 @@ def build_optimizer(
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
     accepted = inspect.signature(cls).parameters
-    arguments = {**config.options, **options}
+    arguments = {"lr": config.lr, **config.options, **options}
     for name in config.options:
         if name not in accepted:
             choices = ", ".join(n for n in accepted if n not in ("params", "lr", "weight_decay"))
             raise ConfigError(
-                f"optimizer.options.{name}", f"{cls.__name__} has no such option", f"it has {choices}"
+                f"optimizer.options.{name}",
+                f"{cls.__name__} has no such option",
+                f"it has {choices}",
             )
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -59,9 +63,11 @@ def build_optimizer(
             decayed = [p for p in trainable if p.ndim >= 2]
             groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     try:
-        optimizer = cls(groups, lr=config.lr, **arguments)
+        optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("optimizer", f"{cls.__name__} refuses: {error}", "check its options") from error
+        raise ConfigError(
+            "optimizer", f"{cls.__name__} refuses: {error}", "check its options"
+        ) from error
     _fill_momentum(optimizer)
     return optimizer
 

@@ -1,4 +1,4 @@
-"""What happens between backward and the next batch: norm, guard, clip, update, schedule, average."""
+"""Between backward and the next batch: norm, guard, clipping, update, schedule, average."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Update:
         self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
         self.following = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
-        # buffers that a forward changes, such as BatchNorm's statistics, go back with a skipped step
+        # what a forward changes, such as BatchNorm's statistics, goes back with a skipped step
         self.buffers = list(model.buffers()) if config.guard else []
         self.saved = [b.clone() for b in self.buffers]
         self.kept = torch.zeros((), device=self.device)
@@ -84,7 +84,7 @@ class Update:
             torch._foreach_copy_(self.saved, self.buffers)
 
     def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradient norm before clipping, and 1.0 if this step must be skipped, else 0.0; both 0-d."""
+        """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d."""
         norms = list(torch._foreach_norm(self._gradients()))
         norms.append(loss * 0.0)  # NaN if the loss is not finite, else nothing
         norm = torch.linalg.vector_norm(torch.stack(norms))

@@ -17,7 +17,9 @@ class Accumulation(Technique):
     def __post_init__(self) -> None:
         if self.micro_batch < 1:
             raise ConfigError(
-                "optimization.accumulation.micro_batch", f"{self.micro_batch} is no count", "use 1 or more"
+                "optimization.accumulation.micro_batch",
+                f"{self.micro_batch} is no count",
+                "use 1 or more",
             )
 
     def apply(self, draft: Draft) -> str | None:
@@ -34,4 +36,6 @@ class Accumulation(Technique):
     def engaged(self, run: Run) -> Evidence:
         """The number of backward passes that one update is made of."""
         parts = -(-run.train.samples(0) // run.micro_batch)
-        return Evidence(parts > 1, "", {"micro_batch": run.micro_batch, "backward_per_update": parts})
+        return Evidence(
+            parts > 1, "", {"micro_batch": run.micro_batch, "backward_per_update": parts}
+        )

@@ -12,7 +12,7 @@ from runner.run import Choice, Draft, Evidence, Run, Technique
 from runner.techniques.probe import outputs
 
 if TYPE_CHECKING:
-    from runner.device import Device
+    from runner.device.device import Device
 
 
 class Precision(Enum):
@@ -31,7 +31,7 @@ class Amp(Technique):
     initial_scale: float = 65536.0  # of the loss in fp16, torch's default; it adapts
 
     def unavailable(self, device: Device) -> str | None:
-        """`auto` needs a 16-bit type that is fast here; a type asked for by name only has to work."""
+        """`auto` needs a fast 16-bit type; one that is asked for by name only has to work."""
         able = device.capabilities
         if self.dtype is Precision.auto and not (able.bf16_fast or able.fp16_fast):
             return f"{device.name} has no fast 16-bit matrix product"
@@ -50,10 +50,14 @@ class Amp(Technique):
         dtype = torch.float16 if fp16 else torch.bfloat16
         if self.dtype is Precision.auto:
             reason = "no fast bf16 here" if fp16 else "bf16 is fast here and needs no loss scale"
-            draft.choices.append(Choice("optimization.amp.dtype", "fp16" if fp16 else "bf16", reason))
+            draft.choices.append(
+                Choice("optimization.amp.dtype", "fp16" if fp16 else "bf16", reason)
+            )
         elif fp16 and draft.device.kind == "cpu":
             draft.choices.append(
-                Choice("optimization.amp.dtype", "fp16", "asked for; 20 to 30 times slower on a CPU")
+                Choice(
+                    "optimization.amp.dtype", "fp16", "asked for; 20 to 30 times slower on a CPU"
+                )
             )
         if fp16:
             draft.loss_scale = self.initial_scale

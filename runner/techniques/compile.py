@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runner.run import Draft, Evidence, Run, Technique
 
 if TYPE_CHECKING:
-    from runner.device import Device
+    from runner.device.device import Device
 
 
 class CompileMode(Enum):
@@ -42,7 +42,7 @@ class Compile(Technique):
         import torch
 
         if draft.total_steps < self.min_steps:
-            return f"{draft.total_steps} steps are fewer than min_steps={self.min_steps}: not paid back"
+            return f"{draft.total_steps} steps (min_steps={self.min_steps}) would not pay it back"
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         draft.model.compile(mode=self.mode.value, dynamic=self.dynamic)

@@ -28,6 +28,13 @@ class FusedOptimizer(Technique):
         """The implementation that ran, and where clipping and the guard are done."""
         group = run.update.optimizer.param_groups[0]
         ran = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "loop"
-        facts = {"implementation": ran, "guard": "in the kernel" if run.update.in_kernel else "host reads a flag"}
-        reason = "" if ran == "fused" else f"{type(run.update.optimizer).__name__} has no fused kernel: {ran}"
+        facts = {
+            "implementation": ran,
+            "guard": "in the kernel" if run.update.in_kernel else "host reads a flag",
+        }
+        reason = (
+            ""
+            if ran == "fused"
+            else f"{type(run.update.optimizer).__name__} has no fused kernel: {ran}"
+        )
         return Evidence(ran == "fused", reason, facts)

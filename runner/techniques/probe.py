@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def outputs(run: Run, layers: list[nn.Module]) -> list[Tensor]:
+def outputs(run: Run, layers: Sequence[nn.Module]) -> list[Tensor]:
     """The first output of each layer that ran, in the order they ran.
 
     Uncompiled, since hooks would break the compiled graph, in eval mode and without gradients,

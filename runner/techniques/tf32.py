@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.run import Draft, Evidence, Run, Technique
 
 if TYPE_CHECKING:
-    from runner.device import Device
+    from runner.device.device import Device
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.groups import CONF, options
+from runner.overrides.groups import CONF, options
 
 PACKAGE = """
 import torch

@@ -9,7 +9,7 @@ import pytest
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
-from runner.overrides import some_jobs
+from runner.overrides.spelling import some_jobs
 
 TRUSTED = "security.trusted=[my_package]"
 NET = "model._target_=my_package.Net"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.config import compose, config_hash
 from runner.errors import CheckpointError, ConfigError
-from runner.lock import lock
 
 TIME = 1_700_000_000
 
@@ -105,7 +105,7 @@ def test_several_runs_must_have_one_config() -> None:
 
 
 def test_a_folder_with_blanks_and_quotes_reaches_hydra_whole() -> None:
-    from runner.overrides import read
+    from runner.overrides.spelling import read
 
     run = make_run("my 'old' run", [])
     handed = ask("checkpoint.resume=\"my 'old' run\"").arguments[-1]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint import Checkpointer
-from runner.device import select
-from runner.device_config import DeviceConfig
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.device.config import DeviceConfig
+from runner.device.device import select
 from runner.optim.config import StabilityConfig
 from runner.optim.update import Update
 from runner.reader import Reader
-from runner.recorder import Recorder
-from runner.recorder_config import MonitoringConfig
+from runner.record.config import MonitoringConfig
+from runner.record.recorder import Recorder
 from runner.run import Batch, Choice, Objective, Run, Sizes
 from runner.stopwatch import Stopwatch
 

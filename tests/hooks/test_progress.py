@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.hooks import progress
 from runner.hooks.progress import Progress
-from runner.recorder_config import MonitoringConfig
+from runner.record.config import MonitoringConfig
 from runner.run import Evaluation, Report, Run, Sizes
 
 from .conftest import MakeRun

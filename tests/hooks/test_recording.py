@@ -15,7 +15,7 @@ from torch import nn
 from runner.errors import Interrupted
 from runner.hooks import recording
 from runner.hooks.recording import Recording
-from runner.recorder_config import MonitoringConfig
+from runner.record.config import MonitoringConfig
 from runner.run import Evaluation, Report, Run, Sizes
 
 from .conftest import MakeRun

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device.config import DeviceConfig, DeviceKind
 from runner.doctor import environment, packages
 from runner.doctor.environment import GIB, MIB, Check, Status
 from runner.errors import StorageError

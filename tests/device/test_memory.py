@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import cgroup, memory
-from runner.device import select
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device import cgroup, memory
+from runner.device.config import DeviceConfig, DeviceKind
+from runner.device.device import select
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="control groups and /proc are Linux's")
@@ -50,7 +50,7 @@ def test_a_peak_covers_a_stretch_once_it_is_reset():
 @linux
 def test_the_peak_of_a_small_child_is_not_its_large_parents():
     block = bytearray(b"x") * (256 * MIB)
-    code = "from runner import memory as m; print(m.peak_process_bytes(), m.process_bytes())"
+    code = "from runner.device import memory as m; print(m.peak_process_bytes(), m.process_bytes())"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

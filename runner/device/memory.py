@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from runner import cgroup
-from runner.device import Device
+from runner.device import cgroup
+from runner.device.device import Device
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

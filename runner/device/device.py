@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import device as TorchDevice
 
-from runner import capabilities, numerics, process
-from runner.capabilities import Capabilities
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device import capabilities, numerics, process
+from runner.device.capabilities import Capabilities
+from runner.device.config import DeviceConfig, DeviceKind
 from runner.errors import ConfigError, DeviceError
 
 __all__ = ["Capabilities", "Device", "seed_everything", "select"]

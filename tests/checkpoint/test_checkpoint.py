@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import storage
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer, storage
 from runner.errors import CheckpointError, StorageError
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from runner.appending import Appender
-from runner.recorder_config import MonitoringConfig
+from runner.record.appending import Appender
+from runner.record.config import MonitoringConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from runner.tensorboard import Scalar, TensorBoard
+    from runner.record.tensorboard import Scalar, TensorBoard
 
 log = logging.getLogger("runner")
 
@@ -59,7 +59,7 @@ class Recorder:
 
     def _open_tensorboard(self, folder: Path, start_step: int) -> None:
         try:
-            from runner.tensorboard import TensorBoard
+            from runner.record.tensorboard import TensorBoard
 
             self._events = TensorBoard(folder, start_step + 1 if start_step else None)
         except OSError as error:

@@ -14,9 +14,9 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from runner.recorder import Recorder
-from runner.recorder_config import MonitoringConfig
-from runner.tensorboard import _crc32c
+from runner.record.config import MonitoringConfig
+from runner.record.recorder import Recorder
+from runner.record.tensorboard import _crc32c
 
 
 def opened(folder: Path, start_step: int = 0) -> Recorder:

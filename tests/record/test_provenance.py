@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import provenance
+from runner.record import provenance
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from runner import capabilities
-from runner.device import Device, seed_everything, select
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device.config import DeviceConfig, DeviceKind
+from runner.device.device import Device, capabilities, seed_everything, select
+from runner.device.memory import peak_device_bytes, reset_peak
 from runner.errors import ConfigError, DeviceError
-from runner.memory import peak_device_bytes, reset_peak
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
 accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -138,8 +137,8 @@ def test_interop_threads_too_late_is_said_and_is_no_crash():
     code = """
 from contextlib import ExitStack
 import torch
-from runner.device import select
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device.device import select
+from runner.device.config import DeviceConfig, DeviceKind
 for count in (3, 3, 5):
     with ExitStack() as scope:
         device = select(DeviceConfig(kind=DeviceKind.cpu, interop_threads=count), scope)
@@ -216,8 +215,8 @@ def test_priority_is_set_and_a_refusal_names_the_key():
     code = """
 import os
 from contextlib import ExitStack
-from runner.device import select
-from runner.device_config import DeviceConfig, DeviceKind
+from runner.device.device import select
+from runner.device.config import DeviceConfig, DeviceKind
 from runner.errors import ConfigError
 with ExitStack() as scope:
     device = select(DeviceConfig(kind=DeviceKind.cpu, priority=7), scope)

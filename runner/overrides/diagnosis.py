@@ -15,9 +15,9 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from runner.data import config as data_config
 from runner.errors import ConfigError
-from runner.groups import options
 from runner.models import config as model_config
-from runner.overrides import Compose, Typed, read
+from runner.overrides.groups import options
+from runner.overrides.spelling import Compose, Typed, read
 
 TORCH_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from runner import cgroup
+from runner.device import cgroup
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "FEAT_BF16"})  # x86, arm, Apple
 NOTED_FLAGS = BF16_FLAGS | {"avx2", "avx512f", "avx512_fp16", "amx_int8", "sve", "sve2", "i8mm"}

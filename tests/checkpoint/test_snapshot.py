@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

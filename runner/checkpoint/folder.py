@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from runner import manifest, storage
+from runner import storage
+from runner.checkpoint import manifest
+from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
-from runner.manifest import read_manifest
 from runner.security.files import read_state, read_tensors
 
 log = logging.getLogger("runner")

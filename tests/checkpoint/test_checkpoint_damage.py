@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.checkpoint.manifest import NAME, read_manifest
 from runner.errors import CheckpointError, SecurityError
-from runner.manifest import NAME, read_manifest
 
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 

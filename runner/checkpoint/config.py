@@ -20,4 +20,6 @@ class CheckpointConfig:
         if self.every is not None and self.every < 1:
             raise ConfigError("checkpoint.every", f"{self.every} is not a count", "use 1 or more")
         if self.keep < 1:
-            raise ConfigError("checkpoint.keep", "would keep nothing to resume from", "use 1 or more")
+            raise ConfigError(
+                "checkpoint.keep", "would keep nothing to resume from", "use 1 or more"
+            )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runner.plots import BLUE, RED, SIDE, confusion_matrix, image_grid
+from runner.record.plots import BLUE, RED, SIDE, confusion_matrix, image_grid
 
 
 def has(picture: np.ndarray, colour: tuple[int, int, int]) -> bool:

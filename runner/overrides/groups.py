@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 CONF = next(  # inside the package in a wheel, beside it in a checkout
     (path for path in (_HERE / "conf", _HERE.parent / "conf") if (path / "config.yaml").is_file()),
     _HERE.parent / "conf",

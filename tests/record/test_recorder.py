@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.appending import Appender
-from runner.recorder import Recorder
-from runner.recorder_config import MonitoringConfig
+from runner.record.appending import Appender
+from runner.record.config import MonitoringConfig
+from runner.record.recorder import Recorder
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)
 
@@ -153,8 +153,8 @@ CHILD = """
 import json
 import sys
 from pathlib import Path
-from runner.recorder import Recorder
-from runner.recorder_config import MonitoringConfig
+from runner.record.recorder import Recorder
+from runner.record.config import MonitoringConfig
 recorder = Recorder(Path(sys.argv[1]), MonitoringConfig())
 recorder.open()
 for step in range(1, 200):
@@ -171,7 +171,7 @@ def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_pa
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)],
         preexec_fn=limit, capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
     size = (tmp_path / "metrics.jsonl").stat().st_size
     faults, position = json.loads(done.stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.console import close_logging, one_line, set_up_logging
+from runner.record.console import close_logging, one_line, set_up_logging
 
 log = logging.getLogger("runner")
 
@@ -29,8 +29,16 @@ def lines(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "evil",
-    ["a\n2026-01-01 ERROR forged", "a\r\nb", "a\x1b[2Kb", "a\u2028b", "a\x85b", "a\u202eb", "a\udcffb"],
-)  # fmt: skip
+    [
+        "a\n2026-01-01 ERROR forged",
+        "a\r\nb",
+        "a\x1b[2Kb",
+        "a\u2028b",
+        "a\x85b",
+        "a\u202eb",
+        "a\udcffb",
+    ],
+)
 def test_no_message_can_pass_for_two_lines_or_move_the_cursor(
     evil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and real signals")
 
@@ -20,7 +20,7 @@ SERVER = r"""
 import json, logging, os, resource, signal, sys
 from pathlib import Path
 import torch
-from runner.checkpoint import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import StorageError
 
 torch.set_num_threads(1)  # OpenMP hangs in a forked child

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from runner.data.config import DataConfig
 from runner.errors import ConfigError
-from runner.groups import ALIASES, FOREIGN, options
 from runner.models.config import ModelConfig
+from runner.overrides.groups import ALIASES, FOREIGN, options
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
 STAYS = {

@@ -4,16 +4,16 @@ import sys
 
 import pytest
 
-from runner import lock as locks
+from runner.checkpoint import lock as locks
+from runner.checkpoint.lock import is_locked, lock
 from runner.errors import StorageError, UsageError
-from runner.lock import is_locked, lock
 
 pytest.importorskip("fcntl")
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from runner.lock import lock
+from runner.checkpoint.lock import lock
 held = lock(Path(sys.argv[1]))
 child = os.fork()  # as a loader worker: it lives on when its parent is killed
 if not child:
@@ -66,7 +66,9 @@ def test_the_same_process_is_refused_too_until_it_releases(tmp_path):
 
 
 def seen_by_another_process(folder) -> bool:
-    code = "import sys; from pathlib import Path; from runner.lock import is_locked as f;"
+    code = (
+        "import sys; from pathlib import Path; from runner.checkpoint.lock import is_locked as f;"
+    )
     code += "print(f(Path(sys.argv[1])), 'torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = [sys.executable, "-c", code, str(folder)]
@@ -88,7 +90,7 @@ FORKING = """
 import os, sys
 from pathlib import Path
 from runner.errors import UsageError
-from runner.lock import is_locked, lock
+from runner.checkpoint.lock import is_locked, lock
 folder = Path(sys.argv[1])
 held = lock(folder)
 if os.fork():

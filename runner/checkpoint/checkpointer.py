@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from runner import checkpoint_folder as folders
-from runner import manifest, storage
-from runner.checkpoint_folder import FOLDER, Restored
+from runner import storage
+from runner.checkpoint import folder as folders
+from runner.checkpoint import manifest
+from runner.checkpoint.folder import FOLDER, Restored
+from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, StorageError
-from runner.manifest import Manifest, read_manifest
-from runner.snapshot import Copier, Snapshot, write_state, write_tensors
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -31,7 +32,7 @@ class Checkpointer:
     """Saves a run in the background and finds the newest good checkpoint again.
 
     Without a folder it keeps the last one in memory, so that a roll-back works all the same.
-    Who makes one with a folder must own that folder (`runner.lock`): leftovers are swept.
+    Who makes one with a folder must hold its `lock`: leftovers of a crash are swept.
     """
 
     def __init__(self, folder: Path | None, keep: int, config_hash: str = "") -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from runner.capabilities import usable_cores
+from runner.device.capabilities import usable_cores
 from runner.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
-from runner.appending import Appender
+from runner.record.appending import Appender
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
