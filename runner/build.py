@@ -73,6 +73,8 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         micro_batch=training.micro_batch or training.batch_size,
         micro_batch_asked=training.micro_batch,
         tf32_asked=config.device.tf32,
+        threads_asked=config.device.threads,
+        sample=lambda: data.fetch(data.train[:8], None),
         total_steps=total_steps,
         scope=scope,
         forward=model,

@@ -6,7 +6,6 @@ import logging
 import math
 from contextlib import ExitStack
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from runner.errors import ConfigError, GaveUp, Interrupted, RunnerError, Storage
 from runner.interrupts import Interrupts
 from runner.outcome import summarise
 from runner.resume import roll_back, save
-from runner.run import Batch, Evaluation, Hook, Report, Run, Step, Verdict, call, rows
+from runner.run import Batch, Evaluation, Hook, Report, Run, Step, Verdict, call, count, rows
 from runner.seeds import mix
 from runner.summary import Summary
 
@@ -111,7 +110,7 @@ def backward(run: Run, batch: Batch) -> Step:
     number = run.progress.step + 1
     run.device.reseed(mix(run.seed, number))  # dropout depends on the step alone: resume is exact
     run.update.begin()
-    if run.micro_batch >= _length(batch[1]):
+    if run.micro_batch >= count(batch[1]):
         loss = _forward(run, batch)
         run.watch.split("forward")
         (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
@@ -131,7 +130,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
     """
     whole = run.objective.weight(batch[1])
     total = torch.zeros((), device=run.device.torch)
-    for start in range(0, _length(batch[1]), run.micro_batch):
+    for start in range(0, count(batch[1]), run.micro_batch):
         part: Batch = rows(batch, slice(start, start + run.micro_batch))
         share = run.objective.weight(part[1]) / whole
         loss = _forward(run, part)
@@ -269,10 +268,3 @@ def _ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluati
 
 def _has(hook: Hook, event: str) -> bool:
     return getattr(type(hook), event) is not getattr(Hook, event)
-
-
-def _length(target: Any) -> int:
-    """Samples in a batch, from its target."""
-    while not isinstance(target, Tensor):
-        target = next(iter(target.values() if isinstance(target, dict) else target))
-    return int(target.shape[0])

@@ -244,6 +244,8 @@ class Draft:
     micro_batch: int  # samples per backward
     micro_batch_asked: int | None  # what training.micro_batch names
     tf32_asked: bool | None  # what device.tf32 says
+    threads_asked: int | None  # what device.threads says
+    sample: Callable[[], Batch]  # a few training samples, not augmented, on the CPU
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
     forward: Callable[..., Any]  # what is called in place of the model
@@ -333,6 +335,13 @@ def call(forward: Callable[..., Any], inputs: Inputs) -> Any:
     else:
         output = forward(inputs)
     return output
+
+
+def count(target: Any) -> int:
+    """Samples in a batch, from its target."""
+    while isinstance(target, dict | tuple | list):
+        target = next(iter(target.values() if isinstance(target, dict) else target))
+    return int(target.shape[0])
 
 
 def rows(value: Any, which: slice) -> Any:

@@ -13,6 +13,7 @@ from runner.techniques.amp import Amp
 from runner.techniques.channels_last import ChannelsLast
 from runner.techniques.compile import Compile
 from runner.techniques.fused_optimizer import FusedOptimizer
+from runner.techniques.system import System
 from runner.techniques.tf32 import Tf32
 
 
@@ -22,6 +23,7 @@ class Optimization:
 
     level: str = "custom"  # the option this came from, for the record
     strict: bool = False
+    system: System = field(default_factory=System)  # looks at the model as it came
     tf32: Tf32 = field(default_factory=Tf32)
     channels_last: ChannelsLast = field(default_factory=ChannelsLast)  # before anything captures
     amp: Amp = field(default_factory=Amp)
