@@ -40,7 +40,7 @@ class System(Technique):
         from torch.utils.flop_counter import FlopCounterMode
 
         if draft.threads_asked is not None:
-            return f"device.threads={draft.threads_asked} decides"
+            return None  # somebody knows better
         inputs, target = draft.sample()
         training = draft.model.training
         draft.model.eval()
