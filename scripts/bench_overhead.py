@@ -7,7 +7,7 @@ PEERS is a folder with `workloads.py` (`make(kind)`, `Timed`) and `overhead.py` 
 name, each a function that trains on `Timed` batches and returns microseconds a step). Every loop
 takes its turn between two runs of the bare one, so a drift of the machine hits all alike; a ratio
 is to the mean of its two neighbours. Ours runs with its defaults: clipping, guard, metrics.jsonl
-and TensorBoard.
+and TensorBoard; all have the same number of threads.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Ready:
 
 def ours(kind: str, steps: int, warm: int, level: str) -> Callable[[], float]:
     """One run of our own loop, built as the command line builds it."""
+    import torch
     from workloads import Timed, make
 
     from runner import build, compose, train
@@ -66,6 +67,7 @@ def ours(kind: str, steps: int, warm: int, level: str) -> Callable[[], float]:
         f"training.steps={steps}",
         f"training.batch_size={data[0][1].shape[0]}", "training.validate_every=1000000",
         "data.samples=256", "schedule=constant",
+        f"device.threads={torch.get_num_threads()}",  # the same for all, so only the loop differs
     ]  # fmt: skip
     config = compose(overrides)
 

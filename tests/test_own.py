@@ -33,7 +33,8 @@ def test_a_csv_of_numbers_and_categories(tmp_path: Path) -> None:
                    "training.epochs=15")  # fmt: skip
     assert sold.metrics["val/accuracy"] > 0.85
     price = trained("data=tabular", path, "data.target=price", "data.ignore=[sold]",
-                    "training.epochs=5", "optimizer.lr=0.1", "stability.clip_norm=null")  # fmt: skip
+                    "training.epochs=5", "optimizer.lr=0.1",
+                    "stability.clip_norm=null")  # fmt: skip
     assert price.metrics["val/r2"] > 0.5
 
 
