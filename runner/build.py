@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from runner.data.loader import make_loader
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.device.device import seed_everything, select
-from runner.errors import ConfigError
+from runner.errors import ConfigError, UsageError
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.loop_config import TrainingConfig
@@ -47,10 +49,15 @@ def build(config: RunConfig, folder: Path | None = None) -> Run:
 
 
 def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
-    started = time.monotonic()
+    started, settings = time.monotonic(), flat(config)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         scope.enter_context(lock(folder))  # one run, one folder
+        if config.checkpoint.resume == "none" and any(folder.glob("checkpoints/step_*")):
+            raise UsageError(
+                f"{folder} holds the checkpoints of a run; continue it with "
+                "checkpoint.resume=auto, or use another folder"
+            )
     if config.debug.anomaly:
         scope.enter_context(torch.autograd.set_detect_anomaly(True))
     device = select(config.device, scope)
@@ -118,6 +125,7 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         name=config.name,
         seed=config.seed,
         config_hash=config_hash(config),
+        settings=settings,
         folder=folder,
         device=device,
         sizes=data.sizes,
@@ -134,14 +142,14 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         checkpoint_every=config.checkpoint.every or validate_every,
         patience=training.patience,
         monitor=training.monitor or objective.monitor,
-        higher_is_better=objective.higher_is_better,
+        higher_is_better=objective.rises(training.monitor or objective.monitor),
         recorder=Recorder(folder, config.monitoring),
         checkpointer=Checkpointer(
             folder if config.checkpoint.enabled else None,
             config.checkpoint.keep,
             config_hash(config),
         ),
-        hooks=_hooks(config, folder),
+        hooks=_hooks(config, settings, folder),
         techniques=applied,
         engagements=engagements,
         choices=draft.choices + train.choices,
@@ -153,6 +161,7 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         max_consecutive_skips=config.stability.max_consecutive_skips,
         max_rollbacks=config.stability.max_rollbacks,
         backoff=config.stability.backoff,
+        strict=config.optimization.strict,
     )
     scope.callback(run.recorder.close)
     scope.callback(run.checkpointer.wait)
@@ -227,10 +236,10 @@ def _extra_techniques(config: RunConfig) -> list[tuple[str, Technique]]:
     return found
 
 
-def _hooks(config: RunConfig, folder: Path | None) -> list[Hook]:
+def _hooks(config: RunConfig, settings: Mapping[str, Any], folder: Path | None) -> list[Hook]:
     hooks: list[Hook] = []
     if folder is not None:
-        hooks.append(Recording(config.monitoring, flat(config)))
+        hooks.append(Recording(config.monitoring, settings))
     if config.monitoring.progress:
         hooks.append(Progress(config.monitoring))
     return hooks

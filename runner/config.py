@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.checkpoint.config import CheckpointConfig
 from runner.data import config as data_config
@@ -185,6 +186,8 @@ def compose_raw(
 
     try:
         return compose(list(overrides), hydra_too)
+    except YAMLError as error:
+        raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         from runner.overrides.diagnosis import explain
 
@@ -276,6 +279,9 @@ def flat(config: RunConfig) -> dict[str, Any]:
             found[path] = value.name if isinstance(value, Enum) else value
 
     walk(asdict(config), "")
+    for group in ("data", "model"):  # a class of the user's own takes the option's place
+        if target := found[f"{group}._target_"]:
+            found[f"{group}.kind"] = str(target).rpartition(".")[2]
     return found
 
 

@@ -75,7 +75,7 @@ class SweepFailed(RunnerError):
 class Interrupted(RunnerError):
     """The run was asked to end, by Ctrl-C or SIGTERM."""
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, where: str = "") -> None:
         self.exit_code = 128 + signal_number
         name = {2: "Ctrl-C", 15: "SIGTERM"}.get(signal_number, f"signal {signal_number}")
-        super().__init__(f"interrupted by {name}")
+        super().__init__(f"interrupted by {name}{where}")

@@ -20,6 +20,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: int | None = None
         self.waiting = False
+        self.cut_short = False  # the wait was, so the run is as it was before it
         self.previous: dict[int, object] = {}
 
     def __enter__(self) -> Interrupts:
@@ -43,8 +44,9 @@ class Interrupts:
             raise KeyboardInterrupt
         self.received = number
         if self.waiting:
+            self.waiting, self.cut_short = False, True
             raise KeyboardInterrupt
 
-    def error(self) -> Interrupted:
-        """The error that the run ends with."""
-        return Interrupted(self.received or signal.SIGINT)
+    def error(self, where: str = "") -> Interrupted:
+        """The error that the run ends with; `where` says how far it came."""
+        return Interrupted(self.received or signal.SIGINT, where)

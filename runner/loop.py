@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import ExitStack
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from runner.errors import ConfigError, GaveUp, Interrupted, RunnerError, StorageError
 from runner.interrupts import Interrupts
-from runner.outcome import summarise
+from runner.outcome import engagements, look, summarise
 from runner.resume import roll_back, save
 from runner.run import Batch, Evaluation, Hook, Report, Run, Step, Verdict, call, count, rows
 from runner.seeds import mix
@@ -27,14 +26,20 @@ def train(run: Run) -> Summary:
     Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
     each after a checkpoint; the summary is written in any case.
     """
+    if run.folder is not None and run.progress.step >= run.total_steps:
+        ended = Summary.read(run.folder)
+        if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
+            log.info("all %d steps are done already; for more: training.steps=…", ended.steps)
+            return ended  # its record stays as it is
     summarise(run, "running")
-    status, reason = "failed", ""
+    status, reason = "failed", "a hook kept an error to itself"
     try:
         with ExitStack() as stack:
             for hook in run.hooks:
                 stack.enter_context(hook.session(run))
             _train(run)
-        status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
+            look(run)
+            status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
     except Interrupted as error:
         status, reason = "interrupted", str(error)
         raise
@@ -54,6 +59,9 @@ def _train(run: Run) -> None:
     with Interrupts() as interrupts:
         try:
             batches = run.train.batches(progress.step)
+            if run.saved_step < 0:
+                save(run)  # what the first roll-back goes back to
+            _lose_patience(run)
             _between_steps(run, interrupts)  # what was due when the run was cut off
             while progress.step < run.total_steps and not run.stop_reason:
                 watch.start()
@@ -83,26 +91,38 @@ def _train(run: Run) -> None:
 
                 if verdict >= Verdict.ROLLBACK:
                     _act(run, verdict)
+                if interrupts.received is not None:  # ahead of a validation, which may take long
+                    _report(run, wait=True)
+                    save(run, final=True)
+                    raise interrupts.error(_whereabouts(run))
                 _between_steps(run, interrupts)
-                if interrupts.received is not None:
-                    raise interrupts.error()
             run.reader.close(watch.elapsed())
             _act(run, _report(run, wait=True))
         except (
             KeyboardInterrupt
         ):  # a wait for data was cut short; or a second signal: no checkpoint
-            if interrupts.waiting:
+            if interrupts.cut_short:
+                _report(run, wait=True)
                 save(run, final=True)
-            raise interrupts.error() from None
-        except StorageError:
-            raise  # saving once more would only fail again
-        except RunnerError:  # between two steps, so the run is whole
+            raise interrupts.error(_whereabouts(run)) from None
+        except (Interrupted, StorageError):
+            raise  # saved already; saving would only fail again
+        except RunnerError:  # the step in hand, if there is one, has changed nothing but buffers
+            update.abandon()
             save(run, final=True)
             raise
         finally:
             run.train.close()
             run.validation.close()
         save(run, final=True)
+
+
+def _whereabouts(run: Run) -> str:
+    """Where an interrupted run stands, and how to go on."""
+    at = f" at step {run.progress.step} of {run.total_steps}"
+    if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
+        return at
+    return f"{at}; a checkpoint is written; to go on: checkpoint.resume={run.folder}"
 
 
 def backward(run: Run, batch: Batch) -> Step:
@@ -164,7 +184,7 @@ def evaluate(run: Run) -> Evaluation:
         with run.update.averaged(), ExitStack() as stack:
             for context in run.contexts:
                 stack.enter_context(context())
-            for inputs, target in islice(run.validation.batches(0), run.validation.steps_per_epoch):
+            for inputs, target in run.validation.batches(0):
                 sums = run.objective.tally(call(run.forward, inputs), target)
                 totals = {name: totals[name] + x for name, x in sums.items()} if totals else sums
     finally:
@@ -178,19 +198,20 @@ def _between_steps(run: Run, interrupts: Interrupts) -> None:
     """Validate and save, where that is due; a resumed run makes up for what it was cut off from."""
     progress = run.progress
     step, last = progress.step, progress.step >= run.total_steps
-    improved = False
+    improved, verdict = False, Verdict.KEEP
     if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
         interrupts.waiting = True  # nothing changes while validating, so it may be cut short
         evaluation = evaluate(run)
         interrupts.waiting = False
-        improved = _judge(run, evaluation)
+        improved, verdict = _judge(run, evaluation)
     if improved or (step and step % run.checkpoint_every == 0 and run.saved_step < step):
         _act(run, _report(run, wait=True))  # what is on its way belongs before the checkpoint
         save(run, best=improved)
+    _act(run, verdict)
 
 
-def _judge(run: Run, evaluation: Evaluation) -> bool:
-    """Is this the best so far? Tells the hooks, and stops a run that no longer improves."""
+def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
+    """Whether this is the best so far, and what the hooks say to it."""
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
         known = ", ".join(sorted(metrics))
@@ -210,12 +231,17 @@ def _judge(run: Run, evaluation: Evaluation) -> bool:
     progress.validated_step = evaluation.step
     evaluation = Evaluation(evaluation.step, metrics, evaluation.confusion, improved)
     verdict = _ask(run.hooks, "on_validation", run, evaluation)
+    _lose_patience(run)
+    return improved, verdict
+
+
+def _lose_patience(run: Run) -> None:
+    """Stop a run that no longer improves; also one that was cut off just then."""
+    progress = run.progress
     if run.patience is not None and progress.stale_validations >= run.patience:
         run.stop_reason = (
             f"{run.monitor} has not improved on {progress.best} for {run.patience} validations"
         )
-    _act(run, verdict)
-    return improved
 
 
 def _report(run: Run, wait: bool = False) -> Verdict:
@@ -224,22 +250,37 @@ def _report(run: Run, wait: bool = False) -> Verdict:
     for report in run.reader.reports(wait):
         if not report.loss:
             continue
-        for skipped in report.skipped:
-            progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
-            progress.skipped += skipped
+        pairs = zip(report.loss, report.grad_norm, strict=True)
+        broken = [not (math.isfinite(loss) and math.isfinite(norm)) for loss, norm in pairs]
+        for bad in broken:
+            progress.consecutive_skips = progress.consecutive_skips + 1 if bad else 0
+        progress.skipped += sum(report.skipped)
         report.lr = run.update.lr_at(report.last - 1 - progress.skipped)
-        if sum(report.skipped):
-            progress.faults["non_finite"] = progress.faults.get("non_finite", 0) + sum(
-                report.skipped
-            )
+        if any(broken):
+            progress.faults["non_finite"] = progress.faults.get("non_finite", 0) + sum(broken)
             log.warning(
-                "steps %d to %d: %d of them skipped, their loss or gradients were not finite",
-                report.first, report.last, sum(report.skipped),
+                "steps %d to %d: in %d of them loss or gradients were not finite",
+                report.first, report.last, sum(broken),
             )  # fmt: skip
+        if run.strict:
+            _prove(run)
         verdict = max(verdict, _ask(run.hooks, "on_report", run, report))
-        if progress.consecutive_skips > run.max_consecutive_skips:
+        if run.update.guard and progress.consecutive_skips > run.max_consecutive_skips:
             verdict = max(verdict, Verdict.ROLLBACK)
     return verdict
+
+
+def _prove(run: Run) -> None:
+    """Under optimization.strict: every technique asked for has taken hold, or the run ends."""
+    run.strict = False  # once is enough
+    look(run)
+    for row in engagements(run):
+        if row.requested and not row.engaged:
+            raise ConfigError(
+                f"optimization.{row.name}",
+                f"did not take hold: {row.reason}",
+                "switch it off or set optimization.strict=false",
+            )
 
 
 def _act(run: Run, verdict: Verdict) -> None:
@@ -250,9 +291,11 @@ def _act(run: Run, verdict: Verdict) -> None:
         if progress.rollbacks >= run.max_rollbacks:
             raise GaveUp(
                 f"step {progress.step}: {progress.consecutive_skips} steps in a row not finite "
-                f"after {progress.rollbacks} roll-backs; look at the data of these steps, lower "
-                "optimizer.lr, or raise stability.max_rollbacks"
+                f"after {progress.rollbacks} roll-backs; look at the data of these steps "
+                "(debug=anomaly names the operation), lower optimizer.lr, or raise "
+                "stability.max_rollbacks"
             )
+        _report(run, wait=True)  # what is on its way is about the weights that go
         roll_back(run)
 
 

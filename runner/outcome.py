@@ -7,7 +7,7 @@ from collections import Counter
 
 from runner.device import memory
 from runner.record import provenance
-from runner.run import Engagement, Run
+from runner.run import Engagement, Evidence, Run
 from runner.summary import CheckpointPaths, MemoryPeaks, Summary
 
 
@@ -48,13 +48,20 @@ def summarise(run: Run, status: str, reason: str = "") -> Summary:
     return summary
 
 
-def engagements(run: Run) -> list[Engagement]:
-    """Every technique: asked for or not, taken hold or not, and the evidence."""
-    rows = {row.name: row for row in run.engagements}
+def look(run: Run) -> None:
+    """Gather the evidence of every technique; some run the model once, so not after a failure."""
     for name, technique in run.techniques:
-        if run.watch.steps:
-            evidence = technique.engaged(run)
-            rows[name] = Engagement(name, True, evidence.engaged, evidence.reason, evidence.facts)
-        else:
-            rows[name] = Engagement(name, True, False, "no step was made yet")
+        try:
+            run.evidence[name] = technique.engaged(run)
+        except Exception as error:  # a look must not end a run
+            run.evidence[name] = Evidence(False, f"could not be looked at: {error}")
+
+
+def engagements(run: Run) -> list[Engagement]:
+    """Every technique: asked for or not, taken hold or not, and the evidence gathered so far."""
+    rows = {row.name: row for row in run.engagements}
+    unseen = Evidence(False, "the run ended before it was looked at")
+    for name, _ in run.techniques:
+        evidence = run.evidence.get(name, unseen)
+        rows[name] = Engagement(name, True, evidence.engaged, evidence.reason, evidence.facts)
     return list(rows.values())

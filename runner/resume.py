@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from runner.errors import CheckpointError
 from runner.run import Choice, Progress, Run
 
 log = logging.getLogger("runner")
+
+
+OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind")
 
 
 def save(run: Run, best: bool = False, final: bool = False) -> None:
@@ -44,6 +49,7 @@ def _state(run: Run) -> dict[str, Any]:
         "record": run.recorder.position(),
         "choices": [[c.key, c.value, c.reason] for c in run.choices],
         "config_hash": run.config_hash,
+        "settings": _plain(run.settings),
         "seed": run.seed,
         "threads": run.device.threads,
         "steps_per_epoch": run.train.steps_per_epoch,
@@ -61,10 +67,14 @@ def restore(run: Run, where: Path | None) -> bool:
     state = restored.state
     _load_weights(run, restored.path, restored.model, state["update"])
     run.progress = Progress(**state["progress"])
-    run.saved_step = run.progress.step
     run.reader.load(state["reader"])
     if state["config_hash"] != run.config_hash:
-        log.warning("the config is not the one that %s was written under", restored.path)
+        before, after = state["settings"], _plain(run.settings)
+        changed = [k for k in after if before.get(k) != after[k]]
+        log.warning(
+            "the config is not the one of %s: %s", restored.path,
+            ", ".join(f"{k}={after[k]} (was {before.get(k)})" for k in changed[:8]),
+        )  # fmt: skip
     if state["steps_per_epoch"] != run.train.steps_per_epoch:
         log.warning(
             "the data or the batch size changed: an epoch had %d steps", state["steps_per_epoch"]
@@ -76,6 +86,9 @@ def restore(run: Run, where: Path | None) -> bool:
     )
     own = run.folder is not None and restored.path.is_relative_to(run.folder)
     run.recorder.open(run.progress.step, state["record"] if own else None)
+    if own and run.folder is not None:
+        run.saved_step = run.progress.step
+        adopt_config(run.folder)
     # last, since anything before it may draw
     noise = state["random"]
     torch.set_rng_state(noise["torch"])
@@ -85,17 +98,26 @@ def restore(run: Run, where: Path | None) -> bool:
     return True
 
 
+def adopt_config(folder: Path) -> None:
+    """Let the config of a resumed run take the place of the one it was started with."""
+    new, old = folder / ".hydra-resumed", folder / ".hydra"
+    if new.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        new.rename(old)
+
+
 def roll_back(run: Run) -> None:
     """Weights, buffers and optimizer back to the last checkpoint, with a lower learning rate.
 
     The data goes on from where it is, so the batches that broke the run are not met again.
     """
     progress, update = run.progress, run.update
-    backoff = update.backoff
+    backoff, updates = update.backoff, update.updates.clone()
     run.checkpointer.wait()
     restored = run.checkpointer.restore()
     if restored is not None:
         _load_weights(run, restored.path, restored.model, restored.state["update"])
+    update.updates.copy_(updates)  # the schedule goes on
     update.backoff = backoff
     update.back_off(run.backoff)
     progress.rollbacks += 1
@@ -105,6 +127,10 @@ def roll_back(run: Run) -> None:
         "step %d: rolled back to %s, learning rate times %g",
         progress.step, f"step {restored.step}" if restored else "the start", update.backoff,
     )  # fmt: skip
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {k: str(v) for k, v in settings.items() if k not in OF_NO_CONSEQUENCE}
 
 
 def _load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:

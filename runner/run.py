@@ -6,7 +6,7 @@ Nothing here imports torch, so that a config can be checked before torch is load
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -43,6 +43,8 @@ class Sizes:
     vocab: int | None = None  # tokens: ids are below this
     sequence: int | None = None  # tokens per sample
     class_names: tuple[str, ...] = ()
+    target_mean: float = 0.0  # regression: what the objective takes off the targets …
+    target_deviation: float = 1.0  # … and divides them by, so that any unit can be learned
 
     CONSTRUCTOR: ClassVar[tuple[str, ...]] = (
         "in_features", "in_channels", "image_size", "classes", "vocab", "sequence",
@@ -151,6 +153,15 @@ class Objective(ABC):
 
     monitor: str = "val/loss"  # the metric that decides which checkpoint is best
     higher_is_better: bool = False
+    FALLING: ClassVar = (
+        "loss",
+        "mse",
+        "mae",
+        "rmse",
+        "perplexity",
+        "bits_per_byte",
+        "bits_per_token",
+    )
     unit: str = "samples"  # what `weight` counts: samples | tokens
 
     @abstractmethod
@@ -168,6 +179,12 @@ class Objective(ABC):
     @abstractmethod
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of everything tallied, by bare names (`loss`, `accuracy`)."""
+
+    def rises(self, metric: str) -> bool:
+        """Whether more of `metric` (`val/…`) is better."""
+        if metric == self.monitor:
+            return self.higher_is_better
+        return metric.rpartition("/")[2] not in self.FALLING
 
     def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
         """Counts [true class, predicted class], where that makes sense."""
@@ -279,6 +296,7 @@ class Run:
     name: str
     seed: int
     config_hash: str
+    settings: Mapping[str, Any]  # the config by dotted keys, as it is typed
     folder: Path | None  # None: nothing is written
     device: Device
     sizes: Sizes
@@ -310,8 +328,10 @@ class Run:
     max_consecutive_skips: int = 10
     max_rollbacks: int = 2
     backoff: float = 0.5  # of the learning rate, at a roll-back
+    strict: bool = False  # a technique that does not take hold is an error
     progress: Progress = field(default_factory=Progress)
-    saved_step: int = 0  # of the newest checkpoint
+    evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
+    saved_step: int = -1  # of the newest checkpoint
     stop_reason: str = ""  # why training ends before its last step
 
     @property

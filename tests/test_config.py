@@ -70,8 +70,8 @@ def test_levels_switch_on_what_they_say() -> None:
         return {name for name, technique in techniques if technique.enabled}
 
     assert on("none") == on("custom") == set()
-    assert on("basic") == {"fused_optimizer"}
-    assert on("advanced") == {"fused_optimizer", "tf32", "amp", "compile"}
+    assert on("basic") == {"system", "fused_optimizer"}
+    assert on("advanced") == {"system", "fused_optimizer", "tf32", "amp", "compile"}
     assert (on("amp"), on("compile")) == ({"amp"}, {"compile"})
     assert on("memory_efficient") == {"accumulation"}
     assert compose(["optimization=advanced"]).optimization.compile.min_steps == 2000

@@ -23,6 +23,7 @@ from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, U
 from runner.jobs import find
 from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
+from runner.record import provenance
 from runner.record.console import close_logging, set_up_logging
 from runner.summary import Summary
 
@@ -57,6 +58,8 @@ def launch(request: Request) -> int:
         return _run(config, request, state)
 
     sys.argv[1:] = request.arguments
+    if request.continues:  # what the run was started with stays until its checkpoint is loaded
+        sys.argv.append("hydra.output_subdir=.hydra-resumed")
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except Reported as error:
@@ -97,6 +100,9 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
         raise SystemExit(error.exit_code) from error  # past Hydra: no further job is begun
     except Exception as error:
         message, code = _report(error, folder)
+        if not (folder / "summary.json").exists():  # it failed while it was built
+            with suppress(OSError):
+                Summary("failed", message, command=provenance.command()).write(folder)
         if number is None:
             state.exit_code = code
             return None
@@ -135,8 +141,11 @@ def _show(summary: Summary, folder: Path) -> None:
 def _report(error: Exception, folder: Path) -> tuple[str, int]:
     """Say what happened, on one line; a fault's traceback goes into the log."""
     if isinstance(error, RunnerError):
-        log.error("%s", error)
-        return str(error), error.exit_code
+        first, *more = str(error).split("\n")  # what follows is the traceback of a worker
+        for line in more:
+            log.error("  %s", line, extra={"live": True})  # not on the screen
+        log.error("%s%s", first, f"; the traceback is in {folder / 'run.log'}" if more else "")
+        return first, error.exit_code
     last = extract_tb(error.__traceback__)[-1]
     message = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
     log.error(message, exc_info=error, extra={"live": True})  # not on the screen

@@ -24,6 +24,7 @@ class Request:
 
     arguments: list[str]
     sweeps: bool = False
+    continues: bool = False  # in the folder of an earlier run
     notes: list[str] = field(default_factory=list)
 
 
@@ -47,6 +48,7 @@ def check(arguments: Arguments) -> Request:
         place = _place(resumed, overrides, config, request)
         if place is not None:
             overrides.append(f"hydra.run.dir={quoted(place)}")
+            request.continues = True
     request.arguments = arguments.for_hydra(overrides)
     return request
 

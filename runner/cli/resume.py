@@ -101,7 +101,13 @@ def _under(recorded: Sequence[str], user: Sequence[Typed]) -> list[str]:
     kept = []
     for text in recorded:
         key = read(text).key
-        if key in mine | gone or key == KEY or any(key.startswith(group) for group in swapped):
+        # whom to trust is for the one who types to say: a folder may come from anywhere
+        if (
+            key in mine | gone
+            or key == KEY
+            or key.startswith("security")
+            or any(key.startswith(group) for group in swapped)
+        ):
             continue
         kept.append(text)
     return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from runner.data.config import Arrays
 from runner.data.labels import check_classes, check_task, guess_task
 from runner.data.order import split
 from runner.data.paths import existing, suggestion
-from runner.data.tensors import Tensors
+from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
 from runner.run import Choice, Sizes
 
@@ -47,6 +48,10 @@ def arrays(config: Arrays) -> Tensors:
     target, sizes, reason = _target(inputs, shape, y, config, f"{path}: array {config.target!r}")
     choices = (Choice("data.task", sizes.task, reason),) if config.task == "auto" else ()
     parts = split(len(x), config.validation, config.split_seed, str(path))
+    if sizes.task == "regression":
+        mean, deviation, choice = scale_of(target, parts[0])
+        sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
+        choices = (*choices, choice)
     return Tensors(torch.from_numpy(inputs), torch.from_numpy(target), sizes, parts, choices)
 
 

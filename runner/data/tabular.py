@@ -10,7 +10,7 @@ from runner.data.labels import check_classes, check_task, encode, guess_task
 from runner.data.order import split
 from runner.data.paths import suggestion
 from runner.data.table import Table, numbers, read_table
-from runner.data.tensors import Tensors, standardise
+from runner.data.tensors import Tensors, scale_of, standardise
 from runner.errors import ConfigError, DataError
 from runner.run import Choice, Sizes
 
@@ -35,7 +35,11 @@ def tabular(config: Tabular) -> Tensors:
     task, reason, target = _target(table, config)
     choices = (Choice("data.task", task, reason),) if config.task == "auto" else ()
     if task == "regression":
-        sizes = Sizes("regression", features, classes=1)
+        mean, deviation, choice = scale_of(target, parts[0])
+        choices = (*choices, choice)
+        sizes = Sizes(
+            "regression", features, classes=1, target_mean=mean, target_deviation=deviation
+        )
         values = torch.from_numpy(target.astype(np.float32))
     else:
         labels, names = encode(target.tolist())

@@ -30,6 +30,13 @@ class Tensors(Source):
         return self.inputs.index_select(0, rows), self.target.index_select(0, rows)
 
 
+def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:
+    """The mean and deviation of regression targets over the rows `train`, and what that means."""
+    mean, deviation = float(target[train].mean()), float(target[train].std()) or 1.0
+    reason = f"the model predicts (target - {mean:.4g}) / {deviation:.4g}: any unit can be learned"
+    return mean, deviation, Choice("data.target", "standardised", reason)
+
+
 def standardise(x: np.ndarray, train: np.ndarray) -> np.ndarray:
     """Columns with mean 0 and standard deviation 1 over the rows `train`, as float32.
 

@@ -45,7 +45,11 @@ class Predictions:
             return
         output, target = output.float().cpu(), target.cpu()
         if run.sizes.task == "regression":
-            run.recorder.text("val/predictions", _regression(output, target), step)
+            run.recorder.text(
+                "val/predictions",
+                _regression(output * run.sizes.target_deviation + run.sizes.target_mean, target),
+                step,
+            )
         elif output.ndim == 2 and target.ndim == 1:
             self._classes(run, step, inputs, output.softmax(1), target)
 

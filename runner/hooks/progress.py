@@ -87,7 +87,7 @@ class Progress(Hook):
             if run.objective.unit == "tokens" and run.sizes.sequence:
                 rate, unit = rate * run.sizes.sequence, "tokens"
             facts += [
-                f"{report.seconds / len(report.loss) * 1e3:.3g} ms/step",
+                _per_step(report.seconds / len(report.loss)),
                 f"{rate:,.0f} {unit}/s",
             ]
         if run.progress.skipped:
@@ -140,6 +140,10 @@ class Progress(Hook):
                 live.stop()
             except (OSError, ValueError) as error:
                 log.debug("the terminal has gone: %s", error)
+
+
+def _per_step(seconds: float) -> str:
+    return f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
 
 
 def _short(value: float) -> str:

@@ -24,7 +24,9 @@ def main(config: RunConfig, folder: Path) -> Summary:
     with build(config, folder) as run:
         evaluation = evaluate(run)
         run.progress.metrics = evaluation.metrics
-        run.recorder.scalars(run.progress.step, "val", evaluation.metrics)
+        bare = {name.removeprefix("val/"): x for name, x in evaluation.metrics.items()}
+        run.recorder.scalars(run.progress.step, "val", bare)
+        run.techniques.clear()  # they are about training
         summary = summarise(run, "done")
     report.write(summary, folder)
     return summary

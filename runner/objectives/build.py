@@ -75,7 +75,7 @@ def build_objective(
         )
     if kind == "language_modelling":
         return LanguageModelling(sizes.vocab, config.ignore_index)
-    return Regression()
+    return Regression(sizes.target_mean, sizes.target_deviation)
 
 
 def _foreign(

@@ -17,8 +17,12 @@ from runner.run import Objective
 class Regression(Objective):
     """Mean squared error, mean absolute error, and the share of variance explained (R²).
 
-    Output and target: [batch] or [batch, targets].
+    Output and target: [batch] or [batch, targets]. The model predicts (target - mean) / deviation,
+    and the loss is in that unit; the other metrics are in the target's own.
     """
+
+    def __init__(self, mean: float = 0.0, deviation: float = 1.0) -> None:
+        self.mean, self.deviation = mean, deviation
 
     monitor = "val/loss"
     higher_is_better = False
@@ -26,7 +30,10 @@ class Regression(Objective):
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean squared error over samples and targets, 0-d."""
         predicted = reading.logits(output)
-        return F.mse_loss(predicted, _like(predicted, target))
+        target = _like(predicted, target)
+        if self.mean or self.deviation != 1.0:
+            target = (target - self.mean) / self.deviation
+        return F.mse_loss(predicted, target)
 
     def weight(self, target: Tensor) -> int:
         """How many samples there are."""
@@ -38,7 +45,7 @@ class Regression(Objective):
         target = _like(predicted, target)
         if predicted.device.type == "mps":  # has no float64; the host waits for the copy
             predicted, target = predicted.cpu(), target.cpu()
-        predicted = predicted.double().reshape(len(predicted), -1)
+        predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
         target = target.double().reshape(len(target), -1)
         error = predicted - target
         return {
@@ -55,7 +62,7 @@ class Regression(Objective):
         squared_error = totals["squared_error"]
         mse = squared_error.mean().item() / count
         values = {
-            "loss": mse,
+            "loss": mse / self.deviation**2,
             "mse": mse,
             "mae": totals["absolute_error"].mean().item() / count,
             "rmse": sqrt(mse),

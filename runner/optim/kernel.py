@@ -101,9 +101,15 @@ class FusedKernel:
                 for parameter in group.parameters:
                     self.optimizer.state[parameter]["step"] = self.count.clone()
 
-    def take_over(self) -> None:
-        """Go on from the optimizer's state, after it was loaded."""
+    def take_over(self) -> bool:
+        """Go on from the optimizer's loaded state; False where parameters differ in their steps."""
+        state = self.optimizer.state
+        everyone = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.adam and any(state[p] for p in everyone):
+            if len({float(state[p]["step"]) if state[p] else -1.0 for p in everyone}) > 1:
+                return False
         self._collect()
+        return True
 
     def _collect(self) -> None:
         state = self.optimizer.state

@@ -43,6 +43,13 @@ def build_optimizer(
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
     accepted = inspect.signature(cls).parameters
+    if config.options.get("dampening") and options.get("fused"):
+        options = {"foreach": True}  # a fused first step would dampen its gradient, unlike the rest
+    for name in ("lr", "weight_decay"):
+        if name in config.options:
+            raise ConfigError(
+                f"optimizer.options.{name}", "has a key of its own", f"optimizer.{name}"
+            )
     arguments = {"lr": config.lr, **config.options, **options}
     for name in config.options:
         if name not in accepted:

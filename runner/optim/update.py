@@ -55,8 +55,11 @@ class Update:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
-        self.in_kernel = all(group.get("fused") for group in optimizer.param_groups)
-        self.kernel = FusedKernel(optimizer, self.device) if FusedKernel.fits(optimizer) else None
+        # the fused kernels of MPS take the flag and the scale, and look at neither (torch 2.13)
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        self.in_kernel = fused and self.device.type in ("cpu", "cuda")
+        fits = self.in_kernel and FusedKernel.fits(optimizer)
+        self.kernel = FusedKernel(optimizer, self.device) if fits else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
         self.scale = LossScale(loss_scale, self.device) if loss_scale else None
@@ -66,9 +69,16 @@ class Update:
         self.following = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
         # what a forward changes, such as BatchNorm's statistics, goes back with a skipped step
-        self.buffers = list(model.buffers()) if config.guard else []
-        self.saved = [b.clone() for b in self.buffers]
-        self.kept = torch.zeros((), device=self.device)
+        self.owners = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.saved = [buffer.clone() for buffer in self._buffers()]
+        self.never = torch.zeros((), device=self.device)
+        self.overflow = self.never
+        self.begun = False
         self._set_schedule()
 
     @property
@@ -81,7 +91,14 @@ class Update:
         for parameter in self.parameters:
             parameter.grad = None
         if self.saved:
-            torch._foreach_copy_(self.saved, self.buffers)
+            torch._foreach_copy_(self.saved, self._buffers())
+        self.begun = True
+
+    def abandon(self) -> None:
+        """Forget a step that was begun and not applied."""
+        if self.begun and self.saved:
+            torch._foreach_copy_(self._buffers(), self.saved)
+        self.begun = False
 
     def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d."""
@@ -91,8 +108,9 @@ class Update:
         if self.scale:
             norm = norm / self.scale.value
         if not self.guard and not self.scale:
-            return norm, self.kept
-        return norm, (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN and Inf - Inf are NaN
+            return norm, self.never
+        self.overflow = (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
+        return norm, self.overflow
 
     def apply(self, norm: Tensor, skipped: Tensor) -> None:
         """Make the update that `measure` looked at, unless it is to be skipped."""
@@ -101,7 +119,8 @@ class Update:
         else:
             self._by_host(norm, skipped)
         if self.scale:
-            self.scale.update(skipped)
+            self.scale.update(self.overflow)  # not what a hook skips
+        self.begun = False
 
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
         if self.scheduled:
@@ -122,13 +141,14 @@ class Update:
             self._follow((1 - skipped) * self.following)
         if self.saved:
             skip = skipped.bool()
-            for buffer, saved in zip(self.buffers, self.saved, strict=True):
-                buffer.copy_(torch.where(skip, saved, buffer))
+            with torch.no_grad():
+                for buffer, saved in zip(self._buffers(), self.saved, strict=True):
+                    buffer.copy_(torch.where(skip, saved, buffer))
 
     def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
         if skipped.item():  # waits for the device
             if self.saved:
-                torch._foreach_copy_(self.buffers, self.saved)
+                torch._foreach_copy_(self._buffers(), self.saved)
             return
         divisor = self._divisor(norm)
         if divisor is not None:
@@ -153,6 +173,10 @@ class Update:
             divisor = self.scale.value if divisor is None else divisor * self.scale.value
         return divisor
 
+    def _buffers(self) -> list[Tensor]:
+        """The buffers as they are now: some models put new tensors in their place."""
+        return [buffers[name].detach() for buffers, name in self.owners]  # type: ignore[union-attr]
+
     def _gradients(self) -> list[Tensor]:
         """The gradients there are; of sparse ones (embeddings) the values."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -174,8 +198,8 @@ class Update:
             return
         parameters = [p.detach() for p in self.parameters]
         live = [p.clone() for p in parameters]
-        torch._foreach_copy_(parameters, self.average)
         try:
+            torch._foreach_copy_(parameters, self.average)
             yield
         finally:
             torch._foreach_copy_(parameters, live)
@@ -218,9 +242,13 @@ class Update:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state; raises ValueError or KeyError where it does not fit."""
+        ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.kernel is not None:
-            self.kernel.take_over()
+        for group, options in zip(self.optimizer.param_groups, ours, strict=True):
+            group.update(options)  # the config decides, not what the state was saved under
+        self._match_layout()
+        if self.kernel is not None and not self.kernel.take_over():
+            self.kernel = None
         self.updates.copy_(state["updates"])
         self.backoff = state["backoff"]
         self._set_schedule()
@@ -231,6 +259,16 @@ class Update:
         if self.scale:
             self.scale.value.copy_(state["scale"][0])
             self.scale.grown.copy_(state["scale"][1])
+
+    def _match_layout(self) -> None:
+        """Bring moments into their weights' memory order, which fused kernels take for granted."""
+        for parameter in self.parameters:
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    continue
+                if value.stride() != parameter.stride():
+                    like = torch.empty_like(parameter, dtype=value.dtype)
+                    self.optimizer.state[parameter][key] = like.copy_(value)
 
 
 def _coalesced(parameters: list[Tensor], gradient: Tensor) -> Tensor:

@@ -78,6 +78,8 @@ def spelled(overrides: Sequence[str], compose: Compose) -> list[str]:
     for text in overrides:
         typed = read(text)
         sign, key = typed.sign, ALIASES.get(typed.key, typed.key)
+        if key == "security.trusted" and typed.value.strip().isidentifier():
+            typed = read(f"{sign}{key}=[{typed.value.strip()}]")  # one package needs no brackets
         if sign == "+" and key in known:  # `+experiment=…`, as other applications need it
             sign = ""
         found.append(Typed(sign, key, typed.rest, typed.parsed))

@@ -14,6 +14,11 @@ class FusedOptimizer(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Ask the optimizer's class for its fastest implementation."""
+        import torch
+
+        embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        if any(isinstance(m, embeddings) and m.sparse for m in draft.model.modules()):
+            return "fused kernels do not take the sparse gradients of its embeddings"
         accepted = inspect.signature(draft.optimizer_class).parameters
         name = draft.optimizer_class.__name__
         if "fused" in accepted and all(p.is_floating_point() for p in draft.model.parameters()):

@@ -44,9 +44,11 @@ class System(Technique):
         inputs, target = draft.sample()
         training = draft.model.training
         draft.model.eval()
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            call(draft.model, inputs)
-        draft.model.train(training)
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                call(draft.model, inputs)
+        finally:
+            draft.model.train(training)
         mflop = counter.get_total_flops() / count(target) * draft.micro_batch / 1e6
         before = torch.get_num_threads()
         threads = 1 if mflop < self.small_mflop else before

@@ -47,7 +47,10 @@ def test_many_numbers_to_predict_are_regression_and_stay_as_they_are(tmp_path: P
     source = opened(write(tmp_path, *(f"{i},{i}.5,red,yes" for i in range(30))), target="income")
     assert (source.sizes.task, source.sizes.classes) == ("regression", 1)
     assert source.fetch(np.array([0, 7]), None)[1].tolist() == [0.5, 7.5]
-    assert [c.key for c in source.choices] == ["data.task"]
+    assert [c.key for c in source.choices] == ["data.task", "data.target"]
+    incomes = source.target[torch.from_numpy(source.train)].numpy()
+    assert source.sizes.target_mean == pytest.approx(incomes.mean())
+    assert source.sizes.target_deviation == pytest.approx(incomes.std())
 
 
 def test_few_whole_numbers_to_predict_are_classes_unless_told_otherwise(tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_few_whole_numbers_to_predict_are_classes_unless_told_otherwise(tmp_path
     assert source.sizes.class_names == ("3", "7")
     assert source.fetch(np.array([0, 1]), None)[1].tolist() == [0, 1]
     told = opened(path, target="income", task="regression")
-    assert (told.sizes.task, told.choices) == ("regression", ())
+    assert (told.sizes.task, [c.key for c in told.choices]) == ("regression", ["data.target"])
     assert told.fetch(np.array([0, 1]), None)[1].tolist() == [3.0, 7.0]
 
 

@@ -80,7 +80,8 @@ def make_run() -> Iterator[MakeRun]:
         scope.callback(recorder.close)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return Run(
-            name="trial", seed=0, config_hash="", folder=folder, device=device, sizes=sizes,
+            name="trial", seed=0, config_hash="", settings={}, folder=folder,
+            device=device, sizes=sizes,
             model=model, forward=model, contexts=[], objective=objective,
             update=Update(model, optimizer, StabilityConfig(), 0.1, [1.0]),
             train=Batches(batch), validation=Batches(batch), micro_batch=4, total_steps=100,
