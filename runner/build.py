@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -33,6 +34,8 @@ from runner.resume import restore
 from runner.run import Choice, Draft, Engagement, Hook, Run, Technique
 from runner.security.targets import construct, resolve
 from runner.stopwatch import Stopwatch
+
+log = logging.getLogger("runner")
 
 
 def build(config: RunConfig, folder: Path | None = None) -> Run:
@@ -246,9 +249,9 @@ def _hooks(config: RunConfig, settings: Mapping[str, Any], folder: Path | None) 
 
 
 def _resume(run: Run, where: str) -> None:
-    """Continue from `where`, or start the record afresh."""
-    own = run.folder is not None and (run.folder / "checkpoints").is_dir()
-    if where not in ("none", "auto"):
+    """Continue from `where`; `auto` is the run's own folder, where there is something in it."""
+    if where == "auto":
+        if not restore(run, None):
+            log.info("checkpoint.resume=auto: nothing to continue here; starting afresh")
+    elif where != "none":
         restore(run, Path(where))
-    elif where == "none" or not (own and restore(run, None)):
-        run.recorder.open(0, None)

@@ -31,6 +31,8 @@ def train(run: Run) -> Summary:
         if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
             log.info("all %d steps are done already; for more: training.steps=…", ended.steps)
             return ended  # its record stays as it is
+    run.recorder.open(run.progress.step, run.record_offset)
+    run.record_offset = None
     summarise(run, "running")
     status, reason = "failed", "a hook kept an error to itself"
     try:

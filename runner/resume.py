@@ -85,8 +85,8 @@ def restore(run: Run, where: Path | None) -> bool:
         Choice("checkpoint.resume", str(restored.path), f"continues at step {restored.step}")
     )
     own = run.folder is not None and restored.path.is_relative_to(run.folder)
-    run.recorder.open(run.progress.step, state["record"] if own else None)
     if own and run.folder is not None:
+        run.record_offset = state["record"]
         run.saved_step = run.progress.step
         adopt_config(run.folder)
     # last, since anything before it may draw

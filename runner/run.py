@@ -332,6 +332,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
     saved_step: int = -1  # of the newest checkpoint
+    record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from
     stop_reason: str = ""  # why training ends before its last step
 
     @property

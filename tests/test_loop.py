@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import build, compose, evaluate, train
 from runner.errors import ConfigError, GaveUp
 from runner.loop import backward
 from runner.run import Hook, Report, Run, Step, Verdict
@@ -176,3 +176,83 @@ def test_a_users_callable_is_an_objective() -> None:
         summary = train(run)
     assert run.monitor == "val/loss"
     assert summary.metrics["val/loss"] < 0.2
+
+
+def test_a_metric_that_falls_is_best_at_its_lowest(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=digits", "training.epochs=3", "training.monitor=val/loss"]
+    with build(compose(overrides), tmp_path) as run:
+        summary = train(run)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert summary.best == min(row["loss"] for row in rows if row["split"] == "val")
+
+
+class Spoil(Hook):
+    """Makes every weight NaN once."""
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        if step.number != 12:
+            return None
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.fill_(float("nan"))
+        return Verdict.ROLLBACK
+
+
+@pytest.mark.parametrize("every", [5, 1000])  # from a checkpoint, and from the very start
+def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=40", f"checkpoint.every={every}",
+                 "training.validate_every=1000", "schedule=constant"]  # fmt: skip
+    with build(compose(overrides)) as run:
+        run.hooks.append(Spoil())
+        summary = train(run)
+        assert run.update.lr_at(0) == pytest.approx(0.5 * run.update.lr)
+    assert summary.faults == {"rollback": 1}
+    assert summary.metrics["val/loss"] < 1.0
+
+
+def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow() -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=9", "optimization=amp"]
+    with build(compose([*overrides, "optimization.amp.dtype=fp16"])) as run:
+        run.hooks.append(Spy({3: Verdict.SKIP}))
+        summary = train(run)
+        assert run.update.scale is not None
+        assert float(run.update.scale.value) == 65536.0
+    assert (summary.skipped_steps, summary.faults) == (1, {})
+
+
+def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_mode() -> None:
+    with build(compose([*NOISY, "training.steps=30", "optimizer.ema=0.9"])) as run:
+        summary = train(run)
+        live = [p.clone() for p in run.model.parameters()]
+        assert run.model.training
+        assert evaluate(run).metrics == summary.metrics
+        assert run.model.training
+        assert all(torch.equal(a, b) for a, b in zip(live, run.model.parameters(), strict=True))
+        with torch.no_grad():
+            for parameter, average in zip(run.update.parameters, run.update.average, strict=True):
+                parameter.copy_(average)
+        assert evaluate(run).metrics == summary.metrics
+
+
+def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=20", "optimization=amp"]
+    with build(compose(overrides), tmp_path) as run:
+
+        def fails(inputs: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no more")
+
+        run.forward = fails
+        with pytest.raises(ValueError, match="no more"):
+            train(run)
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert (record["status"], record["reason"]) == ("failed", "ValueError: no more")
+
+
+def test_a_technique_that_falls_back_while_running_is_an_error_under_strict() -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=30", "optimizer.name=RAdam"]
+    strict = ["optimization=basic", "optimization.strict=true"]
+    with (
+        build(compose([*overrides, *strict])) as run,
+        pytest.raises(ConfigError, match=r"optimization\.fused_optimizer"),
+    ):
+        train(run)

@@ -15,7 +15,7 @@ import torch
 
 from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.errors import CheckpointError
+from runner.errors import CheckpointError, UsageError
 
 HERE = Path(__file__).parent
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
@@ -129,3 +129,27 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
         assert run.progress.step == 6
     assert "step_00000009" in caplog.text
+
+
+def test_a_finished_run_is_left_as_it_is_and_a_used_folder_is_refused(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=9"]
+    with build(compose(overrides), tmp_path) as run:
+        train(run)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix in (".json", ".jsonl")}
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        assert train(run).status == "done"
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    with pytest.raises(UsageError, match=r"checkpoint\.resume=auto"):
+        build(compose(overrides), tmp_path)
+
+
+def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "optimizer.lr=0", "training.patience=2", "training.epochs=9"]
+    with build(compose(overrides), tmp_path) as run:
+        summary = train(run)
+        assert summary.status == "stopped"
+    record = tmp_path / "summary.json"
+    record.write_text(record.read_text().replace('"stopped"', '"running"'))  # as after a kill
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        again = train(run)
+    assert (again.status, again.steps) == ("stopped", summary.steps)

@@ -22,6 +22,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
             "name a run's folder or one of its checkpoints/step_… folders",
         )
     with build(config, folder) as run:
+        run.recorder.open(run.progress.step)
         evaluation = evaluate(run)
         run.progress.metrics = evaluation.metrics
         bare = {name.removeprefix("val/"): x for name, x in evaluation.metrics.items()}

@@ -215,3 +215,98 @@ def test_an_unknown_optimizer_option_is_named() -> None:
     config = OptimizerConfig(options={"momentun": 0.9})
     with pytest.raises(ConfigError, match=r"optimizer\.options\.momentun"):
         build_optimizer(config, torch.optim.AdamW, model(), {})
+
+
+def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are() -> None:
+    net = model()
+    update = make(net, how={"fused": True})
+    before = copy.deepcopy(net.state_dict())
+    update.begin()
+    loss = net(batches(1)[0][0]).sum()
+    loss.backward()
+    norm, skipped = update.measure(loss.detach() + math.inf)
+    update.apply(norm, skipped)
+    assert bool(skipped)
+    assert_same(net.state_dict(), before)
+
+
+def test_a_parameter_without_gradients_at_times_updates_as_torch_does_also_after_a_resume() -> None:
+    def sometimes(net: nn.Module, batch: tuple[Tensor, Tensor], step: int) -> Tensor:
+        x = net[0](batch[0]) if step % 2 else torch.cat([batch[0], batch[0][:, :2]], 1)
+        return nn.functional.cross_entropy(net[3](x.relu()), batch[1])
+
+    data = batches(8)
+    ours, theirs = model(), model()
+    update = make(ours, how={"fused": True}, stability=StabilityConfig(clip_norm=None))
+    reference = make(theirs, how={"fused": True}).optimizer
+    for step, batch in enumerate(data):
+        if step == 4:  # a fresh process
+            state = copy.deepcopy(update.state())
+            update = make(ours, how={"fused": True}, stability=StabilityConfig(clip_norm=None))
+            update.load(state)
+        update.begin()
+        loss = sometimes(ours, batch, step)
+        loss.backward()
+        update.apply(*update.measure(loss.detach()))
+        reference.zero_grad()
+        sometimes(theirs, batch, step).backward()
+        for group in reference.param_groups:
+            group["lr"] = update.lr_at(step)
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_buffer_that_the_model_replaces_goes_back_with_a_skipped_step() -> None:
+    class Tracks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return self.layer(x)
+
+    for how in ({"fused": True}, {}):
+        net = Tracks()
+        update = make(net, how=how)
+        one_step(net, update, batches(1)[0])
+        before = net.mean.clone()
+        assert one_step(net, update, (torch.full((16, 6), math.nan), batches(1)[0][1]))[1]
+        assert torch.equal(net.mean, before)
+
+
+def test_what_the_config_says_of_the_optimizer_wins_over_the_state_that_is_loaded() -> None:
+    net = model()
+    state = copy.deepcopy(make(net, how={}).state())
+    update = make(net, options={"eps": 1e-3}, how={"fused": True})
+    one_step(net, update, batches(1)[0])
+    update.load(state)
+    assert update.optimizer.param_groups[0]["eps"] == 1e-3
+    assert update.optimizer.param_groups[0]["fused"]
+    one_step(net, update, batches(1)[0])
+
+
+def test_moments_follow_weights_into_another_memory_order() -> None:
+    def trained(after: torch.memory_format) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
+        x, y = torch.randn(8, 3, 3, 3), torch.randint(0, 3, (8,))
+        update = make(net, how={"fused": True})
+        one_step(net, update, (x, y))
+        state = copy.deepcopy(update.state())
+        net.to(memory_format=after)  # type: ignore[call-overload]
+        update = make(net, how={"fused": True})
+        update.load(state)
+        one_step(net, update, (x, y))
+        return [p.detach().contiguous() for p in net.parameters()]
+
+    for a, b in zip(trained(torch.contiguous_format), trained(torch.channels_last), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_sgd_with_dampening_is_not_fused() -> None:
+    update = make(model(), "SGD", {"momentum": 0.9, "dampening": 0.5}, {"fused": True})
+    assert not update.in_kernel
+    assert update.optimizer.param_groups[0]["foreach"]
