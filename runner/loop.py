@@ -26,10 +26,12 @@ def train(run: Run) -> Summary:
     Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
     each after a checkpoint; the summary is written in any case.
     """
-    if run.folder is not None and run.progress.step >= run.total_steps:
+    _lose_patience(run)  # a resumed run may have been cut off just then
+    over = run.progress.step >= run.total_steps or run.stop_reason
+    if over and run.folder is not None and (run.folder / "summary.json").exists():
         ended = Summary.read(run.folder)
         if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
-            log.info("all %d steps are done already; for more: training.steps=…", ended.steps)
+            log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
             return ended  # its record stays as it is
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
@@ -63,7 +65,6 @@ def _train(run: Run) -> None:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
                 save(run)  # what the first roll-back goes back to
-            _lose_patience(run)
             _between_steps(run, interrupts)  # what was due when the run was cut off
             while progress.step < run.total_steps and not run.stop_reason:
                 watch.start()
@@ -209,6 +210,7 @@ def _between_steps(run: Run, interrupts: Interrupts) -> None:
     if improved or (step and step % run.checkpoint_every == 0 and run.saved_step < step):
         _act(run, _report(run, wait=True))  # what is on its way belongs before the checkpoint
         save(run, best=improved)
+        summarise(run, "running")  # what a killed run leaves behind
     _act(run, verdict)
 
 
@@ -238,7 +240,7 @@ def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
 
 
 def _lose_patience(run: Run) -> None:
-    """Stop a run that no longer improves; also one that was cut off just then."""
+    """Stop a run that no longer improves."""
     progress = run.progress
     if run.patience is not None and progress.stale_validations >= run.patience:
         run.stop_reason = (

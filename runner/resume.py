@@ -84,7 +84,8 @@ def restore(run: Run, where: Path | None) -> bool:
     run.choices.append(
         Choice("checkpoint.resume", str(restored.path), f"continues at step {restored.step}")
     )
-    own = run.folder is not None and restored.path.is_relative_to(run.folder)
+    here = run.folder and run.folder.resolve()
+    own = here is not None and restored.path.resolve().is_relative_to(here)
     if own and run.folder is not None:
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
@@ -138,7 +139,7 @@ def _load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str,
         run.model.load_state_dict(model)
         run.update.load(update)
     except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:300]  # torch lists every tensor
         raise CheckpointError(
             f"{path}: does not fit this run's model or optimizer ({reason}); resume with the "
             "config it was written under"

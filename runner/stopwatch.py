@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from runner.summary import StepTime, Throughput
@@ -75,20 +76,17 @@ class Stopwatch:
 
     def throughput(self, tokens_per_sample: int | None) -> Throughput:
         """Percentiles, rates and shares over the steps after the first few."""
-        steps = self.steps[SETTLING:] or self.steps
-        if not steps:
+        steps = np.asarray(self.steps[SETTLING:] or self.steps)
+        if not len(steps):
             return Throughput()
-        ordered = sorted(steps)
-        total = sum(steps)
+        p50, p95 = np.percentile(steps, [50, 95]).tolist()
+        total = float(steps.sum(dtype=np.float64))
         rate = self.samples / total if len(self.steps) > SETTLING else 0.0
         split = {phase: seconds / total for phase, seconds in self.spent.items()}
         return Throughput(
             samples_per_second=rate,
             tokens_per_second=rate * tokens_per_sample if tokens_per_sample else None,
-            step_ms=StepTime(
-                p50=ordered[len(ordered) // 2] * 1e3,
-                p95=ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))] * 1e3,
-            ),
+            step_ms=StepTime(p50 * 1e3, p95 * 1e3),
             split=self._device_split() or split,
         )
 

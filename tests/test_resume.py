@@ -143,6 +143,26 @@ def test_a_finished_run_is_left_as_it_is_and_a_used_folder_is_refused(tmp_path: 
         build(compose(overrides), tmp_path)
 
 
+def test_what_a_run_was_started_with_is_replaced_once_its_checkpoint_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = [*OURS, "data=cancer", "training.steps=5", "schedule=constant"]
+    with build(compose(overrides), tmp_path / "run") as run:
+        train(run)
+    for name, text in ((".hydra", "old"), (".hydra-resumed", "new")):
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "overrides.yaml").write_text(text)
+    kept = tmp_path / "run" / ".hydra" / "overrides.yaml"
+    resumed = [*overrides, "training.steps=9", "checkpoint.resume=run"]  # as it is typed: relative
+    with pytest.raises(CheckpointError):
+        build(compose([*resumed, "model.width=7"]), tmp_path / "run")
+    assert kept.read_text() == "old"
+    with build(compose(resumed), tmp_path / "run") as run:
+        assert kept.read_text() == "new"
+        assert train(run).steps == 9
+
+
 def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Path) -> None:
     overrides = [*OURS, "data=cancer", "optimizer.lr=0", "training.patience=2", "training.epochs=9"]
     with build(compose(overrides), tmp_path) as run:
