@@ -202,9 +202,7 @@ def _mean(values: list[float]) -> float:
 def _metrics(run: Run) -> list[str]:
     """Tags that become columns of HParams."""
     rate = (
-        "system/tokens_per_second"
-        if run.objective.unit == "tokens"
-        else "system/samples_per_second"
+        "usage/tokens_per_second" if run.objective.unit == "tokens" else "usage/samples_per_second"
     )
     best = f"val/best/{run.monitor.removeprefix('val/')}"
     tags = [best, run.monitor, "val/loss", "train/loss", rate]
@@ -213,16 +211,16 @@ def _metrics(run: Run) -> list[str]:
 
 def _charts(run: Run) -> dict[str, list[str]]:
     """TensorBoard joins the layouts of all runs, so a title must name the same tags in each."""
-    tokens = {"tokens per second": ["system/tokens_per_second"]}
+    tokens = {"tokens per second": ["usage/tokens_per_second"]}
     return {
         "loss": ["train/loss", "val/loss"],
         **QUALITY.get(run.sizes.task, {}),
         "learning rate": ["train/lr"],
         "gradient norm": ["train/grad_norm"],
         **(tokens if run.objective.unit == "tokens" else {}),
-        "samples per second": ["system/samples_per_second"],
-        "step time, ms": ["system/step_ms"],
-        "memory, GiB": ["system/process_gib", "system/device_peak_gib"],
+        "samples per second": ["usage/samples_per_second"],
+        "step time, ms": ["usage/step_ms"],
+        "memory, GiB": ["usage/process_gib", "usage/device_peak_gib"],
     }
 
 

@@ -68,7 +68,8 @@ class Recorder:
             self._lost("tensorboard", error)
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """One row: a JSON line, and one event with all its values under `<split>/<name>`.
+        """One row: a JSON line, and one event with all its values under `<split>/<name>`
+        (`usage/<name>` for system rows).
 
         JSON has no NaN or Inf: such a value is null, and `nonfinite` says which one it was.
         """
@@ -78,7 +79,8 @@ class Recorder:
                 self._position = self._rows.size
             except OSError as error:
                 self._lost("metrics", error)
-        self._show(lambda events: events.scalars(step, split, values))
+        group = "usage" if split == "system" else split  # TensorBoard sorts: train comes first
+        self._show(lambda events: events.scalars(step, group, values))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """A text for TensorBoard."""
