@@ -1,7 +1,7 @@
 """The optimizer's own fused kernel, called with lists that are made once.
 
 `Optimizer.step()` collects its parameters, sorts them by device and type and opens a profiler range
-at each step: some 25 µs a parameter group, where the kernel itself takes 5 on a small model.
+at each step: some 40 µs for a small model, where the kernel itself takes 6.
 """
 
 from __future__ import annotations
