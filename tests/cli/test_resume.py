@@ -11,6 +11,7 @@ import pytest
 from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
+from runner.cli.resume import with_recorded
 from runner.config import compose, config_hash
 from runner.errors import CheckpointError, ConfigError
 
@@ -164,3 +165,13 @@ def test_auto_says_when_it_starts_afresh() -> None:
 def test_auto_leaves_a_folder_that_was_chosen() -> None:
     make_run(f"{HOME}/run", [])
     assert auto("hydra.run.dir=outputs/here").arguments[-1] == "hydra.run.dir=outputs/here"
+
+
+def test_a_runs_folder_does_not_bring_its_own_trust(tmp_path: Path) -> None:
+    run = tmp_path / "downloaded"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / ".hydra").mkdir()
+    recorded = "- model._target_=theirs.Net\n- security.trusted=[theirs]\n"
+    (run / ".hydra" / "overrides.yaml").write_text(recorded)
+    found = with_recorded([f"checkpoint.resume={run}"], sweeps=False).overrides
+    assert found == ["model._target_=theirs.Net", f"checkpoint.resume={run}"]
