@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_model_too_small_to_share_out_gets_one_thread_and_keeps_it_only_while_
     assert row(trained("optimization=basic"), "system").evidence == {"threads": 2}  # as named
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
 def test_compile_counts_its_graphs_and_leaves_the_models_keys_alone() -> None:
     with build(compose([*QUICK, "optimization=compile", "model.width=16"])) as run:
         compiled = row(train(run), "compile")
