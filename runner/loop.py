@@ -95,29 +95,31 @@ def _train(run: Run) -> None:
                 if verdict >= Verdict.ROLLBACK:
                     _act(run, verdict)
                 if interrupts.received is not None:  # ahead of a validation, which may take long
-                    _report(run, wait=True)
-                    save(run, final=True)
+                    _leave(run)
                     raise interrupts.error(_whereabouts(run))
                 _between_steps(run, interrupts)
             run.reader.close(watch.elapsed())
             _act(run, _report(run, wait=True))
-        except (
-            KeyboardInterrupt
-        ):  # a wait for data was cut short; or a second signal: no checkpoint
-            if interrupts.cut_short:
-                _report(run, wait=True)
-                save(run, final=True)
+        except KeyboardInterrupt:
+            if interrupts.cut_short:  # else it is a second signal, which waits for no checkpoint
+                _leave(run)
             raise interrupts.error(_whereabouts(run)) from None
         except (Interrupted, StorageError):
             raise  # saved already; saving would only fail again
         except RunnerError:  # the step in hand, if there is one, has changed nothing but buffers
             update.abandon()
-            save(run, final=True)
+            _leave(run)
             raise
         finally:
             run.train.close()
             run.validation.close()
         save(run, final=True)
+
+
+def _leave(run: Run) -> None:
+    """Save what there is before an early end; numbers on their way belong to it."""
+    _report(run, wait=True)
+    save(run, final=True)
 
 
 def _whereabouts(run: Run) -> str:

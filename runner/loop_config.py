@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from runner.errors import ConfigError
@@ -22,7 +23,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for key in ("steps", "epochs", "batch_size", "micro_batch", "validate_every", "patience"):
             value = getattr(self, key)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:  # NaN is neither
                 raise ConfigError(f"training.{key}", f"{value} is not positive", "use 1 or more")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(

@@ -216,3 +216,21 @@ def test_the_public_names_are_these() -> None:
 )
 def test_importing_the_package(code: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=CONF.parent, check=True)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "training.epochs",
+        "stability.clip_norm",
+        "schedule.warmup",
+        "schedule.every",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "data.validation",
+        "data.timeout_s",
+    ],
+)
+def test_a_number_that_is_none_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        compose([f"{key}=nan"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -42,7 +43,9 @@ class DataConfig:
             raise ConfigError("data.workers", f"{self.workers} is not a count", "use 0 or more")
         if self.prefetch is not None and self.prefetch < 1:
             raise ConfigError("data.prefetch", f"{self.prefetch} is not a count", "use 1 or more")
-        if self.timeout_s <= 0:
+        if self.default_epochs is not None and not 0 < self.default_epochs < math.inf:
+            raise ConfigError("data.default_epochs", f"{self.default_epochs} is no length")
+        if not self.timeout_s > 0:
             raise ConfigError("data.timeout_s", "a hung worker would hang the run", "use > 0")
 
 

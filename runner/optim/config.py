@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -20,10 +21,12 @@ class OptimizerConfig:
     ema: float | None = None  # decay of an exponential moving average of the weights
 
     def __post_init__(self) -> None:
-        if self.lr < 0:
-            raise ConfigError("optimizer.lr", f"{self.lr} would climb", "use 0 or more")
-        if self.weight_decay < 0:
-            raise ConfigError("optimizer.weight_decay", "is negative", "use 0 or more")
+        if not 0 <= self.lr < math.inf:
+            raise ConfigError("optimizer.lr", f"{self.lr} is no rate", "use 0 or more")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                "optimizer.weight_decay", f"{self.weight_decay} is no decay", "use 0 or more"
+            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError("optimizer.ema", f"{self.ema} is no decay", "use e.g. 0.999")
 
@@ -49,11 +52,11 @@ class ScheduleConfig:
     gamma: float = 0.1  # step: the factor at each drop
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise ConfigError("schedule.warmup", f"{self.warmup} is negative", "use 0 or more")
+        if not 0 <= self.warmup < math.inf:  # NaN is neither
+            raise ConfigError("schedule.warmup", f"{self.warmup} is no count", "use 0 or more")
         if not 0 <= self.floor <= 1:
             raise ConfigError("schedule.floor", f"{self.floor} is not a share", "use 0 to 1")
-        if self.every <= 0:
+        if not 0 < self.every < math.inf:
             raise ConfigError("schedule.every", f"{self.every} never comes", "use more than 0")
 
 
@@ -68,7 +71,7 @@ class StabilityConfig:
     backoff: float = 0.5  # the learning rate's factor at each roll-back
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError("stability.clip_norm", "would stop learning", "use > 0 or null")
         if self.max_consecutive_skips < 0:
             raise ConfigError("stability.max_consecutive_skips", "is negative", "use 0 or more")
