@@ -74,21 +74,28 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
     objective = build_objective(config.objective, data.sizes, look_up)
 
     training = config.training
+    checkpointer = Checkpointer(
+        folder if config.checkpoint.enabled else None,
+        config.checkpoint.keep,
+        config_hash(config),
+    )
     draft = Draft(
         device=device,
         sizes=data.sizes,
         model=model,
         optimizer_class=find_optimizer(config.optimizer.name),
+        objective=objective,
         batch_size=training.batch_size,
         micro_batch=training.micro_batch or training.batch_size,
         micro_batch_asked=training.micro_batch,
         tf32_asked=config.device.tf32,
         threads_asked=config.device.threads,
-        sample=lambda: data.fetch(data.train[:8], None),
+        sample=lambda count: data.fetch(data.train[:count], None),
         total_steps=total_steps,
         scope=scope,
         forward=model,
         choices=choices,
+        recorded=_recorded(checkpointer, config.checkpoint.resume),
     )
     applied, engagements = _apply_techniques(config, draft)
 
@@ -147,11 +154,7 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         monitor=training.monitor or objective.monitor,
         higher_is_better=objective.rises(training.monitor or objective.monitor),
         recorder=Recorder(folder, config.monitoring),
-        checkpointer=Checkpointer(
-            folder if config.checkpoint.enabled else None,
-            config.checkpoint.keep,
-            config_hash(config),
-        ),
+        checkpointer=checkpointer,
         hooks=_hooks(config, settings, folder),
         techniques=applied,
         engagements=engagements,
@@ -166,6 +169,7 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         backoff=config.stability.backoff,
         strict=config.optimization.strict,
     )
+    checkpointer.choices = {choice.key: choice.value for choice in run.choices}
     scope.callback(run.recorder.close)
     scope.callback(run.checkpointer.wait)
     scope.callback(run.validation.close)
@@ -246,6 +250,13 @@ def _hooks(config: RunConfig, settings: Mapping[str, Any], folder: Path | None) 
     if config.monitoring.progress:
         hooks.append(Progress(config.monitoring))
     return hooks
+
+
+def _recorded(checkpointer: Checkpointer, where: str) -> dict[str, Any]:
+    """What the run that is to be continued chose automatically; that wins."""
+    if where == "none":
+        return {}
+    return checkpointer.recorded(None if where == "auto" else Path(where))
 
 
 def _resume(run: Run, where: str) -> None:

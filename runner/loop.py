@@ -73,7 +73,7 @@ def _train(run: Run) -> None:
                 interrupts.waiting = False
                 watch.split("data")
 
-                step = backward(run, batch)
+                step = _attempt(run, batch)
                 verdict = Verdict.KEEP
                 if gradient_hooks:
                     verdict = _ask(gradient_hooks, "on_gradients", run, step)
@@ -128,6 +128,18 @@ def _whereabouts(run: Run) -> str:
     if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
         return at
     return f"{at}; a checkpoint is written; to go on: checkpoint.resume={run.folder}"
+
+
+def _attempt(run: Run, batch: Batch) -> Step:
+    """The step; one that fails is tried again for as long as something can be done about it."""
+    while True:
+        try:
+            return backward(run, batch)
+        except Exception as error:
+            run.update.abandon()
+            if not any(recover(run, error) for recover in run.recoveries):
+                raise
+        # tried again out here, where no traceback holds on to the activations
 
 
 def backward(run: Run, batch: Batch) -> Step:

@@ -257,12 +257,13 @@ class Draft:
     sizes: Sizes
     model: nn.Module  # on the device
     optimizer_class: type[torch.optim.Optimizer]
+    objective: Objective
     batch_size: int
     micro_batch: int  # samples per backward
     micro_batch_asked: int | None  # what training.micro_batch names
     tf32_asked: bool | None  # what device.tf32 says
     threads_asked: int | None  # what device.threads says
-    sample: Callable[[], Batch]  # a few training samples, not augmented, on the CPU
+    sample: Callable[[int], Batch]  # so many training samples, not augmented, on the CPU
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
     forward: Callable[..., Any]  # what is called in place of the model
@@ -271,6 +272,16 @@ class Draft:
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
     choices: list[Choice] = field(default_factory=list)
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here
+
+    def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
+        """What the run that this one continues had chosen, else what `decide` says, and why."""
+        if key in self.recorded:
+            value, reason = self.recorded[key], "as before the run was resumed"
+        else:
+            value, reason = decide()
+        self.choices.append(Choice(key, value, reason))
+        return value
 
 
 @dataclass
@@ -324,6 +335,7 @@ class Run:
     started: float  # time.monotonic() when the build began
     watch: Stopwatch
     reader: Reader
+    recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     report_every: int = 10
     max_consecutive_skips: int = 10
     max_rollbacks: int = 2
@@ -331,6 +343,7 @@ class Run:
     strict: bool = False  # a technique that does not take hold is an error
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
+    operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from
     stop_reason: str = ""  # why training ends before its last step
@@ -345,6 +358,10 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.scope.close()
+
+
+Recovery = Callable[[Run, Exception], bool]
+"""Makes a step that raised possible: True when the same step is worth another try."""
 
 
 def call(forward: Callable[..., Any], inputs: Inputs) -> Any:

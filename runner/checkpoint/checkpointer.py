@@ -37,6 +37,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path | None, keep: int, config_hash: str = "") -> None:
         self.faults: dict[str, int] = {}  # counts by kind
+        self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self._root = None if folder is None else folder / FOLDER
         self._keep = keep
         self._config_hash = config_hash
@@ -115,6 +116,20 @@ class Checkpointer:
             log.warning("checkpoint: %s", warning)
         return restored
 
+    def recorded(self, where: Path | None = None) -> dict[str, Any]:
+        """The choices in the newest readable manifest of what `restore` would read, if any."""
+        if where is not None and _is_step(where):
+            found = [where]
+        else:
+            root = (
+                self._root if where is None else where if where.name == FOLDER else where / FOLDER
+            )
+            found = [] if root is None else [p for _, p in sorted(folders.steps(root).items())]
+        for folder in reversed(found):
+            with suppress(CheckpointError):
+                return read_manifest(folder).choices
+        return {}
+
     def _remembered(self) -> Restored | None:
         if self._memory is None:
             return None
@@ -177,6 +192,7 @@ class Checkpointer:
             threads=torch.get_num_threads(),
             cpu=torch.backends.cpu.get_cpu_capability(),
             tied=snapshot.tied,
+            choices=self.choices,
         )
         storage.write_file(folder / manifest.NAME, facts.write)
         storage.sync_folder(folder)

@@ -30,6 +30,7 @@ class Manifest:
     threads: int
     cpu: str  # the instruction set that torch's CPU kernels use
     tied: dict[str, str] = field(default_factory=dict)  # weights stored under another's name
+    choices: dict[str, Any] = field(default_factory=dict)  # made automatically; win on resume
     format: int = FORMAT
 
     def write(self, file: HashedFile) -> None:
