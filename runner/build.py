@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
@@ -18,40 +20,56 @@ from runner.config import RunConfig, config_hash, flat
 from runner.data.loader import make_loader
 from runner.data.open import open_data
 from runner.data.order import permutation
+from runner.data.source import Source
+from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
+from runner.hooks.cleaning import Cleaning
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.loop_config import TrainingConfig
 from runner.models.build import build_model
 from runner.objectives.build import build_objective
-from runner.optim.optimizer import build_optimizer, find_optimizer
+from runner.optim.adopted import adopt, share_state
+from runner.optim.optimizer import Optimizer, build_optimizer, find_optimizer
 from runner.optim.schedule import factors
 from runner.optim.update import Update
+from runner.optim.whole import WholeStep
 from runner.reader import Reader
 from runner.record.recorder import Recorder
+from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
-from runner.run import Choice, Draft, Engagement, Hook, Run, Technique
+from runner.run import Choice, Draft, Engagement, Hook, Objective, Run, Technique
 from runner.security.targets import construct, resolve
 from runner.stopwatch import Stopwatch
 
 log = logging.getLogger("runner")
 
 
-def build(config: RunConfig, folder: Path | None = None) -> Run:
+@dataclass(frozen=True)
+class Given:
+    """What the caller has made already, in place of what the config names."""
+
+    model: nn.Module | None = None
+    data: Source | None = None
+    objective: Objective | None = None
+    optimizer: Optimizer | None = None  # its learning rates stay the caller's to set
+
+
+def build(config: RunConfig, folder: Path | None = None, given: Given | None = None) -> Run:
     """Everything that `config` names, put together and ready to train or evaluate.
 
     With a folder the run is recorded there and can be resumed; without, nothing is written.
     Close the run when done (it is a context manager): that undoes every global switch it flipped.
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError.
     """
-    with ExitStack() as scope:
-        run = _assemble(config, folder, scope)
+    with ExitStack() as scope, in_plain_words("while the run was put together"):
+        run = _assemble(config, folder, given or Given(), scope)
         run.scope = scope.pop_all()  # nothing failed: the run now owns what must be undone
     return run
 
 
-def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
+def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitStack) -> Run:
     started, settings = time.monotonic(), flat(config)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,14 +82,19 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
     if config.debug.anomaly:
         scope.enter_context(torch.autograd.set_detect_anomaly(True))
     device = select(config.device, scope)
-    seed_everything(config.seed)  # initial weights come from here; steps are seeded one by one
+    memory.keep_to_one_heap(scope)
+    if given.model is None:  # initial weights come from here; steps are seeded one by one
+        seed_everything(config.seed)
     look_up = partial(resolve, trusted=config.security.trusted)
 
-    data = open_data(config.data, look_up)
+    data = given.data or open_data(config.data, look_up)
     steps_per_epoch = _steps_per_epoch(config, len(data.train))
     total_steps, choices = _length(config, steps_per_epoch)
-    model = build_model(config.model, data.sizes, look_up).to(device.torch)
-    objective = build_objective(config.objective, data.sizes, look_up)
+    model = given.model
+    if model is None:
+        model = build_model(config.model, data.sizes, look_up)
+    model = model.to(device.torch)
+    objective = given.objective or build_objective(config.objective, data.sizes, look_up)
 
     training = config.training
     checkpointer = Checkpointer(
@@ -79,57 +102,72 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         config.checkpoint.keep,
         config_hash(config),
     )
+    recorded = _recorded(checkpointer, config.checkpoint.resume)
+    loader = partial(
+        make_loader, data, batch_size=training.batch_size, seed=config.seed, device=device
+    )
+    training_set = partial(
+        loader, indices=data.train, shuffle=config.data.shuffle, repeat=True, augment=True
+    )
     draft = Draft(
         device=device,
         sizes=data.sizes,
         model=model,
-        optimizer_class=find_optimizer(config.optimizer.name),
+        optimizer_class=_optimizer_class(config, given),
         objective=objective,
         batch_size=training.batch_size,
-        micro_batch=training.micro_batch or training.batch_size,
+        micro_batch=_micro_batch(training, recorded),
         micro_batch_asked=training.micro_batch,
         tf32_asked=config.device.tf32,
         threads_asked=config.device.threads,
         sample=lambda count: data.fetch(data.train[:count], None),
+        data=config.data,
+        in_memory=data.in_memory,
+        loader=lambda how: training_set(config=how),
         total_steps=total_steps,
         scope=scope,
         forward=model,
+        make_optimizer=lambda model: build_optimizer(
+            config.optimizer, draft.optimizer_class, model, {}
+        ),
+        ema=config.optimizer.ema is not None,
         choices=choices,
-        recorded=_recorded(checkpointer, config.checkpoint.resume),
+        recorded=recorded,
     )
     applied, engagements = _apply_techniques(config, draft)
+    if recorded.get(MICRO_BATCH) == draft.micro_batch and all(
+        choice.key != MICRO_BATCH for choice in draft.choices
+    ):
+        draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
 
     # after the techniques: they may have moved weights, and have a say in how these are updated
-    optimizer = build_optimizer(
-        config.optimizer, draft.optimizer_class, model, draft.optimizer_options
-    )
+    if given.optimizer is None:
+        optimizer = build_optimizer(
+            config.optimizer, draft.optimizer_class, model, draft.optimizer_options
+        )
+    else:
+        optimizer = adopt(given.optimizer, draft.optimizer_options, scope)
     update = Update(
         model,
         optimizer,
         config.stability,
-        config.optimizer.lr,
-        factors(config.schedule, total_steps),
+        None if given.optimizer else config.optimizer.lr,
+        [1.0] if given.optimizer else factors(config.schedule, total_steps),
         loss_scale=draft.loss_scale,
         ema=config.optimizer.ema,
     )
+    if given.optimizer is not None:
+        share_state(update, draft.optimizer_options, scope)
     if update.host_waits:
-        draft.choices.append(
-            Choice("stability.guard", "host reads a flag", f"{config.optimizer.name} is not fused")
-        )
-    loader = partial(
-        make_loader,
-        data,
-        batch_size=training.batch_size,
-        seed=config.seed,
-        device=device,
-        config=config.data,
-        placements=tuple(draft.placements),
-    )
-    train = loader(data.train, shuffle=config.data.shuffle, repeat=True, augment=True)
+        name = type(optimizer).__name__
+        draft.choices.append(Choice("stability.guard", "host reads a flag", f"{name} is not fused"))
+    fetched: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
+    fallen: dict[str, str] = {}
+    train = training_set(**fetched)
     # in a fixed random order, so that the first so many stand for all
     shuffled = permutation(config.data.split_seed, 0, len(data.validation))
     held_out = data.validation[shuffled][: config.data.validation_samples]
-    validation = loader(held_out, shuffle=False, repeat=False, augment=False)
+    validation = loader(indices=held_out, shuffle=False, repeat=False, augment=False, **fetched)
     validate_every = training.validate_every or max(1, min(steps_per_epoch, total_steps // 5))
     run = Run(
         name=config.name,
@@ -155,6 +193,14 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
         higher_is_better=objective.rises(training.monitor or objective.monitor),
         recorder=Recorder(folder, config.monitoring),
         checkpointer=checkpointer,
+        whole=_whole_step(draft, update, fallen),
+        fallen=fallen,
+        placements=draft.placements,
+        compilation=draft.compilation,
+        recompute=draft.recompute,
+        predicted_bytes=draft.predicted_bytes,
+        remarks=draft.remarks,
+        recoveries=[use_less_memory, *draft.recoveries],
         hooks=_hooks(config, settings, folder),
         techniques=applied,
         engagements=engagements,
@@ -176,6 +222,16 @@ def _assemble(config: RunConfig, folder: Path | None, scope: ExitStack) -> Run:
     scope.callback(run.train.close)
     _resume(run, config.checkpoint.resume)
     return run
+
+
+def _micro_batch(training: TrainingConfig, recorded: Mapping[str, Any]) -> int:
+    """Samples per backward: as asked, unless the run continued here had to go below that."""
+    asked = training.micro_batch or training.batch_size
+    return min(asked, int(recorded.get(MICRO_BATCH, asked)))
+
+
+def _optimizer_class(config: RunConfig, given: Given) -> type[Optimizer]:
+    return type(given.optimizer) if given.optimizer else find_optimizer(config.optimizer.name)
 
 
 def _steps_per_epoch(config: RunConfig, samples: int) -> int:
@@ -243,10 +299,28 @@ def _extra_techniques(config: RunConfig) -> list[tuple[str, Technique]]:
     return found
 
 
+def _whole_step(draft: Draft, update: Update, fallen: dict[str, str]) -> WholeStep | None:
+    """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
+    if draft.whole_step is None:
+        return None
+    refused = WholeStep.refuses(update)
+    if refused is None:
+        return WholeStep(
+            draft.forward, draft.objective, draft.contexts, update, draft.batch_size,
+            draft.sizes.classes or draft.sizes.vocab, draft.whole_step,
+        )  # fmt: skip
+    fallen["whole_step"] = refused
+    if draft.compilation is not None:
+        draft.compilation.start()
+    return None
+
+
 def _hooks(config: RunConfig, settings: Mapping[str, Any], folder: Path | None) -> list[Hook]:
     hooks: list[Hook] = []
     if folder is not None:
         hooks.append(Recording(config.monitoring, settings))
+    if config.device.clean_above is not None:
+        hooks.append(Cleaning(config.device.clean_above))
     if config.monitoring.progress:
         hooks.append(Progress(config.monitoring))
     return hooks

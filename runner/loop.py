@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from runner import compiler
 from runner.errors import ConfigError, GaveUp, Interrupted, RunnerError, StorageError
+from runner.evaluation import evaluate
 from runner.interrupts import Interrupts
 from runner.outcome import engagements, look, summarise
+from runner.recovery import in_plain_words
 from runner.resume import roll_back, save
 from runner.run import Batch, Evaluation, Hook, Report, Run, Step, Verdict, call, count, rows
 from runner.seeds import mix
 from runner.summary import Summary
+
+if TYPE_CHECKING:
+    from runner.optim.whole import WholeStep
 
 log = logging.getLogger("runner")
 
@@ -41,7 +49,8 @@ def train(run: Run) -> Summary:
         with ExitStack() as stack:
             for hook in run.hooks:
                 stack.enter_context(hook.session(run))
-            _train(run)
+            with in_plain_words("while training"):
+                _train(run)
             look(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
     except Interrupted as error:
@@ -73,14 +82,7 @@ def _train(run: Run) -> None:
                 interrupts.waiting = False
                 watch.split("data")
 
-                step = _attempt(run, batch)
-                verdict = Verdict.KEEP
-                if gradient_hooks:
-                    verdict = _ask(gradient_hooks, "on_gradients", run, step)
-                    if verdict >= Verdict.SKIP:
-                        step.skipped = torch.ones_like(step.skipped)
-                update.apply(step.grad_norm, step.skipped)
-                watch.split("optimizer")
+                step, verdict = make_step(run, batch, gradient_hooks)
 
                 samples = run.train.samples(progress.step)
                 progress.step += 1
@@ -128,6 +130,43 @@ def _whereabouts(run: Run) -> str:
     if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
         return at
     return f"{at}; a checkpoint is written; to go on: checkpoint.resume={run.folder}"
+
+
+def make_step(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> tuple[Step, Verdict]:
+    """One step, its update included, and what `hooks` say to its gradients."""
+    due = [hook for hook in hooks if (run.progress.step + 1) % hook.every == 0]
+    if run.whole is not None and not due and run.whole.takes(batch):
+        step = _whole(run, run.whole, batch)
+        if step is not None:
+            return step, Verdict.KEEP
+    step, verdict = _attempt(run, batch), Verdict.KEEP
+    overflow = step.skipped
+    if due:
+        verdict = _ask(due, "on_gradients", run, step)
+        if verdict >= Verdict.SKIP:
+            step.skipped = torch.ones_like(step.skipped)
+    run.update.apply(step.grad_norm, step.skipped, overflow)
+    run.watch.split("optimizer")
+    return step, verdict
+
+
+def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
+    """The step in one graph; None, from then on too, where there can be no such graph."""
+    number = run.progress.step + 1
+    run.device.reseed(mix(run.seed, number))
+    try:
+        loss, norm, skipped = whole(batch)
+    except Exception as error:
+        if whole.steps and not compiler.is_at_fault(error):
+            raise  # some weights may have changed already
+        run.whole = None
+        run.fallen["whole_step"] = reason = compiler.why(error)
+        log.warning("optimization.whole_step: fell back: %s", reason)
+        if run.compilation is not None:
+            run.compilation.start()
+        return None
+    run.watch.split("whole_step")
+    return Step(number, loss, norm, skipped)
 
 
 def _attempt(run: Run, batch: Batch) -> Step:
@@ -183,32 +222,15 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
-    if not run.contexts:
+    odd = run.compilation is not None and count(batch[1]) != run.micro_batch
+    if not run.contexts and not odd:
         return run.objective(call(run.forward, batch[0]), batch[1])
     with ExitStack() as stack:
+        if odd:  # the last of an epoch: compiling once more, for its size, would take longer
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:
             stack.enter_context(context())
         return run.objective(call(run.forward, batch[0]), batch[1])
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> Evaluation:
-    """One pass over the validation set, with the averaged weights where there are some."""
-    training = run.model.training
-    run.model.eval()
-    totals: dict[str, Tensor] = {}
-    try:
-        with run.update.averaged(), ExitStack() as stack:
-            for context in run.contexts:
-                stack.enter_context(context())
-            for inputs, target in run.validation.batches(0):
-                sums = run.objective.tally(call(run.forward, inputs), target)
-                totals = {name: totals[name] + x for name, x in sums.items()} if totals else sums
-    finally:
-        run.model.train(training)
-    metrics = {f"val/{name}": x for name, x in run.objective.metrics(totals).items()}
-    confusion = run.objective.confusion(totals)
-    return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
 
 
 def _between_steps(run: Run, interrupts: Interrupts) -> None:
@@ -265,6 +287,8 @@ def _lose_patience(run: Run) -> None:
 def _report(run: Run, wait: bool = False) -> Verdict:
     """Hand the numbers that have reached the host to the hooks; count what was skipped."""
     progress, verdict = run.progress, Verdict.KEEP
+    if run.whole is not None and (wait or run.device.reads_are_free):
+        run.whole.check()
     for report in run.reader.reports(wait):
         if not report.loss:
             continue

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from runner.checkpoint.checkpointer import Checkpointer
+    from runner.data.config import DataConfig
     from runner.device.device import Device
     from runner.optim.update import Update
+    from runner.optim.whole import WholeStep
     from runner.reader import Reader
     from runner.record.recorder import Recorder
     from runner.stopwatch import Stopwatch
+    from runner.techniques.recompute import Recomputed
 
 Inputs = Any
 """What a model is called with: a tensor, a tuple (positional) or a dict (by keyword)."""
@@ -111,6 +114,14 @@ class Evaluation:
     improved: bool = False  # the monitored metric is the best so far
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """The int8 copy of a trained model, and what the validation set says of it."""
+
+    model: nn.Module
+    evaluation: Evaluation
+
+
 class Hook:
     """Something that watches a run. A subclass overrides the events it needs, and no others.
 
@@ -163,6 +174,8 @@ class Objective(ABC):
         "bits_per_token",
     )
     unit: str = "samples"  # what `weight` counts: samples | tokens
+    takes_deferred: bool = False  # logits that an output layer put off (`runner.deferred`)
+    ignored: int | None = None  # a class index that stands for no target
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -264,13 +277,26 @@ class Draft:
     tf32_asked: bool | None  # what device.tf32 says
     threads_asked: int | None  # what device.threads says
     sample: Callable[[int], Batch]  # so many training samples, not augmented, on the CPU
+    data: DataConfig  # how batches are fetched; what is None there is decided by the loader
+    in_memory: bool  # a fetch is a copy and nothing more
+    loader: Callable[[DataConfig], Loader]  # of the training set, fetched that way
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
     forward: Callable[..., Any]  # what is called in place of the model
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]  # to see what state it keeps
+    ema: bool = False  # a running average of the weights is kept
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
+    whole_step: dict[str, Any] | None = None  # torch.compile's options, to make steps in one graph
+    compilation: Compilation | None = None
+    cuda_graphs: bool = False
+    recompute: Recomputed | None = None  # what is computed again in the backward
+    predicted_bytes: int | None = None  # peak of process or device, where one was predicted
+    recoveries: list[Recovery] = field(default_factory=list)
+    sample_mflop: float | None = None  # of a sample's forward, once it was counted
+    remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
     choices: list[Choice] = field(default_factory=list)
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here
 
@@ -335,6 +361,14 @@ class Run:
     started: float  # time.monotonic() when the build began
     watch: Stopwatch
     reader: Reader
+    whole: WholeStep | None = None  # makes steps in one graph
+    compilation: Compilation | None = None
+    recompute: Recomputed | None = None  # as in the draft
+    predicted_bytes: int | None = None  # as in the draft
+    remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # as in the draft
+    evaluation_batch: int | None = None  # samples per forward, once a whole batch did not fit
+    fallen: dict[str, str] = field(default_factory=dict)  # techniques given up on the way, and why
+    placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # as in the draft
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     report_every: int = 10
     max_consecutive_skips: int = 10
@@ -344,6 +378,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
     operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
+    quantized: Quantized | None = None  # once there is one that is worth it
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from
     stop_reason: str = ""  # why training ends before its last step
@@ -358,6 +393,15 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.scope.close()
+
+
+class Compilation(Protocol):
+    """The model compiled in place, now or once it is wanted."""
+
+    mode: str  # of torch.compile; empty while it is eager
+
+    def start(self) -> None:
+        """Compile from the next call on."""
 
 
 Recovery = Callable[[Run, Exception], bool]

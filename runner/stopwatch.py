@@ -10,7 +10,7 @@ import torch
 
 from runner.summary import StepTime, Throughput
 
-PHASES = ("data", "forward", "backward", "optimizer", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "other")
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection
 SAMPLED = 50  # on an accelerator, each n-th step is timed on the device as well
 
@@ -82,7 +82,11 @@ class Stopwatch:
         p50, p95 = np.percentile(steps, [50, 95]).tolist()
         total = float(steps.sum(dtype=np.float64))
         rate = self.samples / total if len(self.steps) > SETTLING else 0.0
-        split = {phase: seconds / total for phase, seconds in self.spent.items()}
+        split = {
+            phase: seconds / total
+            for phase, seconds in self.spent.items()
+            if seconds or phase != "whole_step"
+        }
         return Throughput(
             samples_per_second=rate,
             tokens_per_second=rate * tokens_per_sample if tokens_per_sample else None,

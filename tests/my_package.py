@@ -84,3 +84,135 @@ class Line:
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
     return (output.squeeze(-1) - target).abs().mean()
+
+
+class Branching(nn.Module):
+    """Takes another way depending on what it sees: no compiler can put that into one graph."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(in_features, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self.layer(inputs)
+        if output.sum() > 0:
+            return output * 2
+        return output * 3
+
+
+class Normed(nn.Module):
+    """BatchNorm over the batch alone: one sample has no variance."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(in_features, 8), nn.BatchNorm1d(8), nn.Linear(8, classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Breaking(nn.Module):
+    """Looks at a number after every line."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(in_features, in_features) for _ in range(3))
+        self.head = nn.Linear(in_features, classes)
+        self.seen = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+            if x.mean().item() > 1e9:
+                self.seen += 1.0
+        return self.head(x)
+
+
+class MappedTable:
+    """Samples whose inputs are a dict."""
+
+    classes, vocab = 3, None
+    in_features = 16
+
+    def __len__(self) -> int:
+        return 320
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], int]:
+        draw = torch.Generator().manual_seed(index)
+        return {"values": torch.randn(16, generator=draw), "scale": torch.ones(1)}, index % 3
+
+
+class Mapped(nn.Module):
+    """Takes its inputs by name, and hands its output out in a dict."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, classes)
+
+    def forward(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.layer(values) * scale}
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(in_features, in_features)
+        self.two = nn.Linear(in_features, in_features)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(in_features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(self.one(x).relu()).relu())
+
+
+class Complex(nn.Module):
+    """Works on the spectrum with complex weights."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(in_features // 2 + 1, dtype=torch.complex64))
+        self.head = nn.Linear(in_features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=x.shape[-1]))
+
+
+class Statistics(nn.Module):
+    """Repeated blocks with statistics of the batch."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(in_features, in_features), nn.BatchNorm1d(in_features), nn.ReLU()
+            )
+            for _ in range(3)
+        )
+        self.head = nn.Linear(in_features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Empty(nn.Module):
+    """Nothing to train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Faulty(nn.Module):
+    """Fails by itself."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(in_features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("my own mistake")

@@ -16,7 +16,7 @@ from runner.optim.optimizer import Optimizer
 
 
 @dataclass
-class _Group:
+class Group:
     """One parameter group's tensors, in the order that the kernel takes them."""
 
     options: dict[str, Any]  # the optimizer's own, so that a new learning rate is seen
@@ -36,7 +36,7 @@ class FusedKernel:
         self.optimizer = optimizer
         self.count = torch.zeros((), dtype=torch.float32, device=device)  # updates made
         self.adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
-        self.groups: list[_Group] = []
+        self.groups: list[Group] = []
         self._collect()
 
     @staticmethod
@@ -56,7 +56,7 @@ class FusedKernel:
                 (self._adam if self.adam else self._sgd)(group, divisor, skipped)
         self.count.sub_(skipped)
 
-    def _adam(self, group: _Group, divisor: Tensor | None, skipped: Tensor) -> None:
+    def _adam(self, group: Group, divisor: Tensor | None, skipped: Tensor) -> None:
         options = group.options
         decoupled = options["decoupled_weight_decay"]
         (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
@@ -77,7 +77,7 @@ class FusedKernel:
             found_inf=skipped,
         )
 
-    def _sgd(self, group: _Group, divisor: Tensor | None, skipped: Tensor) -> None:
+    def _sgd(self, group: Group, divisor: Tensor | None, skipped: Tensor) -> None:
         options = group.options
         torch._fused_sgd_(
             group.parameters,
@@ -122,7 +122,7 @@ class FusedKernel:
                     state[p]["exp_avg"] = torch.zeros_like(p)
                     state[p]["exp_avg_sq"] = torch.zeros_like(p)
             first = "exp_avg" if self.adam else "momentum_buffer"
-            group = _Group(
+            group = Group(
                 options,
                 parameters,
                 [state[p][first] for p in parameters if first in state[p]],

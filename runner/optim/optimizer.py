@@ -75,11 +75,11 @@ def build_optimizer(
         raise ConfigError(
             "optimizer", f"{cls.__name__} refuses: {error}", "check its options"
         ) from error
-    _fill_momentum(optimizer)
+    fill_momentum(optimizer)
     return optimizer
 
 
-def _fill_momentum(optimizer: Optimizer) -> None:
+def fill_momentum(optimizer: Optimizer) -> None:
     """Give fused SGD its momentum buffers before its first step.
 
     A first step that is skipped in the kernel leaves them uninitialised otherwise (torch 2.13).
@@ -88,4 +88,6 @@ def _fill_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
             for parameter in group["params"]:
+                if optimizer.state[parameter].get("momentum_buffer") is not None:
+                    continue  # it was used before
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

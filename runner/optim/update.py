@@ -46,7 +46,7 @@ class Update:
         model: nn.Module,
         optimizer: Optimizer,
         config: StabilityConfig,
-        lr: float,
+        lr: float | None,  # None: the rates that the optimizer's owner sets, at any time
         factors: list[float],
         *,
         loss_scale: float | None = None,
@@ -75,9 +75,8 @@ class Update:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self.saved = [buffer.clone() for buffer in self._buffers()]
+        self.saved = [buffer.clone() for buffer in self.buffers()]
         self.never = torch.zeros((), device=self.device)
-        self.overflow = self.never
         self.begun = False
         self._set_schedule()
 
@@ -91,48 +90,53 @@ class Update:
         for parameter in self.parameters:
             parameter.grad = None
         if self.saved:
-            torch._foreach_copy_(self.saved, self._buffers())
+            torch._foreach_copy_(self.saved, self.buffers())
         self.begun = True
 
     def abandon(self) -> None:
         """Forget a step that was begun and not applied."""
         if self.begun and self.saved:
-            torch._foreach_copy_(self._buffers(), self.saved)
+            torch._foreach_copy_(self.buffers(), self.saved)
         self.begun = False
 
     def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d."""
-        norms = list(torch._foreach_norm(self._gradients()))
-        norms.append(loss * 0.0)  # NaN if the loss is not finite, else nothing
+        return self.judge(loss, list(torch._foreach_norm(self._gradients())))
+
+    def judge(self, loss: Tensor, norms: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The same from the norm of each gradient."""
+        norms = [*norms, loss * 0.0]  # NaN if the loss is not finite, else nothing
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.scale:
             norm = norm / self.scale.value
         if not self.guard and not self.scale:
             return norm, self.never
-        self.overflow = (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
-        return norm, self.overflow
+        return norm, (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
 
-    def apply(self, norm: Tensor, skipped: Tensor) -> None:
-        """Make the update that `measure` looked at, unless it is to be skipped."""
+    def apply(self, norm: Tensor, skipped: Tensor, overflow: Tensor | None = None) -> None:
+        """Make the update that `measure` looked at, unless it is to be skipped.
+
+        `overflow` is the flag as it was measured, where a hook skips what is finite.
+        """
         if self.in_kernel:
             self._in_kernel(norm, skipped)
         else:
             self._by_host(norm, skipped)
         if self.scale:
-            self.scale.update(self.overflow)  # not what a hook skips
+            self.scale.update(skipped if overflow is None else overflow)
         self.begun = False
 
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
-        if self.scheduled:
+        if self.scheduled and self.lr is not None:
             torch.take(self.table, self.updates, out=self.lr_now)
         if self.kernel is not None and any(p.grad is None for p in self.parameters):
             self.kernel.hand_back()  # parameters now differ in their number of updates
             self.kernel = None
         if self.kernel is not None:
-            self.kernel.step(self._divisor(norm), skipped)
+            self.kernel.step(self.divisor(norm), skipped)
         else:
             optimizer: Any = self.optimizer
-            optimizer.grad_scale = self._divisor(norm)
+            optimizer.grad_scale = self.divisor(norm)
             optimizer.found_inf = skipped
             optimizer.step()
         if self.scheduled:
@@ -142,28 +146,26 @@ class Update:
         if self.saved:
             skip = skipped.bool()
             with torch.no_grad():
-                for buffer, saved in zip(self._buffers(), self.saved, strict=True):
+                for buffer, saved in zip(self.buffers(), self.saved, strict=True):
                     buffer.copy_(torch.where(skip, saved, buffer))
 
     def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
         if skipped.item():  # waits for the device
             if self.saved:
-                torch._foreach_copy_(self._buffers(), self.saved)
+                torch._foreach_copy_(self.buffers(), self.saved)
             return
-        divisor = self._divisor(norm)
+        divisor = self.divisor(norm)
         if divisor is not None:
             torch._foreach_div_(self._gradients(), divisor)
         if self.scheduled:
-            lr = self.lr_at(int(self.updates.item()))
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            self._set_rate(self.lr_at(int(self.updates.item())))
         self.optimizer.step()
         if self.scheduled:
             self.updates += 1
         if self.average:
             self._follow(torch.full_like(norm, self.following))
 
-    def _divisor(self, norm: Tensor) -> Tensor | None:
+    def divisor(self, norm: Tensor) -> Tensor | None:
         """What the gradients are divided by: the loss scale, and the excess over the clip norm."""
         divisor = None
         if self.clip_norm is not None:
@@ -173,7 +175,7 @@ class Update:
             divisor = self.scale.value if divisor is None else divisor * self.scale.value
         return divisor
 
-    def _buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The buffers as they are now: some models put new tensors in their place."""
         return [buffers[name].detach() for buffers, name in self.owners]  # type: ignore[union-attr]
 
@@ -208,11 +210,21 @@ class Update:
 
     def lr_at(self, updates: int) -> float:
         """The learning rate of the update that follows `updates` of them."""
+        if self.lr is None:
+            return float(self.optimizer.param_groups[0]["lr"])
         return self.lr * self.backoff * self.factors[min(updates, len(self.factors) - 1)]
 
     def back_off(self, factor: float) -> None:
         """Multiply the learning rate by `factor` from here on."""
         self.backoff *= factor
+        if self.lr is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= factor
+        self._set_schedule()
+
+    def schedule_on_device(self) -> None:
+        """Look the learning rate up on the device also where it never changes."""
+        self.scheduled = True
         self._set_schedule()
 
     def _set_schedule(self) -> None:
@@ -223,8 +235,23 @@ class Update:
             rate: float | Tensor = self.lr_now
         else:
             rate = self.lr_at(0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self._set_rate(rate)
+
+    def _set_rate(self, rate: float | Tensor) -> None:
+        if self.lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+
+    @property
+    def one_rate(self) -> bool:
+        """Whether all groups have the same learning rate; an owner may give each its own."""
+        groups = self.optimizer.param_groups
+        return self.lr is not None or len({float(group["lr"]) for group in groups}) == 1
+
+    def follow_owner(self) -> None:
+        """Bring the owner's rate of now to where a whole step looks it up; before each of them."""
+        self.table.fill_(self.lr_at(0))
+        self.updates.zero_()
 
     # -- checkpoint ----------------------------------------------------------------------------
 
@@ -246,7 +273,7 @@ class Update:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)  # the config decides, not what the state was saved under
-        self._match_layout()
+        self.match_layout()
         if self.kernel is not None and not self.kernel.take_over():
             self.kernel = None
         self.updates.copy_(state["updates"])
@@ -260,7 +287,7 @@ class Update:
             self.scale.value.copy_(state["scale"][0])
             self.scale.grown.copy_(state["scale"][1])
 
-    def _match_layout(self) -> None:
+    def match_layout(self) -> None:
         """Bring moments into their weights' memory order, which fused kernels take for granted."""
         for parameter in self.parameters:
             for key, value in self.optimizer.state.get(parameter, {}).items():

@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from types import FunctionType, MethodType, ModuleType
@@ -27,10 +27,18 @@ OURS = frozenset(
     for name in (
         "accumulation.Accumulation",
         "amp.Amp",
+        "attention.Attention",
         "channels_last.ChannelsLast",
+        "chunked_loss.ChunkedLoss",
         "compile.Compile",
+        "cuda_graphs.CudaGraphs",
         "fused_optimizer.FusedOptimizer",
+        "pipeline.Pipeline",
+        "quantization.Quantization",
+        "recompute.Recompute",
+        "system.System",
         "tf32.Tf32",
+        "whole_step.WholeStep",
     )
 )
 NEVER_TRUSTED = sys.stdlib_module_names | {
@@ -123,6 +131,31 @@ def construct(
             f"add +{key}.{missing[0]}=…; {takes}",
         )
     return factory(**given)
+
+
+def nested(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every `_target_` inside the arguments of a class, by its key."""
+    if isinstance(arguments, Mapping):
+        for name, value in arguments.items():
+            if name == "_target_":
+                yield f"{key}._target_", value
+            else:
+                yield from nested(value, f"{key}.{name}")
+    elif isinstance(arguments, list | tuple):
+        for i, value in enumerate(arguments):
+            yield from nested(value, f"{key}.{i}")
+
+
+def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
+    """The arguments with each `{_target_: …}` in them made, innermost first, if it is allowed."""
+    if isinstance(arguments, Mapping):
+        made = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
+        if "_target_" not in made:
+            return made
+        return construct(resolve(made.pop("_target_"), f"{key}._target_"), made, {}, key)
+    if isinstance(arguments, list | tuple):
+        return [assembled(v, resolve, f"{key}.{i}") for i, v in enumerate(arguments)]
+    return arguments
 
 
 def inside(name: str, package: str) -> bool:

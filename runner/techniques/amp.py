@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from runner.errors import ConfigError
 from runner.run import Choice, Draft, Evidence, Run, Technique
+from runner.techniques.flops import forward_mflop
 from runner.techniques.probe import outputs
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from runner.device.device import Device
 
 
@@ -25,10 +31,25 @@ class Precision(Enum):
 
 @dataclass
 class Amp(Technique):
-    """Matrix products in 16 bits; weights, reductions and the loss stay in fp32."""
+    """Matrix products in 16 bits; weights, reductions and the loss stay in fp32.
+
+    With `pure` everything between input and loss is in bf16, also what autocast would keep in
+    fp32; the weights that are updated and saved, and the optimizer's state, stay in fp32 all the
+    same. It is faster and coarser.
+    """
 
     dtype: Precision = Precision.auto
+    pure: bool = False
+    min_mflop: float = 0.0  # a smaller forward loses more by casting than it gains
     initial_scale: float = 65536.0  # of the loss in fp16, torch's default; it adapts
+
+    def __post_init__(self) -> None:
+        if self.pure and self.dtype is Precision.fp16:
+            raise ConfigError(
+                "optimization.amp.pure", "in fp16 would overflow", "use optimization.amp.dtype=bf16"
+            )
+        if self.min_mflop < 0:
+            raise ConfigError("optimization.amp.min_mflop", "is negative", "use 0 or more")
 
     def unavailable(self, device: Device) -> str | None:
         """`auto` needs a fast 16-bit type; one that is asked for by name only has to work."""
@@ -39,40 +60,89 @@ class Amp(Technique):
             return f"{device.name} has no bf16"
         if self.dtype is Precision.fp16 and not able.fp16:
             return f"{device.name} has no fp16"
+        if self.pure and not able.bf16:
+            return f"{device.name} has no bf16"
         return None
 
     def apply(self, draft: Draft) -> str | None:
         """Enter autocast around forward and loss; fp16 also gets a loss scale."""
         import torch
 
+        complex_weights = [n for n, p in draft.model.named_parameters() if p.is_complex()]
+        if complex_weights:
+            return f"there are no 16-bit complex numbers, and {complex_weights[0]} is complex"
+        if self.min_mflop and (mflop := forward_mflop(draft)) < self.min_mflop:
+            return f"a forward takes {mflop:,.1f} MFLOP: casting costs more than it saves"
         able = draft.device.capabilities
-        fp16 = self.dtype is Precision.fp16 or (self.dtype is Precision.auto and not able.bf16_fast)
+        fp16 = self.dtype is Precision.fp16 or (
+            self.dtype is Precision.auto and not able.bf16_fast and not self.pure
+        )
         dtype = torch.float16 if fp16 else torch.bfloat16
+        key = "optimization.amp.dtype"
         if self.dtype is Precision.auto:
             reason = "no fast bf16 here" if fp16 else "bf16 is fast here and needs no loss scale"
-            draft.choices.append(
-                Choice("optimization.amp.dtype", "fp16" if fp16 else "bf16", reason)
-            )
+            draft.choices.append(Choice(key, "fp16" if fp16 else "bf16", reason))
         elif fp16 and draft.device.kind == "cpu":
-            draft.choices.append(
-                Choice(
-                    "optimization.amp.dtype", "fp16", "asked for; 20 to 30 times slower on a CPU"
-                )
-            )
+            reason = "asked for; 20 to 30 times slower on a CPU"
+            draft.choices.append(Choice(key, "fp16", reason))
         if fp16:
             draft.loss_scale = self.initial_scale
-        draft.contexts.append(partial(torch.autocast, draft.device.kind, dtype=dtype))
+        if self.pure:
+            draft.forward = pure(draft.model, draft.forward, dtype)
+        else:
+            draft.contexts.append(partial(torch.autocast, draft.device.kind, dtype=dtype))
         return None
 
     def engaged(self, run: Run) -> Evidence:
-        """The types that come out of linear and convolution layers."""
+        """The types that come out of linear and convolution layers, and those of the weights."""
         import torch
 
         kinds = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
         layers = [m for m in run.model.modules() if isinstance(m, kinds)]
-        seen = Counter(str(o.dtype).removeprefix("torch.") for o in outputs(run, layers))
+        seen = Counter(_name(output.dtype) for output in outputs(run, layers))
         low = seen["bfloat16"] + seen["float16"]
-        facts: dict[str, Any] = {"layer_outputs": dict(seen)}
+        weights = Counter(_name(p.dtype) for p in run.model.parameters())
+        facts: dict[str, Any] = {"layer_outputs": dict(seen), "weights": dict(weights)}
         if run.update.scale is not None:
             facts["loss_scale"] = float(run.update.scale.value)
         return Evidence(low > 0, "" if low else "no layer's product came out in 16 bits", facts)
+
+
+def pure(model: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """`forward` with weights and inputs cast to `dtype`, and outputs back to fp32.
+
+    Gradients pass through the casts, so what is updated are the model's own weights. Norms over
+    the batch keep theirs in fp32: their running statistics are.
+    """
+    import torch
+    from torch.func import functional_call
+    from torch.utils._pytree import tree_map
+
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        for parameter in module.parameters(recurse=False)
+    }
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        return value
+
+    def back(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype is dtype else value
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        weights = {
+            name: parameter if id(parameter) in kept else cast(parameter)
+            for name, parameter in model.named_parameters()
+        }
+        output = functional_call(model, weights, tree_map(cast, inputs), tree_map(cast, named))
+        return tree_map(back, output)
+
+    return call
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -10,11 +10,18 @@ from dataclasses import dataclass, field, fields
 from runner.run import Technique
 from runner.techniques.accumulation import Accumulation
 from runner.techniques.amp import Amp
+from runner.techniques.attention import Attention
 from runner.techniques.channels_last import ChannelsLast
+from runner.techniques.chunked_loss import ChunkedLoss
 from runner.techniques.compile import Compile
+from runner.techniques.cuda_graphs import CudaGraphs
 from runner.techniques.fused_optimizer import FusedOptimizer
+from runner.techniques.pipeline import Pipeline
+from runner.techniques.quantization import Quantization
+from runner.techniques.recompute import Recompute
 from runner.techniques.system import System
 from runner.techniques.tf32 import Tf32
+from runner.techniques.whole_step import WholeStep
 
 
 @dataclass
@@ -27,9 +34,16 @@ class Optimization:
     tf32: Tf32 = field(default_factory=Tf32)
     channels_last: ChannelsLast = field(default_factory=ChannelsLast)  # before anything captures
     amp: Amp = field(default_factory=Amp)
+    attention: Attention = field(default_factory=Attention)  # timed in the dtype that amp chose
+    chunked_loss: ChunkedLoss = field(default_factory=ChunkedLoss)
+    accumulation: Accumulation = field(default_factory=Accumulation)  # how much a backward holds
+    recompute: Recompute = field(default_factory=Recompute)  # if that is still too much
+    cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)  # tells the two that compile
+    whole_step: WholeStep = field(default_factory=WholeStep)  # one graph, the update in it
     compile: Compile = field(default_factory=Compile)  # after all that changes what it traces
     fused_optimizer: FusedOptimizer = field(default_factory=FusedOptimizer)
-    accumulation: Accumulation = field(default_factory=Accumulation)
+    pipeline: Pipeline = field(default_factory=Pipeline)  # timed beside the step as it will be
+    quantization: Quantization = field(default_factory=Quantization)  # of what was trained
     extra: list[str] = field(default_factory=list)  # techniques of the user's own, by class name
 
     def techniques(self) -> list[tuple[str, Technique]]:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runner.run import Draft, Evidence, Run, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Options = dict[str, bool]
 
 
 @dataclass
@@ -14,20 +21,9 @@ class FusedOptimizer(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Ask the optimizer's class for its fastest implementation."""
-        import torch
-
-        embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        if any(isinstance(m, embeddings) and m.sparse for m in draft.model.modules()):
-            return "fused kernels do not take the sparse gradients of its embeddings"
-        accepted = inspect.signature(draft.optimizer_class).parameters
-        name = draft.optimizer_class.__name__
-        if "fused" in accepted and all(p.is_floating_point() for p in draft.model.parameters()):
-            draft.optimizer_options["fused"] = True
-        elif "foreach" in accepted:
-            draft.optimizer_options["foreach"] = True
-        else:
-            return f"{name} has neither a fused nor a foreach implementation"
-        return None
+        options, reason = fastest(draft.optimizer_class, draft.model)
+        draft.optimizer_options.update(options)
+        return reason
 
     def engaged(self, run: Run) -> Evidence:
         """The implementation that ran, and where clipping and the guard are done."""
@@ -43,3 +39,18 @@ class FusedOptimizer(Technique):
             else f"{type(run.update.optimizer).__name__} has no fused kernel: {ran}"
         )
         return Evidence(ran == "fused", reason, facts)
+
+
+def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[Options, str | None]:
+    """The options of its fastest implementation, or why it has but the slow one."""
+    import torch
+
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    if any(isinstance(m, embeddings) and m.sparse for m in model.modules()):
+        return {}, "fused kernels do not take the sparse gradients of its embeddings"
+    accepted = inspect.signature(optimizer).parameters
+    if "fused" in accepted and all(p.is_floating_point() for p in model.parameters()):
+        return {"fused": True}, None
+    if "foreach" in accepted:
+        return {"foreach": True}, None
+    return {}, f"{optimizer.__name__} has neither a fused nor a foreach implementation"

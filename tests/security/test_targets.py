@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.config import compose
 from runner.errors import ConfigError, SecurityError
-from runner.security.targets import construct, resolve
+from runner.security.targets import assembled, construct, nested, resolve
 
 KEY = "model._target_"
 
@@ -209,3 +210,16 @@ def test_what_the_constructor_raises_passes_through() -> None:
 
 def test_a_class_without_a_signature_gets_the_arguments() -> None:
     assert construct(dict, {"a": 1}, SIZES, "model") == {"a": 1}
+
+
+def test_a_class_among_the_arguments_is_made_first_and_only_if_it_is_trusted(package: str) -> None:
+    arguments = {"net": {"_target_": f"{package}.nets.Net", "width": 3}, "sizes": [1, 2]}
+    assert list(nested(arguments, "model")) == [("model.net._target_", f"{package}.nets.Net")]
+    made = assembled(arguments, lambda target, key: resolve(target, key, [package]), "model")
+    assert made["net"].got == (3, 2, 1)
+    assert made["sizes"] == [1, 2]
+    bad = {"inner": [{"_target_": "os.system", "command": "true"}]}
+    with pytest.raises(SecurityError, match=r"model\.inner\.0\._target_: os\.system is refused"):
+        assembled(bad, lambda target, key: resolve(target, key, [package]), "model")
+    with pytest.raises(SecurityError, match=r"model\.config\._target_: os\.system is refused"):
+        compose(["model._target_=torch.nn.Linear", "+model.config._target_=os.system"])

@@ -77,19 +77,6 @@ def test_a_run_too_short_to_pay_back_stays_eager() -> None:
     assert "min_steps" in stays.reason
 
 
-def test_a_model_too_small_to_share_out_gets_one_thread_and_keeps_it_only_while_it_runs() -> None:
-    before = torch.get_num_threads()
-    system = ["optimization=basic", "device.threads=null"]
-    with build(compose([*QUICK, *system, "model.width=8"])) as run:
-        small = row(train(run), "system")
-    assert small.evidence == {"threads": 1}
-    assert torch.get_num_threads() == before
-    with build(compose([*QUICK, *system, "optimization.system.small_mflop=0"])) as run:
-        large = row(train(run), "system")
-    assert large.evidence == {"threads": before}
-    assert row(trained("optimization=basic"), "system").evidence == {"threads": 2}  # as named
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
 def test_compile_counts_its_graphs_and_leaves_the_models_keys_alone() -> None:
     with build(compose([*QUICK, "optimization=compile", "model.width=16"])) as run:

@@ -1,0 +1,213 @@
+"""What the techniques that compile share: the compiler, its cache, its faults and its counters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from runner.errors import DataError
+from runner.run import Batch, Draft
+
+log = logging.getLogger("runner")
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+OF_THE_TRACER = (
+    "The .grad attribute of a Tensor that is not a leaf",
+    ".*should not be instantiated",
+)
+"""Warnings that torch causes itself, by what its tracer looks at (2.13)."""
+
+
+def missing(kind: str) -> str | None:
+    """Why nothing can be compiled for this kind of device, or None."""
+    if kind == "mps":
+        return "torch.compile is experimental on MPS"
+    if kind == "cpu" and not (
+        shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    ):
+        return "no C++ compiler on PATH (install g++, or name one in CXX)"
+    return None
+
+
+def no_gradients_in_graphs() -> str | None:
+    """Why this torch cannot trace `torch.autograd.grad` into a graph, or None."""
+    import torch._dynamo.config as dynamo
+
+    if hasattr(dynamo, "trace_autograd_ops"):
+        return None
+    import torch
+
+    return f"torch {torch.__version__} cannot put a backward pass into a graph"
+
+
+def allow_gradients_in_graphs(scope: ExitStack) -> None:
+    """Switch that on until the run closes."""
+    import torch._dynamo.config as dynamo
+
+    scope.callback(setattr, dynamo, "trace_autograd_ops", dynamo.trace_autograd_ops)
+    dynamo.trace_autograd_ops = True
+
+
+def prepare(scope: ExitStack) -> None:
+    """Forget what other runs of this process compiled, and keep what is compiled on disk."""
+    import torch
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    scope.enter_context(warnings.catch_warnings())
+    for message in OF_THE_TRACER:
+        warnings.filterwarnings("ignore", message=message)
+    torch._dynamo.reset()
+    count_anew()
+    before = os.environ.get(CACHE)
+    if before in (None, default_cache_dir()):  # where nobody chose, torch writes its default there
+        scope.callback(os.environ.__setitem__, CACHE, default_cache_dir())
+        os.environ[CACHE] = str(_cache())
+
+
+def count_anew() -> None:
+    """Let `facts` be about what is compiled from here on."""
+    import torch
+
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+
+
+def modes(asked: str, draft: Draft) -> list[str]:
+    """The mode to start with, and those to go down to."""
+    first = asked
+    if draft.cuda_graphs and asked in ("auto", "default"):
+        first = "reduce-overhead"
+    elif asked == "auto":
+        first = "max-autotune-no-cudagraphs" if draft.device.kind == "cuda" else "default"
+    return list(dict.fromkeys([first, "default"]))
+
+
+def options(draft: Draft, cpp_wrapper: bool) -> dict[str, Any]:
+    """What the compiler is to do for the whole step."""
+    if draft.device.kind == "cpu":
+        return {"cpp_wrapper": cpp_wrapper}
+    import torch
+
+    first = modes("auto", draft)[0]
+    return dict(torch._inductor.list_mode_options(first))
+
+
+def is_at_fault(error: Exception) -> bool:
+    """Whether it is the compiler that failed, and not what it compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    trail = error.__traceback__
+    while trail is not None:
+        path = trail.tb_frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}_inductor{os.sep}" in path and "codecache" in path:
+            return True
+        trail = trail.tb_next
+    return isinstance(error, TorchDynamoException)
+
+
+def why(error: Exception) -> str:
+    """The gist of a compiler's message, which goes on for pages."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [
+        line for line in lines if line and not line.startswith(("Set TORCH", "Hint", "For more"))
+    ]
+    return f"{type(error).__name__}: {' '.join(kept)}"[:300]
+
+
+def facts() -> dict[str, Any]:
+    """What was compiled since `prepare`: graphs, breaks, recompiles, seconds, cold or warm."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    compiled = torch._dynamo.utils.get_compilation_metrics()
+    forward = [c for c in compiled if c.co_name]
+    failed = [c for c in forward if c.fail_reason]
+    breaks = [
+        f"{c.co_filename}:{c.co_firstlineno}"
+        for c in forward
+        if str(c.co_name).startswith("torch_dynamo_resume_in_") and not c.recompile_reason
+    ]
+    hits = (
+        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    )
+    found: dict[str, Any] = {
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "graph_breaks": len(breaks),
+        "recompiles": sum(1 for c in forward if c.recompile_reason),
+        "seconds": round(sum((c.duration_us or 0) for c in compiled) / 1e6, 2),
+        "cache": "warm" if hits and not counters["inductor"]["fxgraph_cache_miss"] else "cold",
+    }
+    if breaks:
+        found["broken_at"] = breaks[:10]
+        reasons = [*counters["unimplemented"], *counters["graph_break"]]
+        found["why_broken"] = [reason.splitlines()[0][:200] for reason in reasons[:10]]
+    if failed:
+        found["failed"] = [str(c.fail_reason).splitlines()[0][:200] for c in failed[:5]]
+    again = [str(c.recompile_reason)[:200] for c in forward if c.recompile_reason]
+    if again:
+        found["why_recompiled"] = again[:5]
+    return found
+
+
+def check_tokens(draft: Draft) -> None:
+    """Let no token id beyond the vocabulary reach compiled code on a CPU: it ends the process.
+
+    There an index is checked inside a parallel region, and an error out of that is no exception.
+    """
+    vocab = draft.sizes.vocab
+    if draft.device.kind != "cpu" or vocab is None:
+        return
+
+    def place(batch: Batch) -> Batch:
+        ids = batch[0]
+        while isinstance(ids, tuple | list):
+            ids = ids[0]
+        if isinstance(ids, dict):
+            ids = ids.get("input_ids")
+        if ids is not None and beyond(ids, vocab):
+            raise DataError(
+                f"a token id is out of range: ids go from {int(ids.min())} to {int(ids.max())}, "
+                f"and the vocabulary has {vocab} (data.vocab)"
+            )
+        return batch
+
+    draft.placements.append(place)
+
+
+def beyond(indices: Any, limit: int) -> bool:
+    """Whether any of them is below 0 or not below `limit`; 2 µs, and on a GPU the host waits."""
+    import torch
+
+    if not isinstance(indices, torch.Tensor) or not indices.numel():
+        return False
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+        return False
+    low, high = indices.aminmax()
+    return bool(low.item() < 0 or high.item() >= limit)
+
+
+def _cache() -> Path:
+    """A folder of our own that outlives the run; what is in it is run, so nobody else may write."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "runner" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+        if sys.platform == "win32":
+            return folder
+        if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if os.access(folder, os.W_OK):
+                return folder
+        problem = "is not this user's alone to write"
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+    log.warning("%s %s; what is compiled is not kept for later runs", folder, problem)
+    return Path(tempfile.mkdtemp(prefix="runner-compiled-"))

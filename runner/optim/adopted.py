@@ -1,0 +1,86 @@
+"""An optimizer that the caller has made, and goes on using: its scheduler, its state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from runner.optim.optimizer import Optimizer, fill_momentum
+from runner.optim.update import Update
+
+
+def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) -> Optimizer:
+    """The optimizer with `options` such as `fused`, until `scope` closes.
+
+    Where its maker named an implementation, that stays.
+    """
+    mine: Any = optimizer
+    # schedulers warn where they saw no call of step(), in whose place the kernel is called
+    mine._opt_called = True
+    for parameter, state in optimizer.state.items():  # the model may have been moved since
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
+                state[name] = value.to(parameter.device)
+    groups = optimizer.param_groups
+    if not options or not all(_is_open(group, options) for group in groups):
+        return optimizer
+    if options.get("fused") and not _fusible(optimizer):
+        return optimizer
+    scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
+    _set_options(optimizer, [options] * len(groups))
+    if options.get("fused"):
+        for parameter, state in optimizer.state.items():
+            if isinstance(state.get("step"), Tensor):  # unfused, it may lie on the host
+                state["step"] = state["step"].to(parameter.device)
+        fill_momentum(optimizer)
+    return optimizer
+
+
+def share_state(update: Update, options: Mapping[str, Any], scope: ExitStack) -> None:
+    """Let the caller read, load and step the optimizer between our steps; `scope` ends it."""
+    optimizer: Any = update.optimizer
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        update.kernel = None  # someone counts on each call of step()
+
+    def hand_back(*_: object) -> None:
+        if update.kernel is not None:
+            update.kernel.hand_back()
+
+    def take_over(*_: object) -> None:
+        if update.kernel is not None and not update.kernel.take_over():
+            update.kernel = None
+
+    def loaded(*_: object) -> None:
+        if update.in_kernel:  # the state may be from an optimizer that was not fused
+            _set_options(optimizer, [options] * len(optimizer.param_groups))
+        update.match_layout()
+        take_over()
+
+    for handle in (
+        optimizer.register_state_dict_pre_hook(hand_back),
+        optimizer.register_load_state_dict_post_hook(loaded),
+        optimizer.register_step_pre_hook(hand_back),
+        optimizer.register_step_post_hook(take_over),
+    ):
+        scope.callback(handle.remove)
+    scope.callback(hand_back)
+
+
+def _set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, options, strict=False):
+        group.update(values)  # groups may have been added since
+
+
+def _is_open(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether nobody chose an implementation, and a fused one would compute the same."""
+    if options.get("fused") and (group.get("dampening") or group.get("differentiable")):
+        return False
+    return group.get("fused") is None and group.get("foreach") is None
+
+
+def _fusible(optimizer: Optimizer) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)

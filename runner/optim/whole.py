@@ -1,0 +1,239 @@
+"""A whole training step as one compiled graph: forward, backward, norm, guard, clip, update.
+
+What the eager step spends between its kernels, calling them one by one, is most of a small
+model's step. Here the optimizer's arithmetic is written out, so that the compiler fuses it with
+the rest; it reads and writes the state that `Update` keeps, so any step may take either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.errors import DataError
+from runner.optim.kernel import Group
+from runner.optim.update import Update
+from runner.run import Batch, Objective, call, count
+
+Contexts = list[Callable[[], AbstractContextManager[Any]]]
+
+
+class WholeStep:
+    """Called with a batch of the usual size, makes the step and returns loss, norm and flag.
+
+    The first call compiles. Gradients are never in `.grad`, and nothing is read back.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        objective: Objective,
+        contexts: Contexts,
+        update: Update,
+        samples: int,
+        classes: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.update, self.samples = update, samples
+        self.targets = Targets(classes, objective.ignored, update.device)
+        self.never = torch.zeros((), device=update.device)
+        self.always = torch.ones((), device=update.device)
+        update.schedule_on_device()
+        self.steps = 0  # made so far
+        if update.lr is not None:  # whose optimizer is somebody else's may change under us
+            options = {**options, "guard_filter_fn": _worth_checking}
+        self._step = torch.compile(
+            _traced(forward, objective, contexts, update, self.targets),
+            fullgraph=True,
+            options=options,
+        )
+
+    @staticmethod
+    def refuses(update: Update) -> str | None:
+        """Why this optimizer's update cannot be written into the graph, or None."""
+        if update.kernel is None:
+            name = type(update.optimizer).__name__
+            return f"{name} has no fused kernel for these weights, with whose state the graph works"
+        if not update.one_rate:
+            return "its optimizer's parameter groups have different learning rates"
+        return None
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether the graph is for batches of this size; the last of an epoch may be smaller."""
+        update = self.update
+        return count(batch[1]) == self.samples and update.kernel is not None and update.one_rate
+
+    def check(self) -> None:
+        """Raise DataError if a target was no class since; its step was skipped. The host waits."""
+        if bool(self.targets.wrong):
+            raise DataError(
+                f"target {int(self.targets.value)} is out of range: there are classes 0 to "
+                f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
+            )
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Make the step."""
+        if self.update.lr is None:
+            self.update.follow_owner()
+        loss, norm, skipped, overflow = self._step(*batch, self.never)
+        self.steps += 1
+        if self.update.scale:
+            self.update.scale.update(overflow)
+        return loss, norm, skipped
+
+    def rehearse(self, batch: Batch) -> None:
+        """Compute all of the step and keep nothing of it: as if it were skipped."""
+        self._step(*batch, self.always)
+
+
+class Targets:
+    """Which targets are classes. Compiled code reads where a wrong one points, or ends the process.
+
+    So they are looked at within the graph: reading a flag at each step would take longer.
+    """
+
+    def __init__(self, classes: int | None, ignored: int | None, device: torch.device) -> None:
+        self.classes, self.ignored = classes, ignored
+        self.wrong = torch.zeros((), dtype=torch.bool, device=device)  # ever
+        self.value = torch.zeros((), dtype=torch.int64, device=device)  # one that was
+
+    def checked(self, target: Any, veto: Tensor) -> tuple[Any, Tensor]:
+        """The target with no wrong class in it, and 1.0 if there was one (or `veto` is)."""
+        if self.classes is None or not isinstance(target, Tensor) or target.dtype != torch.int64:
+            return target, veto
+        bad = (target < 0) | (target >= self.classes)
+        if self.ignored is not None:
+            bad = bad & (target != self.ignored)
+        found = bad.any()
+        self.value.copy_(torch.where(found, torch.where(bad, target, 0).sum(), self.value))
+        self.wrong.logical_or_(found)
+        return torch.where(bad, 0, target), torch.maximum(veto, found.to(veto.dtype))
+
+
+def _worth_checking(guards: Sequence[Any]) -> list[bool]:
+    """Which of the tracer's assumptions to test at each call: a third of a small step, all of them.
+
+    What is ours does not change but through this module, and weights stay where they are; whatever
+    the user's model holds is looked at.
+    """
+    ours = ("update", "parameters", "contexts", "targets", "G['__import_runner")
+    return [
+        not (
+            g.name.startswith(ours) or (g.guard_type == "TENSOR_MATCH" and "_parameters" in g.name)
+        )
+        for g in guards
+    ]
+
+
+def _traced(
+    forward: Callable[..., Any],
+    objective: Objective,
+    contexts: Contexts,
+    update: Update,
+    targets: Targets,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The function that becomes the graph; all of its Python runs while it is traced."""
+    parameters = update.parameters
+
+    def compute(inputs: Any, target: Any, around: Contexts) -> Tensor:
+        if not around:
+            return objective(call(forward, inputs), target)
+        with around[0]():
+            return compute(inputs, target, around[1:])
+
+    def step(inputs: Any, target: Any, veto: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kernel = update.kernel
+        if kernel is None:
+            raise RuntimeError("parameters differ in their number of updates")
+        target, veto = targets.checked(target, veto)
+        before = [buffer.clone() for buffer in update.buffers()]
+        loss = compute(inputs, target, contexts)
+        scaled = loss if update.scale is None else loss * update.scale.value
+        gradients = torch.autograd.grad(scaled, parameters)
+        with torch.no_grad():
+            loss = loss.detach()
+            # one by one: the compiler has no kernel for the list
+            norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+            norm, overflow = update.judge(loss, norms)
+            skipped = torch.maximum(overflow, veto)
+            made = skipped == 0
+            divisor = update.divisor(norm)
+            at = update.updates.clamp(max=len(update.table) - 1).reshape(1)
+            lr = update.table.index_select(0, at).squeeze(0)
+            kernel.count.add_(made)
+            update.updates.add_(made)
+            each = iter(gradients)
+            for group in kernel.groups:
+                adam_or_sgd = _adam if kernel.adam else _sgd
+                mine = [next(each) for _ in group.parameters]
+                adam_or_sgd(group, mine, lr, divisor, kernel.count, made)
+            for average, parameter in zip(update.average, parameters, strict=False):
+                average.add_((parameter - average) * (update.following * made))
+            for buffer, old in zip(update.buffers(), before, strict=True):
+                buffer.copy_(torch.where(made, buffer, old))
+        return loss, norm, skipped, overflow
+
+    return step
+
+
+def _adam(
+    group: Group,
+    gradients: list[Tensor],
+    lr: Tensor,
+    divisor: Tensor | None,
+    count: Tensor,
+    made: Tensor,
+) -> None:
+    """Adam and AdamW (Kingma and Ba 2015, Loshchilov and Hutter 2019), as torch's kernel has it."""
+    options = group.options
+    beta1, beta2 = options["betas"]
+    decay, eps = options["weight_decay"], options["eps"]
+    # in double, as the kernel: in float 1 - 0.999 has lost three digits
+    updates = count.double().clamp(min=1)
+    step_size = (lr.double() / (1 - beta1**updates)).float()
+    root = (1 - beta2**updates).sqrt().float()
+    for p, g, first, second in zip(
+        group.parameters, gradients, group.first, group.second, strict=True
+    ):
+        g = _prepared(g, divisor, options["maximize"])
+        if decay and not options["decoupled_weight_decay"]:
+            g = g + decay * p
+        m = first + (g - first) * (1 - beta1)
+        v = beta2 * second + (1 - beta2) * g * g
+        kept = p * (1 - lr * decay) if decay and options["decoupled_weight_decay"] else p
+        new = kept - step_size * m / (v.sqrt() / root + eps)
+        p.copy_(torch.where(made, new, p))
+        first.copy_(torch.where(made, m, first))
+        second.copy_(torch.where(made, v, second))
+
+
+def _sgd(
+    group: Group,
+    gradients: list[Tensor],
+    lr: Tensor,
+    divisor: Tensor | None,
+    count: Tensor,
+    made: Tensor,
+) -> None:
+    """SGD with momentum, as torch's kernel has it."""
+    options = group.options
+    momentum = options["momentum"]
+    for i, (p, g) in enumerate(zip(group.parameters, gradients, strict=True)):
+        g = _prepared(g, divisor, options["maximize"])
+        if options["weight_decay"]:
+            g = g + options["weight_decay"] * p
+        if momentum:
+            velocity = momentum * group.first[i] + (1 - options["dampening"]) * g
+            g = g + momentum * velocity if options["nesterov"] else velocity
+            group.first[i].copy_(torch.where(made, velocity, group.first[i]))
+        p.copy_(torch.where(made, p - lr * g, p))
+
+
+def _prepared(gradient: Tensor, divisor: Tensor | None, maximize: bool) -> Tensor:
+    if divisor is not None:
+        gradient = gradient / divisor
+    return -gradient if maximize else gradient

@@ -1,0 +1,62 @@
+"""From how many steps on compiling pays back."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+
+from runner.run import Draft, call
+
+COLD_S = 30.0  # what compiling a small transformer takes the first time
+GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there
+LAPS = 4  # of a step that is timed
+
+
+def not_worth_it(min_steps: int | None, draft: Draft) -> str | None:
+    """Why so short a run should stay eager, or None.
+
+    With no number given, a step is timed: compiling pays back once the time that it saves
+    (some 15 % of each step) is more than it takes (half a minute, the first time).
+    """
+    if min_steps is not None:
+        short = draft.total_steps < min_steps
+        return f"{draft.total_steps:,} steps, and min_steps={min_steps}" if short else None
+    needed = int(draft.choose("optimization.compile.break_even_steps", partial(_break_even, draft)))
+    if draft.total_steps >= needed:
+        return None
+    return f"{draft.total_steps:,} steps do not pay it back, {needed:,} would"
+
+
+def _break_even(draft: Draft) -> tuple[int, str]:
+    """The number of steps, and what it rests on."""
+    worth = COLD_S / GAIN  # seconds of steps
+    seconds = _step_seconds(draft, enough=worth / draft.total_steps)
+    reason = (
+        f"forward and backward take {1e3 * seconds:.3g} ms; compiling takes up to {COLD_S:.0f} s "
+        f"and saves some {GAIN:.0%}"
+    )
+    return round(worth / seconds), reason
+
+
+def _step_seconds(draft: Draft, enough: float) -> float:
+    """The fastest of a few forward and backward passes over a micro-batch; nothing changes.
+
+    One that takes less than `enough` is the only one: the first pass is the slowest.
+    """
+    import torch
+
+    from runner.techniques import trial
+
+    inputs, target = trial.batch(draft, draft.micro_batch)
+    laps: list[float] = []
+    with trial.untouched(draft):
+        while len(laps) < LAPS and (not laps or laps[-1] >= enough):
+            start = perf_counter()
+            with trial.entered(draft):
+                loss = draft.objective(call(draft.forward, inputs), target)
+            torch.autograd.backward(loss)
+            draft.device.synchronize()
+            laps.append(perf_counter() - start)
+    for parameter in draft.model.parameters():
+        parameter.grad = None
+    return min(laps)

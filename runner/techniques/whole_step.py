@@ -1,0 +1,60 @@
+"""Forward, backward, clip, guard and optimizer as one compiled graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from runner import compiler
+from runner.errors import ConfigError
+from runner.run import Draft, Evidence, Run, Technique
+from runner.techniques.break_even import not_worth_it
+from runner.techniques.fused_optimizer import fastest
+
+if TYPE_CHECKING:
+    from runner.device.device import Device
+
+
+@dataclass
+class WholeStep(Technique):
+    """The most that compiling can give: nothing of a step is left to the interpreter.
+
+    For full batches; the smaller last one of an epoch, and steps at which a hook looks at the
+    gradients, are made the ordinary way, with the same weights and optimizer state.
+    """
+
+    min_steps: int | None = 0  # shorter runs stay eager; null: below the break-even, from timing
+    cpp_wrapper: bool = True  # CPU: also what calls the kernels is compiled
+
+    def __post_init__(self) -> None:
+        if self.min_steps is not None and self.min_steps < 0:
+            raise ConfigError("optimization.whole_step.min_steps", "is negative", "use 0 or more")
+
+    def unavailable(self, device: Device) -> str | None:
+        """It needs a compiler, and a torch whose tracer takes gradients inside a graph."""
+        return compiler.missing(device.kind) or compiler.no_gradients_in_graphs()
+
+    def apply(self, draft: Draft) -> str | None:
+        """Leave the order with the draft; the graph is made once there is an optimizer."""
+        if draft.micro_batch < draft.batch_size:
+            return f"micro-batches of {draft.micro_batch}: the step is several backward passes"
+        if draft.recompute is not None:
+            return "recompute needs a boundary between forward and backward, one graph has none"
+        reason = not_worth_it(self.min_steps, draft)
+        if reason is not None:
+            return reason
+        compiler.prepare(draft.scope)
+        compiler.check_tokens(draft)
+        compiler.allow_gradients_in_graphs(draft.scope)
+        draft.whole_step = compiler.options(draft, self.cpp_wrapper)
+        # with whose state the graph works, and which makes the steps that are not full batches
+        draft.optimizer_options.update(fastest(draft.optimizer_class, draft.model)[0])
+        return None
+
+    def engaged(self, run: Run) -> Evidence:
+        """One graph, and how many of the steps it made."""
+        whole = run.whole
+        if whole is None:
+            return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
+        facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.facts()}
+        return Evidence(whole.steps > 0, "" if whole.steps else "no full batch came", facts)

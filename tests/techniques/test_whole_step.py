@@ -1,0 +1,172 @@
+"""The whole step as one graph: the same numbers as the ordinary one, and a way back to it."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, compose, train
+from runner.errors import DataError
+from runner.loop import make_step
+from runner.run import Engagement, Hook, Report, Run, Step
+from runner.summary import Summary
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+
+QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
+TABLE = [
+    *QUIET, "data=synthetic", "data.form=tabular", "data.features=16", "data.samples=390",
+    "training.batch_size=32",
+]  # fmt: skip
+TINY = [*TABLE, "model.width=16", "model.depth=1"]
+WHOLE = ["optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true",
+         "optimization.whole_step.cpp_wrapper=false"]  # fmt: skip
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.seen += report.loss
+
+
+def trained(*overrides: str, folder: Path | None = None) -> tuple[Run, Summary, list[float]]:
+    losses = Losses()
+    with build(compose(list(overrides)), folder) as run:
+        run.hooks.append(losses)
+        summary = train(run)
+    return run, summary, losses.seen
+
+
+def row(summary: Summary, name: str) -> Engagement:
+    return next(row for row in summary.techniques if row.name == name)
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
+        ["optimizer.name=Adam", "optimizer.weight_decay=0.1"],
+        ["optimizer.name=SGD", "optimizer=sgd",
+         "optimizer.weight_decay=0.01", "optimizer.lr=0.05"],
+    ],
+    ids=["adamw", "adam", "sgd"],
+)  # fmt: skip
+def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
+    eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)
+    whole, summary, losses = trained(*TINY, "training.steps=200", *WHOLE, *optimizer)
+    evidence = row(summary, "whole_step").evidence
+    assert evidence["graphs"] == 1
+    assert evidence["graph_breaks"] == 0
+    assert evidence["steps_in_one_graph"] == 200 - 200 // eager.train.steps_per_epoch  # ragged last
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[0] > 1.3 * losses[-1]
+    for mine, theirs in zip(whole.update.average, eager.update.average, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def test_a_batch_with_nan_leaves_weights_state_and_buffers_bit_equal() -> None:
+    images = ["data=digits", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1"]
+    with build(compose([*QUIET, *images, *WHOLE, "training.steps=9"])) as run:
+        run.model.train()
+        first, second = islice(run.train.batches(0), 2)
+        make_step(run, first)
+        before = weights(run)
+        moments = [v.clone() for s in run.update.optimizer.state.values() for v in s.values()]
+        spoiled = (second[0].clone(), second[1])
+        spoiled[0][3] = float("nan")
+        step, _ = make_step(run, spoiled)
+        assert run.whole is not None and run.whole.steps == 2
+        assert step.skipped.item() == 1
+        assert not torch.isfinite(step.grad_norm)
+        assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+        after = [v for s in run.update.optimizer.state.values() for v in s.values()]
+        assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+        make_step(run, second)
+        assert not all(torch.equal(value, before[name]) for name, value in weights(run).items())
+
+
+def test_rehearsing_changes_nothing() -> None:
+    with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
+        batch = next(run.train.batches(0))
+        make_step(run, batch)
+        before = weights(run)
+        assert run.whole is not None
+        run.whole.rehearse(batch)
+        assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_never_stopped(tmp_path: Path) -> None:
+    never, _, _ = trained(*TINY, "training.steps=30", *WHOLE, folder=tmp_path / "a")
+    trained(*TINY, "training.steps=30", "training.validate_every=15", *WHOLE, folder=tmp_path / "b")
+    resume = f"checkpoint.resume={tmp_path / 'b' / 'checkpoints' / 'step_00000015'}"
+    resumed, _, _ = trained(*TINY, "training.steps=30", resume, *WHOLE, folder=tmp_path / "c")
+    assert resumed.progress.step == 30
+    mine = weights(resumed)
+    assert all(torch.equal(value, mine[name]) for name, value in weights(never).items())
+
+
+@pytest.mark.usefixtures("my_package")
+def test_what_cannot_be_one_graph_falls_back_and_trains_all_the_same() -> None:
+    own = ["model._target_=my_package.Branching", "security.trusted=[my_package]"]
+    _, summary, losses = trained(*TABLE, "training.steps=20", *WHOLE, *own)
+    fell = row(summary, "whole_step")
+    assert fell.requested and not fell.engaged
+    assert "data-dependent" in fell.reason.lower()
+    assert losses[-1] < losses[0]
+
+
+def test_an_optimizer_whose_update_is_not_written_out_says_so() -> None:
+    _, summary, _ = trained(*TINY, "training.steps=5", *WHOLE, "optimizer.name=RAdam")
+    assert "RAdam" in row(summary, "whole_step").reason
+
+
+def test_micro_batches_are_several_graphs() -> None:
+    _, summary, _ = trained(*TINY, "training.steps=5", *WHOLE, "training.micro_batch=8")
+    assert "micro-batches of 8" in row(summary, "whole_step").reason
+
+
+def test_a_target_that_is_no_class_is_an_error_and_not_the_end_of_the_process() -> None:
+    with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
+        inputs, target = next(run.train.batches(0))
+        make_step(run, (inputs, target))
+        assert run.whole is not None
+        run.whole.check()
+        before = weights(run)
+        target = target.clone()
+        target[7] = 1000
+        step, _ = make_step(run, (inputs, target))
+        assert step.skipped.item() == 1
+        assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+        with pytest.raises(DataError, match="target 1000 is out of range: there are classes 0 to"):
+            run.whole.check()
+        target[7] = -100  # stands for no target
+        step, _ = make_step(run, (inputs, target))
+        assert step.skipped.item() == 0
+
+
+def test_a_hook_that_looks_at_gradients_gets_them() -> None:
+    class Looks(Hook):
+        every = 3
+        norms: list[float] = []
+
+        def on_gradients(self, run: Run, step: Step) -> None:
+            self.norms.append(float(run.update.parameters[0].grad.norm()))  # type: ignore[union-attr]
+
+    looks = Looks()
+    with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
+        run.hooks.append(looks)
+        train(run)
+        assert run.whole is not None and run.whole.steps == 6
+    assert len(looks.norms) == 3
+    assert all(norm > 0 for norm in looks.norms)
