@@ -12,7 +12,7 @@ from torch import nn
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
 from runner.run import Sizes
-from runner.security.targets import construct
+from runner.security.targets import assembled, construct
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
         model = _ours(config, sizes)
     else:
         factory = resolve(config._target_, "model._target_")
-        model = construct(factory, config.arguments, sizes.for_constructor(), "model")
+        arguments = assembled(config.arguments, resolve, "model")
+        model = construct(factory, arguments, sizes.for_constructor(), "model")
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 "model._target_",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from runner.deferred import OutputLayer
 from runner.models.transformer import Block, first, initialise
 
 
@@ -23,6 +23,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(width, heads, dropout, True) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
+        self.output = OutputLayer()
         initialise(self, self.blocks)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -33,4 +34,4 @@ class GPT(nn.Module):
             x = block(x)
         # the embedding itself is the output layer: one parameter under one name, so that saving,
         # averaging and decay cannot come upon it twice
-        return F.linear(self.norm(x), self.tokens.weight)
+        return self.output(self.norm(x), self.tokens.weight)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
 from runner.objectives.regression import Regression
 from runner.run import Objective, Sizes
-from runner.security.targets import construct
+from runner.security.targets import assembled, construct
 
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
 KNOBS = {
@@ -83,7 +83,8 @@ def _foreign(
 ) -> Objective:
     found = resolve(target, "objective._target_")
     if isinstance(found, type):
-        loss = construct(found, config.arguments, sizes.for_constructor(), "objective")
+        arguments = assembled(config.arguments, resolve, "objective")
+        loss = construct(found, arguments, sizes.for_constructor(), "objective")
         if isinstance(loss, Objective):
             return loss
         if not callable(loss):

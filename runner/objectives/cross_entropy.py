@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.deferred import DeferredLogits
 from runner.errors import ConfigError, DataError, UsageError
 
 NEVER = -(2**31)  # no target is this; torch's default would drop every -100 without a word
@@ -32,7 +33,18 @@ class CrossEntropy:
                 logits, target, ignore_index=self.skip, label_smoothing=self.label_smoothing
             )
         except (IndexError, RuntimeError, ValueError) as error:
-            problem = self.problem(logits, target)
+            problem = self.problem(logits.shape, target)
+            if problem is None:
+                raise
+            raise problem from error
+
+    def mean_deferred(self, logits: DeferredLogits, target: Tensor) -> Tensor:
+        """The same over logits that are made a chunk at a time, `target` of their leading shape."""
+        try:
+            return logits.mean_cross_entropy(target, self.skip)
+        except (IndexError, RuntimeError, ValueError) as error:
+            rows = torch.Size((target.numel(), logits.shape[-1]))
+            problem = self.problem(rows, target.flatten())
             if problem is None:
                 raise
             raise problem from error
@@ -59,26 +71,26 @@ class CrossEntropy:
             return torch.ones_like(target, dtype=torch.bool)
         return target != self.ignore_index
 
-    def problem(self, logits: Tensor, target: Tensor) -> UsageError | None:
+    def problem(self, shape: torch.Size, target: Tensor) -> UsageError | None:
         """Why torch refused them, or None when nothing is wrong with their shapes and values."""
         if target.is_floating_point() or target.dtype is torch.bool:
             return DataError(f"targets are {target.dtype}; classes are named by their index, int64")
-        if logits.ndim < 2 or logits.shape[:1] + logits.shape[2:] != target.shape:
+        if len(shape) < 2 or shape[:1] + shape[2:] != target.shape:
             return ConfigError(
                 "model",
-                f"returns {list(logits.shape)} for targets of {list(target.shape)}",
+                f"returns {list(shape)} for targets of {list(target.shape)}",
                 "return a row of logits per target",
             )
         if target.dtype not in (torch.int64, torch.uint8):
             return DataError(f"targets are {target.dtype}; hand them over as int64")
         if target.device.type != "cpu":  # after a failed assertion nothing can be read
             return None
-        wrong = target[self.counts(target) & ((target < 0) | (target >= logits.shape[1]))]
+        wrong = target[self.counts(target) & ((target < 0) | (target >= shape[1]))]
         if not wrong.numel():
             return None
         value = int(wrong[0])
         fix = f"; where it means 'no target', set objective.ignore_index={value}"
         return DataError(
-            f"target {value} is out of range: there are classes 0 to {logits.shape[1] - 1}"
+            f"target {value} is out of range: there are classes 0 to {shape[1] - 1}"
             + (fix if value < 0 else "")
         )

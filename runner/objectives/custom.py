@@ -20,13 +20,15 @@ class Custom(Objective):
     its device; parameters would not be trained, so there must be none.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Tensor], name: str) -> None:
+    def __init__(
+        self, loss: Callable[[Any, Any], Tensor], name: str, key: str = "objective._target_"
+    ) -> None:
         self.loss = loss
-        self.name = name
+        self.name, self.key = name, key  # for messages
         self.module = loss if isinstance(loss, nn.Module) else None
         if self.module is not None and any(p.requires_grad for p in self.module.parameters()):
             raise ConfigError(
-                "objective._target_",
+                key,
                 f"{name} has parameters, and only the model's are trained",
                 "move them into the model, or set requires_grad to False",
             )
@@ -40,7 +42,7 @@ class Custom(Objective):
         if not isinstance(loss, Tensor) or loss.ndim:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
-                "objective._target_",
+                self.key,
                 f"{self.name} returned {shape}",
                 "return the mean loss over the batch, a tensor without dimensions",
             )

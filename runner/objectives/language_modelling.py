@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import exp, log
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
@@ -13,6 +14,7 @@ from runner.objectives.cross_entropy import CrossEntropy
 from runner.run import Objective
 
 BYTES = 256  # a vocabulary of this size is taken to be bytes
+SLICE = 2**24  # logits that are tallied at once: with their copy in fp32 and softmax, 128 MB
 LARGEST = 700.0  # exp of more is no float any longer
 
 
@@ -25,15 +27,21 @@ class LanguageModelling(Objective):
     monitor = "val/loss"
     higher_is_better = False
     unit = "tokens"
+    takes_deferred = True
 
     def __init__(self, vocab: int | None, ignore_index: int | None = -100) -> None:
         self.vocab = vocab
         self.bits = "bits_per_byte" if vocab == BYTES else "bits_per_token"
         self.loss = CrossEntropy(ignore_index)
+        self.ignored = ignore_index
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy per token, in nats, 0-d."""
-        return self.loss.mean(*self._rows(output, target))
+        deferred = reading.deferred(output)
+        if deferred is not None:
+            self._check(deferred.shape, target)
+            return self.loss.mean_deferred(deferred, target)
+        return self.loss.mean(*self._rows(reading.logits(output), target))
 
     def weight(self, target: Tensor) -> Tensor | int:
         """How many tokens count."""
@@ -41,13 +49,20 @@ class LanguageModelling(Objective):
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums of the loss and of the tokens that were predicted."""
-        logits, target = self._rows(output, target)
-        counts = self.loss.counts(target)
-        return {
-            "loss": reading.total(self.loss.each(logits, target)),
-            "count": counts.sum(),
-            "correct": ((logits.argmax(1) == target) & counts).sum(),
-        }
+        logits, target = self._rows(reading.found(output), target)
+        rows = max(1, SLICE // logits.shape[-1])
+        sums: dict[str, Tensor] = {}
+        for start in range(0, max(1, len(target)), rows):
+            wanted = target[start : start + rows]
+            part = reading.exact(logits[start : start + rows])
+            counts = self.loss.counts(wanted)
+            more = {
+                "loss": reading.total(self.loss.each(part, wanted)),
+                "count": counts.sum(),
+                "correct": ((part.argmax(1) == wanted) & counts).sum(),
+            }
+            sums = {name: sums[name] + more[name] for name in sums} or more
+        return sums
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss` (nats), `bits_per_byte` or `bits_per_token`, `perplexity` and `accuracy`."""
@@ -60,20 +75,21 @@ class LanguageModelling(Objective):
             "accuracy": int(totals["correct"]) / count,
         }
 
-    def _rows(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = reading.logits(output)
-        if logits.shape[:-1] != target.shape:
-            raise ConfigError(
-                "model",
-                f"returns {list(logits.shape)} for targets of {list(target.shape)}",
-                "return [batch, sequence, vocab]: a row of logits for each token",
-            )
-        if self.vocab is not None and logits.shape[-1] < self.vocab:
-            raise ConfigError(
-                "model",
-                f"returns {logits.shape[-1]} logits a token, and the data's ids go up to "
-                f"{self.vocab - 1}",
-                "name `vocab` in its constructor and size the last layer by it",
-            )
+    def _rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        self._check(logits.shape, target)
         # rows lie as they are; with the classes second (as torch takes it) softmax would stride
         return logits.flatten(0, -2), target.flatten()
+
+    def _check(self, shape: torch.Size, target: Tensor) -> None:
+        if shape[:-1] != target.shape:
+            raise ConfigError(
+                "model",
+                f"returns {list(shape)} for targets of {list(target.shape)}",
+                "return [batch, sequence, vocab]: a row of logits for each token",
+            )
+        if self.vocab is not None and shape[-1] < self.vocab:
+            raise ConfigError(
+                "model",
+                f"returns {shape[-1]} logits a token, and the data's ids go up to {self.vocab - 1}",
+                "name `vocab` in its constructor and size the last layer by it",
+            )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.deferred import DeferredLogits, logits_in
 from runner.errors import ConfigError, DataError
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -15,34 +16,34 @@ HALVES = (torch.float16, torch.bfloat16)
 def logits(output: Any) -> Tensor:
     """The tensor to take the loss of, in fp32 or better.
 
-    It is the output itself, its `logits` (by key or attribute), or the first of a tuple. A loss
-    taken in 16 bits would keep two or three digits.
+    It is the output itself, its `logits` (by key or attribute), or the first of a tuple.
     """
-    if isinstance(output, Tensor):
-        found = output
-    else:
-        found = _inside(output)
-    if found.dtype in HALVES:
-        found = found.float()
-    return found
+    return exact(found(output))
 
 
-def _inside(output: Any) -> Tensor:
-    found: Any
-    if isinstance(output, dict):
-        found = output.get("logits")
-    elif isinstance(output, tuple | list):
-        # a named tuple may hold the logits anywhere, a plain one holds them first
-        found = getattr(output, "logits", output[0] if output else None)
-    else:
-        found = getattr(output, "logits", None)
-    if not isinstance(found, Tensor):
+def found(output: Any) -> Tensor:
+    """The same in the type that the model computed it in."""
+    inside = logits_in(output)
+    if isinstance(inside, DeferredLogits):
+        inside = inside.whole()
+    if not isinstance(inside, Tensor):
         raise ConfigError(
             "model",
             f"returns a {type(output).__name__} in which there are no logits",
             "return a tensor, a tuple that starts with one, or something with `logits`",
         )
-    return found
+    return inside
+
+
+def exact(logits: Tensor) -> Tensor:
+    """In fp32 or better: a loss taken in 16 bits would keep two or three digits."""
+    return logits.float() if logits.dtype in HALVES else logits
+
+
+def deferred(output: Any) -> DeferredLogits | None:
+    """The logits, where the output layer put them off; None where they are there."""
+    inside = logits_in(output)
+    return inside if isinstance(inside, DeferredLogits) else None
 
 
 def total(values: Tensor) -> Tensor:

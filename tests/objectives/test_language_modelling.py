@@ -135,3 +135,11 @@ def test_an_id_outside_the_vocabulary_is_an_error_that_names_it() -> None:
 def test_metrics_of_nothing_are_an_error() -> None:
     with pytest.raises(DataError, match="no targets to measure"):
         LanguageModelling(30).metrics({})
+
+
+def test_many_logits_are_tallied_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, target = samples(30, masked=True)
+    objective = LanguageModelling(30)
+    expected = objective.metrics(objective.tally(logits.bfloat16(), target))
+    monkeypatch.setattr("runner.objectives.language_modelling.SLICE", 30 * 4)  # rows of 4
+    assert objective.metrics(objective.tally(logits.bfloat16(), target)) == pytest.approx(expected)

@@ -1,0 +1,324 @@
+"""Attention: the same numbers from every kernel, and what was chosen is what ran."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler_legacy
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from runner import build, compose, train
+from runner.errors import ConfigError
+from runner.run import Engagement
+from runner.techniques import kernels
+
+QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2"]
+GPT = [
+    *QUICK, "data=stdlib_text", "data.sequence=32", "data.validation_samples=8",
+    "training.batch_size=4", "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
+    "optimization.attention.enabled=true",
+]  # fmt: skip
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ here")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def attention(*overrides: str) -> Engagement:
+    with build(compose([*GPT, *overrides])) as run:
+        summary = train(run)
+    return next(row for row in summary.techniques if row.name == "attention")
+
+
+def heads(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*sizes, dtype=dtype, requires_grad=True)
+
+
+def ran(step: Callable[[], object]) -> Mapping[str, int]:
+    with profiler_legacy.profile() as profiler:
+        step()
+    return {event.key: event.count for event in profiler.key_averages()}
+
+
+def fused(operators: Mapping[str, int]) -> int:
+    return sum("flash_attention" in name for name in operators)
+
+
+# -- the form that is written out --------------------------------------------------------------
+
+
+def masks() -> dict[str, dict[str, Any]]:
+    some = torch.rand(2, 1, 6, 9) > 0.4
+    some[0, 0, 2] = False  # a query that may see nothing
+    added = torch.zeros(2, 1, 6, 9).masked_fill(~some, float("-inf"))
+    return {
+        "none": {},
+        "causal": {"is_causal": True},
+        "boolean": {"attn_mask": some},
+        "added": {"attn_mask": added},
+        "learned": {"attn_mask": torch.randn(4, 6, 9, requires_grad=True)},
+        "scaled": {"scale": 0.5, "is_causal": True},
+        "keys": {"attn_mask": torch.tensor([[True] * 9, [True] * 4 + [False] * 5])[:, None, None]},
+    }
+
+
+@pytest.mark.parametrize("kind", masks())
+def test_plain_is_torchs_attention_and_so_are_its_gradients(kind: str) -> None:
+    options = masks()[kind]
+    leaves = [heads(2, 4, 6, 8), heads(2, 4, 9, 8), heads(2, 4, 9, 8)]
+    learned = [m] if (m := options.get("attn_mask")) is not None and m.requires_grad else []
+    with sdpa_kernel([SDPBackend.MATH]):
+        expected = F.scaled_dot_product_attention(*leaves, **options)
+    found = kernels.plain(*leaves, **options)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves + learned, upstream),
+        torch.autograd.grad(expected, leaves + learned, upstream),
+    )
+
+
+def test_plain_shares_keys_among_groups_of_queries() -> None:
+    query, key, value = heads(2, 6, 5, 8), heads(2, 2, 5, 8), heads(2, 2, 5, 8)
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": True}
+    torch.testing.assert_close(
+        kernels.plain(query, key, value, **options),
+        F.scaled_dot_product_attention(query, key, value, **options),
+    )
+
+
+def test_plain_drops_shares_and_keeps_their_mean() -> None:
+    query, key = heads(8, 4, 32, 8), heads(8, 4, 32, 8)
+    out = kernels.plain(query, key, torch.ones(8, 4, 32, 1), dropout_p=0.5).detach()
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.05)
+    assert float(out.std()) > 0.05
+
+
+def test_plain_in_16_bits_is_as_near_to_double_as_16_bits_allow() -> None:
+    leaves = [heads(2, 4, 64, 32, dtype=torch.float64) for _ in range(3)]
+    exact = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    found = kernels.plain(*(t.bfloat16() for t in leaves), is_causal=True)
+    assert found.dtype is torch.bfloat16
+    assert float((found - exact).abs().max().detach()) < 4 * 2**-8 * float(
+        exact.abs().max().detach()
+    )
+
+
+@needs_compiler
+def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
+    leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
+
+    def scaled_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul(q, k.transpose(-2, -1)).div(4.0).softmax(-1).matmul(v)
+
+    def compiled(form: Callable[..., Tensor]) -> Mapping[str, int]:
+        torch._dynamo.reset()
+        step = torch.compile(form)
+        step(*leaves)
+        return ran(lambda: step(*leaves))
+
+    assert fused(compiled(scaled_after))  # it knows the usual spelling, so the next can fail
+    assert not fused(compiled(kernels.plain))
+
+
+# -- a run -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math", "plain"])
+def test_a_kernel_asked_for_by_name_is_the_one_that_ran(kernel: str) -> None:
+    row = attention(f"optimization.attention.kernel={kernel}")
+    assert row.engaged, row.reason
+    assert row.evidence["kernel"] == kernel
+    two_layers = {"flash": {"flash": 2}, "math": {"math": 2}, "plain": {"bmm": 12}}
+    assert row.evidence["ran"] == two_layers[kernel]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_too_also_after_another_kernel_was_compiled_and_cached(tmp_path: Path) -> None:
+    for kernel, name in (("math", "bmm"), ("flash", "flash"), ("plain", "bmm")):
+        row = attention(
+            f"optimization.attention.kernel={kernel}", "optimization.compile.enabled=true"
+        )
+        assert row.engaged, row.reason
+        assert list(row.evidence["ran"]) == [name]
+
+
+@needs_compiler
+def test_what_was_compiled_for_one_kernel_is_not_taken_from_the_cache_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
+
+    def step() -> Tensor:
+        return F.scaled_dot_product_attention(*leaves, is_causal=True)
+
+    for kernel in ("math", "flash"):
+        with kernels.use(kernel, nn.Identity(), strictly=True):
+            torch._dynamo.reset()
+            compiled = torch.compile(step)
+            compiled()
+            assert bool(fused(ran(compiled))) is (kernel == "flash"), kernel
+
+
+def test_auto_says_what_it_measured_and_takes_hold() -> None:
+    with build(compose(GPT)) as run:
+        choice = next(c for c in run.choices if c.key == "optimization.attention.kernel")
+        summary = train(run)
+    assert choice.value in ("flash", "math", "plain")
+    assert "plain" in choice.reason
+    assert "torch's flash at 4x2x32x16 (float32)" in choice.reason
+    row = next(row for row in summary.techniques if row.name == "attention")
+    assert row.engaged, row.reason
+
+
+def test_auto_looks_at_the_type_that_mixed_precision_computes_in() -> None:
+    with build(
+        compose([*GPT, "optimization.amp.enabled=true", "optimization.amp.dtype=bf16"])
+    ) as run:
+        choice = next(c for c in run.choices if c.key == "optimization.attention.kernel")
+    assert "(bfloat16)" in choice.reason
+
+
+def test_auto_leaves_out_what_would_hold_large_matrices() -> None:
+    with build(compose([*GPT, "optimization.attention.matrix_mb=0"])) as run:
+        choice = next(c for c in run.choices if c.key == "optimization.attention.kernel")
+    assert choice.value == "flash"
+    assert "rule out math and plain" in choice.reason
+
+
+def test_a_resumed_run_keeps_the_kernel_that_was_chosen(tmp_path: Path) -> None:
+    with build(compose(GPT), tmp_path) as run:
+        train(run)
+        first = next(c for c in run.choices if c.key == "optimization.attention.kernel")
+    with build(compose([*GPT, "checkpoint.resume=auto"]), tmp_path) as run:
+        again = next(c for c in run.choices if c.key == "optimization.attention.kernel")
+    assert (again.value, again.reason) == (first.value, "as before the run was resumed")
+
+
+def test_a_kernel_must_win_clearly_and_mostly() -> None:
+    def pick(*laps: float) -> str:
+        return kernels.faster({"flash": [1.0] * len(laps), "plain": list(laps)}, "flash", 0.05)
+
+    assert pick(0.8, 0.9, 0.85, 0.8) == "plain"
+    assert pick(0.97, 0.96, 0.98, 0.97) == "flash"  # no clear win
+    assert pick(0.5, 0.5, 1.2, 1.3) == "flash"  # as often slower
+    assert pick(1.5) == "flash"
+
+
+def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
+    def switches() -> list[object]:
+        cuda = torch.backends.cuda
+        return [
+            F.scaled_dot_product_attention, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+            torch.compiler.config.cache_key_tag,
+        ]  # fmt: skip
+
+    before = switches()
+    for kernel in ("plain", "math"):
+        with build(compose([*GPT, f"optimization.attention.kernel={kernel}"])):
+            assert switches() != before
+        assert switches() == before
+
+
+def test_looking_at_the_calls_changes_nothing_of_the_model() -> None:
+    with build(compose([*GPT, "optimization.attention.enabled=false"])) as run:
+        expected = run.model.state_dict()
+        mode = run.model.training
+    with build(compose(GPT)) as run:
+        torch.testing.assert_close(run.model.state_dict(), expected, rtol=0, atol=0)
+        assert run.model.training is mode
+
+
+def test_a_model_without_attention_says_so() -> None:
+    with build(compose([*QUICK, "optimization.attention.enabled=true"])) as run:
+        row = next(row for row in run.engagements if row.name == "attention")
+    assert not row.engaged
+    assert row.reason == "the model does not call scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [("cudnn", "NVIDIA GPUs only"), ("efficient", "NVIDIA GPUs only"),
+     ("xformers", "pip install xformers")],
+)  # fmt: skip
+def test_a_kernel_that_cannot_be_had_here_is_a_reason_and_an_error_under_strict(
+    kernel: str, says: str
+) -> None:
+    asked = [*GPT, f"optimization.attention.kernel={kernel}"]
+    with build(compose(asked)) as run:
+        row = next(row for row in run.engagements if row.name == "attention")
+    assert says in row.reason
+    with pytest.raises(ConfigError, match=rf"optimization\.attention.*{says}"):
+        build(compose([*asked, "optimization.strict=true"]))
+
+
+# -- models of others --------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    """Has the function under a name of its own, and drops shares."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)
+
+
+scaled_dot_product_attention = F.scaled_dot_product_attention
+
+
+def test_a_function_that_was_imported_by_name_is_replaced_too() -> None:
+    model, x = Named(0.0), heads(1, 2, 8, 4)
+    assert fused(ran(lambda: model(x)))
+    with kernels.use("plain", model, strictly=True):
+        assert not fused(ran(lambda: model(x)))
+    assert fused(ran(lambda: model(x)))
+
+
+def test_what_a_kernel_cannot_take_is_found_out_by_trying() -> None:
+    model, x = Named(0.5), heads(1, 2, 8, 4)
+    calls = kernels.calls_of(lambda: model(x))
+    assert [call.times for call in calls] == [1]
+    reason = kernels.refusal("flash", calls, model)
+    assert reason is not None
+    assert "flash does not take queries of [1, 2, 8, 4] in float32" in reason
+    assert "dropout" in reason
+    assert kernels.refusal("plain", calls, model) is None
+    with kernels.use("flash", model, strictly=False):  # what auto chose leaves it to another
+        model(x)
+
+
+@pytest.mark.parametrize("name", ["plain", "math"])
+def test_hugging_faces_bert_gives_the_same_with_padding(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=32, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.BertModel(config).eval()
+    ids = torch.randint(0, 50, (2, 12))
+    mask = torch.tensor([[1] * 12, [1] * 5 + [0] * 7])
+
+    def forward() -> Tensor:
+        output: Tensor = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        return output
+
+    expected = forward()
+    assert fused(ran(forward))
+    with kernels.use(name, model, strictly=True):
+        torch.testing.assert_close(forward(), expected)
+        assert not fused(ran(forward))

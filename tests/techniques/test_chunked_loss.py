@@ -1,0 +1,360 @@
+"""The loss over chunks: the same numbers and gradients, and never all of the logits."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runner import build, compose, evaluate, train
+from runner.deferred import DeferredLogits, OutputLayer, defer
+from runner.errors import ConfigError, DataError
+from runner.loop import backward
+from runner.objectives.language_modelling import LanguageModelling
+from runner.run import Engagement
+
+TOKENS, WIDTH, VOCAB = 50, 16, 301
+QUICK = ["training.steps=3", "monitoring.progress=false", "device=cpu", "device.threads=2"]
+CHUNKED = ["optimization.chunked_loss.enabled=true", "optimization.chunked_loss.min_mb=0",
+           "optimization.chunked_loss.chunk=48"]  # fmt: skip
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ here")
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+
+
+Sample = tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+def sample(dtype: torch.dtype = torch.float32, bias: bool = True) -> Sample:
+    target = torch.randint(0, VOCAB, (TOKENS,))
+    target[[3, 4, 20]] = -100
+    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH, dtype=dtype).mul(0.3).requires_grad_()
+    return (
+        hidden,
+        weight,
+        torch.randn(VOCAB, dtype=dtype, requires_grad=True) if bias else None,
+        target,
+    )
+
+
+def whole(case: Sample, upstream: float = 1.0) -> list[Tensor]:
+    hidden, weight, bias, target = case
+    loss = F.cross_entropy(F.linear(hidden, weight, bias).float(), target)
+    return gradients(loss, case, upstream)
+
+
+def chunked(case: Sample, chunk: int, upstream: float = 1.0) -> list[Tensor]:
+    loss = DeferredLogits(*case[:3], chunk).mean_cross_entropy(case[3], -100)
+    return gradients(loss, case, upstream)
+
+
+def gradients(loss: Tensor, case: Sample, upstream: float) -> list[Tensor]:
+    leaves = [t for t in case[:3] if t is not None]
+    return [loss.detach(), *torch.autograd.grad(loss * upstream, leaves)]
+
+
+# -- the numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("chunk", [1, 16, 50, 64])
+def test_loss_and_gradients_are_those_of_the_whole_logits(chunk: int, bias: bool) -> None:
+    case = sample(bias=bias)
+    torch.testing.assert_close(chunked(case, chunk), whole(case))
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    leaves = [
+        torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((5, 3), (7, 3), (7,))
+    ]
+    target = torch.tensor([1, 6, -100, 0, 3])
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return DeferredLogits(hidden, weight, bias, 2).mean_cross_entropy(target, -100)
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_in_bf16_it_is_as_near_to_double_as_the_whole_logits_are() -> None:
+    case = sample()
+    exact = whole(
+        (*(t.detach().double().requires_grad_() for t in case[:3] if t is not None), case[3])
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        parts, at_once = chunked(case, 16), whole(case)
+    for ours, theirs, right in zip(parts, at_once, exact, strict=True):
+        assert ours.dtype is torch.float32
+        error = (ours - right).abs().max()
+        assert error <= 1.5 * (theirs - right).abs().max() + 1e-6
+        assert error < 0.02 * right.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_upstream_gradient_multiplies(precision: str) -> None:
+    case = sample()
+    with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
+        once, scaled = chunked(case, 16), chunked(case, 16, 65536.0)
+    torch.testing.assert_close([g / 65536 for g in scaled[1:]], once[1:])
+    assert all(float(g.abs().max()) > 0 for g in once)
+
+
+def test_without_a_target_the_loss_is_nan_and_the_gradients_are_0() -> None:
+    hidden, weight, bias, target = sample()
+    loss, *slopes = chunked((hidden, weight, bias, torch.full_like(target, -100)), 16)
+    assert loss.isnan()
+    assert all(not slope.any() for slope in slopes)
+
+
+def test_a_target_outside_the_vocabulary_is_an_error_that_names_it() -> None:
+    hidden, weight, bias, target = sample()
+    target[7] = VOCAB
+    with pytest.raises(DataError, match=f"target {VOCAB} is out of range"):
+        LanguageModelling(VOCAB)(DeferredLogits(hidden, weight, bias, 16), target)
+
+
+def test_logits_that_do_not_fit_the_targets_are_an_error() -> None:
+    hidden, weight, bias, target = sample()
+    with pytest.raises(ConfigError, match=r"returns \[50, 301\] for targets of \[49\]"):
+        LanguageModelling(VOCAB)(DeferredLogits(hidden, weight, bias, 16), target[1:])
+
+
+@needs_compiler
+# the tracer makes an instance of torch.autograd.Function and warns of it (torch 2.13)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_it_compiles_into_one_graph_with_its_gradients() -> None:
+    model = Gate()
+    defer(model.head, 16)
+    ids, target = torch.randint(0, VOCAB, (2, 25)), torch.randint(0, VOCAB, (2, 25))
+    objective, parameters = LanguageModelling(VOCAB), list(model.parameters())
+
+    def step(ids: Tensor, target: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = objective(model(ids), target)
+        return [loss.detach(), *torch.autograd.grad(loss * 8.0, parameters)]
+
+    expected = step(ids, target)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch.testing.assert_close(compiled(ids, target), expected, rtol=0.02, atol=1e-3)
+
+
+# -- the memory --------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Bytes held at the same time by tensors that came into being in here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known and not func.is_view:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def test_it_holds_a_fraction_of_what_the_whole_logits_take() -> None:
+    hidden = torch.randn(512, 16, requires_grad=True)
+    weight, target = torch.randn(2000, 16, requires_grad=True), torch.randint(0, 2000, (512,))
+    with Live() as live:
+        chunked((hidden, weight, None, target), 32)
+    with Live() as plain:
+        whole((hidden, weight, None, target))
+    logits = 512 * 2000 * 4
+    assert plain.peak > 1.9 * logits
+    assert live.peak < 0.4 * logits
+
+
+# -- runs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> list[str]:
+    """A run over token ids below 300."""
+    ids = np.random.default_rng(0).integers(0, 300, 4000).astype(np.uint16)
+    ids.tofile(tmp_path / "train.bin")
+    ids[:600].tofile(tmp_path / "val.bin")
+    return [
+        *QUICK, "data=tokens", f"data.path={tmp_path}", "data.vocab=300", "data.sequence=16",
+        "training.batch_size=12", "security.trusted=[techniques]",
+    ]  # fmt: skip
+
+
+OURS = ["model=gpt", "model.width=16", "model.heads=2", "model.depth=1"]
+
+
+def engagement(*overrides: str) -> Engagement:
+    with build(compose(overrides)) as run:
+        return next(row for row in train(run).techniques if row.name == "chunked_loss")
+
+
+def step_of(*overrides: str) -> list[Tensor]:
+    with build(compose(overrides)) as run:
+        step = backward(run, next(run.train.batches(0)))
+        return [step.loss, *(p.grad for p in run.model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_a_step_of_gpt_is_the_same_also_in_micro_batches(
+    tokens: list[str], micro_batch: int
+) -> None:
+    run = [*tokens, *OURS, f"training.micro_batch={micro_batch}"]
+    torch.testing.assert_close(step_of(*run, *CHUNKED), step_of(*run))
+
+
+def test_the_evidence_is_the_largest_slice_that_was_made(tokens: list[str]) -> None:
+    row = engagement(*tokens, *OURS, *CHUNKED)
+    assert row.engaged, row.reason
+    assert {k: row.evidence[k] for k in ("tokens", "vocab", "chunks")} == {
+        "tokens": 192, "vocab": 300, "chunks": 4,
+    }  # fmt: skip
+    assert row.evidence["largest_mb"] == pytest.approx(48 * 300 * 4 / 2**20, abs=0.05)
+    assert row.evidence["whole_mb"] == pytest.approx(192 * 300 * 4 / 2**20, abs=0.05)
+
+
+def test_evaluation_keys_and_a_closed_run_know_nothing_of_it(tokens: list[str]) -> None:
+    with build(compose([*tokens, *OURS])) as run:
+        keys, expected = list(run.model.state_dict()), evaluate(run).metrics
+    with build(compose([*tokens, *OURS, *CHUNKED])) as run:
+        assert list(run.model.state_dict()) == keys
+        assert evaluate(run).metrics == pytest.approx(expected)
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        assert isinstance(run.model.eval()(ids), Tensor)
+        assert isinstance(run.model.train()(ids), DeferredLogits)
+    assert isinstance(run.model(ids), Tensor)
+
+
+def test_a_copy_of_the_model_multiplies_with_its_own_weight() -> None:
+    layer = nn.Linear(4, 9)
+    defer(layer, 2)
+    other = copy.deepcopy(layer)
+    assert other(torch.randn(3, 4)).weight is other.weight
+
+
+def test_hugging_faces_gpt2_goes_through(tokens: list[str]) -> None:
+    pytest.importorskip("transformers")
+    model = ["model._target_=techniques.test_chunked_loss.hugging_face"]
+    row = engagement(*tokens, *model, *CHUNKED)
+    assert row.engaged, row.reason
+    torch.testing.assert_close(step_of(*tokens, *model, *CHUNKED), step_of(*tokens, *model))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([*OURS, "optimization.chunked_loss.min_mb=64"], r"take 0\.2 MB \(min_mb=64\)"),
+        ([*OURS, "optimization.chunked_loss.chunk=192"], "192 tokens are one chunk"),
+        (["model._target_=techniques.test_chunked_loss.Capped"], "as they are out of a linear"),
+        (["model._target_=techniques.test_chunked_loss.Warmed"], "does more .* TypeError"),
+        (["model._target_=techniques.test_chunked_loss.Cut"], "another tensor comes out"),
+        (["model._target_=techniques.test_chunked_loss.Shared"], "out of a linear layer"),
+    ],
+    ids=["small", "one chunk", "capped", "warmed", "cut", "shared"],
+)
+def test_where_nothing_is_to_be_had_the_reason_is_given_and_the_run_goes_on(
+    tokens: list[str], overrides: list[str], says: str
+) -> None:
+    with build(compose([*tokens, *CHUNKED, *overrides])) as run:
+        row = next(row for row in run.engagements if row.name == "chunked_loss")
+        assert train(run).status == "done"
+    assert not row.engaged
+    assert re.search(says, row.reason), row.reason
+
+
+def test_an_objective_that_needs_whole_logits_is_a_reason() -> None:
+    row = engagement(*QUICK, *CHUNKED)
+    assert row.reason == "Classification takes whole logits only"
+
+
+@pytest.mark.parametrize("key", ["chunk=0", "min_mb=-1"])
+def test_a_knob_that_makes_no_sense_is_an_error_that_names_it(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimization\.chunked_loss\.{key.split('=')[0]}"):
+        compose([f"optimization.chunked_loss.{key}"])
+
+
+# -- models of others --------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """An embedding and an output layer."""
+
+    def __init__(self, vocab: int = VOCAB, width: int = WIDTH) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.tokens(input_ids))
+
+
+class Capped(Gate):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return 30 * torch.tanh(super().forward(input_ids) / 30)
+
+
+class Warmed(Gate):
+    """Divides its logits, but only in training."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        return logits / 2 if self.head.training else logits
+
+
+class Cut(Gate):
+    """In training it puts out another tensor, where there is no product to cut."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        return logits if isinstance(logits, Tensor) else logits.whole()
+
+
+class Shared(Gate):
+    """Runs its output layer twice."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        again = super().forward(input_ids).argmax(-1)
+        return super().forward(again)
+
+
+def hugging_face(vocab: int, sequence: int) -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=vocab, n_positions=sequence, n_embd=16, n_layer=1, n_head=2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_the_output_layer_has_nothing_to_save() -> None:
+    assert not OutputLayer().state_dict()
