@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
-from runner.run import Choice, Draft, Evidence, Run, Technique
+from runner.run import Draft, Evidence, Run, Technique
+
+if TYPE_CHECKING:
+    from runner.predict import Prediction
+
+KEY = "training.micro_batch"
 
 
 @dataclass
 class Accumulation(Technique):
-    """Split each batch into micro-batches: less memory, the same gradient (BatchNorm apart)."""
+    """Split each batch into micro-batches: less memory, the same gradient (BatchNorm apart).
 
-    micro_batch: int = 8  # samples per backward, where training.micro_batch names none
+    Where no size is named, a step's memory is predicted, and the batch is cut into as few even
+    parts as fit; not at all, if it fits whole.
+    """
+
+    micro_batch: int | None = None  # samples per backward; null: as many as fit the memory
+    share: float = 0.8  # of the free memory that a step may take, where it is predicted
 
     def __post_init__(self) -> None:
-        if self.micro_batch < 1:
+        if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(
                 "optimization.accumulation.micro_batch",
                 f"{self.micro_batch} is no count",
-                "use 1 or more",
+                "use 1 or more, or null to fit the memory",
+            )
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                "optimization.accumulation.share",
+                f"{self.share} is not a share of the free memory",
+                "use 0 to 1",
             )
 
     def apply(self, draft: Draft) -> str | None:
         """Hand the size to the loop, which cuts batches by it."""
+        reason = ""
         if draft.micro_batch_asked is None:
-            draft.micro_batch = min(self.micro_batch, draft.batch_size)
-            draft.choices.append(
-                Choice("training.micro_batch", draft.micro_batch, "the accumulation technique")
-            )
-        if draft.micro_batch >= draft.batch_size:
-            return f"a batch of {draft.batch_size} already fits in one micro-batch"
-        return None
+            before = len(draft.choices)
+            size = int(draft.choose(KEY, lambda: self._decide(draft)))
+            draft.micro_batch = min(size, draft.batch_size)
+            reason = draft.choices[before].reason
+        if draft.micro_batch < draft.batch_size:
+            return None
+        whole = f"a batch of {draft.batch_size} already fits in one micro-batch"
+        return f"{whole}: {reason}" if self.micro_batch is None and reason else whole
+
+    def _decide(self, draft: Draft) -> tuple[int, str]:
+        if self.micro_batch is not None:
+            return min(self.micro_batch, draft.batch_size), "the accumulation technique"
+        return fitting(draft, self.share)
 
     def engaged(self, run: Run) -> Evidence:
         """The number of backward passes that one update is made of."""
@@ -39,3 +63,34 @@ class Accumulation(Technique):
         return Evidence(
             parts > 1, "", {"micro_batch": run.micro_batch, "backward_per_update": parts}
         )
+
+
+def fitting(draft: Draft, share: float) -> tuple[int, str]:
+    """The micro-batch that cuts the batch into the fewest even parts that fit, and why."""
+    from runner.device import memory
+    from runner.predict import predict
+
+    batch, free = draft.batch_size, memory.room(draft.device)
+    tried: dict[int, Prediction] = {}
+
+    def fits(parts: int) -> bool:
+        size = -(-batch // parts)
+        if size not in tried:
+            tried[size] = predict(draft, size)
+        return tried[size].fits(draft.device, free, share)
+
+    try:
+        most = 1
+        while most < batch and not fits(most):
+            most = min(2 * most, batch)
+        least = most // 2 + 1  # half as many parts did not fit
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (least, middle) if fits(middle) else (middle + 1, most)
+        size = -(-batch // most)
+        found = tried.get(size) or predict(draft, size)
+    except Exception as error:  # whatever a model raises when it is traced
+        return batch, f"the memory of a step cannot be predicted ({type(error).__name__}: {error})"
+    draft.predicted_bytes = found.peak_on(draft.device)
+    beyond = "" if found.fits(draft.device, free, share) else ", and less cannot be"
+    return size, f"{found.beside(free)} at {size} samples{beyond}"

@@ -1,0 +1,138 @@
+"""What becomes of a step that does not fit the memory: it is cut smaller and tried again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from runner.device import memory
+from runner.errors import OutOfMemory, RunnerError
+from runner.run import Choice, Run
+
+log = logging.getLogger("runner")
+
+MICRO_BATCH = "training.micro_batch"
+SIGNS = re.compile(
+    r"DefaultCPUAllocator|not enough memory|out of memory|std::bad_alloc|"
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|[Cc]annot allocate memory"
+)
+ONEDNN = re.compile(r"could not (create|execute) a primitive")
+SIZE = re.compile(r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.I)
+LESS = (
+    "lower training.batch_size, use optimization=memory_efficient or "
+    "optimization.recompute.enabled=true, or make the model smaller"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory is what was missing, on the device or the host."""
+    if isinstance(error, RunnerError):
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if ONEDNN.search(text):  # says so for lack of memory too, and nothing more
+        return memory.limit_left() is not None
+    return SIGNS.search(text) is not None
+
+
+def use_less_memory(run: Run, error: Exception) -> bool:
+    """Halve the micro-batch, if it was the memory; the batch and its gradient stay the same.
+
+    Raises OutOfMemory where one sample is too much already.
+    """
+    samples = run.train.samples(run.progress.step)
+    size = min(run.micro_batch, samples)
+    starved = "Expected more than 1 value per channel" in str(error) and size < samples
+    if not is_out_of_memory(error) and not (starved and run.progress.faults.get("out_of_memory")):
+        return False
+    _let_go(run, error)
+    at = f"step {run.progress.step + 1}"
+    faults = run.progress.faults
+    faults["out_of_memory"] = faults.get("out_of_memory", 0) + 1
+    if starved:
+        raise OutOfMemory(
+            f"{at}: out of memory with more than {size} samples at a time, and BatchNorm needs "
+            f"more; {LESS}"
+        ) from None
+    if size == 1:
+        raise OutOfMemory(f"{at}: out of memory{_asked(error)} with one sample; {LESS}") from None
+    run.micro_batch = (size + 1) // 2
+    reason = f"{at} ran out of memory{_asked(error)} with {size}"
+    choice = Choice(MICRO_BATCH, run.micro_batch, reason)
+    run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
+    # replaced, not changed: a checkpoint may be on its way out
+    run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
+    log.warning("%s; the same batch again, %d samples at a time", reason, run.micro_batch)
+    return True
+
+
+def evaluate_less_at_once(run: Run, error: Exception, samples: int) -> bool:
+    """Halve the `samples` that a validation puts through the model, if it was the memory."""
+    size = min(run.evaluation_batch or samples, samples)
+    if not is_out_of_memory(error):
+        return False
+    _let_go(run, error)
+    run.progress.faults["out_of_memory"] = run.progress.faults.get("out_of_memory", 0) + 1
+    if size == 1:
+        raise OutOfMemory(
+            f"validation: out of memory{_asked(error)} with one sample; {LESS}"
+        ) from None
+    run.evaluation_batch = (size + 1) // 2
+    log.warning(
+        "validation ran out of memory%s with %d samples at a time; with %d from here on",
+        _asked(error), size, run.evaluation_batch,
+    )  # fmt: skip
+    return True
+
+
+@contextmanager
+def in_plain_words(doing: str) -> Iterator[None]:
+    """Nothing can be cut smaller here: say that memory ran out `doing` this, and what helps."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = _asked(error)
+        _clear(error)
+    else:
+        return
+    raise OutOfMemory(f"out of memory{asked} {doing}; {LESS}")
+
+
+def _let_go(run: Run, error: Exception) -> None:
+    """Free what the failed step holds: its traceback has the activations, the weights gradients."""
+    _clear(error)
+    for parameter in run.model.parameters():
+        parameter.grad = None
+    if run.device.kind == "cpu" and "out_of_memory" not in run.progress.faults:
+        memory.give_back_at_once(run.scope)
+    memory.clean(run.device)
+
+
+def _clear(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _asked(error: Exception) -> str:
+    """How much it was that could not be had, where the message says."""
+    found = SIZE.search(str(error))
+    if found is None:
+        return ""
+    size = found[1]
+    if found[2] is not None:
+        size = f"{int(found[2]) / 2**20:,.0f} MiB"
+    return f" ({size} more)"

@@ -1,0 +1,109 @@
+"""Micro-batches that fit the memory, and add up to the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, compose, train
+from runner.device import memory
+from runner.errors import ConfigError
+from runner.loop import backward
+from runner.predict import predict
+from runner.run import Draft
+from runner.techniques import accumulation
+from runner.techniques.accumulation import Accumulation
+
+QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",
+         "optimization=none", "data=synthetic", "data.form=tokens", "data.sequence=64",
+         "data.vocab=64", "data.samples=256", "model=gpt", "model.width=32"]  # fmt: skip
+AUTO = ["optimization.accumulation.enabled=true"]
+MIB = 2**20
+
+
+def gradients(overrides: list[str]) -> dict[str, Tensor]:
+    with build(compose(overrides)) as run:
+        backward(run, next(run.train.batches(0)))
+        return {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
+
+
+def short_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(memory, "room", lambda device: free)
+
+
+def test_a_batch_that_fits_is_not_cut_and_the_reason_says_the_numbers() -> None:
+    with build(compose([*QUICK, *AUTO])) as run:
+        assert run.micro_batch == 32
+        summary = train(run)
+    row = next(row for row in summary.techniques if row.name == "accumulation")
+    assert row.requested and not row.engaged
+    assert "already fits" in row.reason and "MiB predicted" in row.reason
+    assert "MiB free" in row.reason
+    assert summary.memory.predicted_bytes and summary.memory.predicted_bytes > 0
+
+
+@pytest.mark.parametrize("free", [40 * MIB, 20 * MIB, 8 * MIB])
+def test_the_batch_is_cut_into_the_fewest_parts_that_fit(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    short_of(monkeypatch, free)
+    drafts: list[Draft] = []
+    monkeypatch.setattr(
+        accumulation, "fitting", lambda d, s, f=accumulation.fitting: drafts.append(d) or f(d, s)
+    )
+    with build(compose([*QUICK, *AUTO, "training.batch_size=48"])) as run:
+        size = run.micro_batch
+        parts = -(-48 // size)
+        assert 1 < parts <= 48
+        assert predict(drafts[0], size).fits(run.device, free, 0.8)
+        assert not predict(drafts[0], -(-48 // (parts - 1))).fits(run.device, free, 0.8)
+        choice = next(c for c in run.choices if c.key == "training.micro_batch")
+        assert choice.value == size and f"{free // MIB} MiB free" in choice.reason
+
+
+def test_the_gradient_is_that_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gradients(QUICK)
+    short_of(monkeypatch, 20 * MIB)
+    parts = gradients([*QUICK, *AUTO])
+    for name, gradient in whole.items():
+        assert torch.allclose(gradient, parts[name], atol=1e-6, rtol=1e-4), name
+
+
+def test_where_nothing_fits_one_sample_at_a_time_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_of(monkeypatch, MIB)
+    with build(compose([*QUICK, *AUTO])) as run:
+        choice = next(c for c in run.choices if c.key == "training.micro_batch")
+    assert choice.value == 1 and "less cannot be" in choice.reason
+
+
+def test_a_size_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_of(monkeypatch, MIB)
+    with build(compose([*QUICK, *AUTO, "training.micro_batch=16"])) as run:
+        assert run.micro_batch == 16
+    with build(compose([*QUICK, *AUTO, "optimization.accumulation.micro_batch=8"])) as run:
+        assert run.micro_batch == 8
+
+
+def test_a_resumed_run_keeps_what_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    short_of(monkeypatch, 20 * MIB)
+    overrides = [*QUICK, *AUTO, "checkpoint.resume=auto"]
+    with build(compose(overrides), tmp_path) as run:
+        train(run)
+        size = run.micro_batch
+    assert size < 32
+    short_of(monkeypatch, 2**40)
+    with build(compose([*overrides, "training.steps=3"]), tmp_path) as run:
+        assert run.micro_batch == size
+
+
+@pytest.mark.parametrize(
+    ("knobs", "key"), [({"micro_batch": 0}, "micro_batch"), ({"share": 1.2}, "share")]
+)
+def test_knobs_are_checked(knobs: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimization\.accumulation\.{key}"):
+        Accumulation(**knobs)  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""Recompute holds less, computes more, and changes no number."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from runner import build, compose, train
+from runner.errors import ConfigError
+from runner.loop import backward
+from runner.models.transformer import Block
+from runner.predict import HOLES, predict
+from runner.run import Draft, Engagement, Run
+from runner.techniques.recompute import Recompute, Recomputed, What
+
+QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",
+         "optimization=none"]  # fmt: skip
+GPT = [*QUICK, "data=synthetic", "data.form=tokens", "data.sequence=64", "data.vocab=64",
+       "data.samples=64", "model=gpt", "model.width=64", "model.dropout=0.1",
+       "training.batch_size=8"]  # fmt: skip
+CNN = [*QUICK, "data=digits", "model=cnn", "model.width=8", "training.batch_size=16"]
+CLASSIFIER = [*QUICK, "data=stdlib_parts", "model=classifier", "model.width=16", "model.heads=2",
+              "training.batch_size=4"]  # fmt: skip
+
+
+def recomputing(what: str, *more: str) -> list[str]:
+    return ["optimization.recompute.enabled=true", f"optimization.recompute.what={what}", *more]
+
+
+def step(overrides: list[str]) -> tuple[dict[str, Tensor], Run]:
+    """Gradients and buffers behind one forward and backward."""
+    with build(compose(overrides)) as run:
+        backward(run, next(run.train.batches(0)))
+        found = {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
+        found |= {n: b.clone() for n, b in run.model.named_buffers()}
+    return found, run
+
+
+def row(overrides: list[str]) -> Engagement:
+    with build(compose(overrides)) as run:
+        return next(row for row in train(run).techniques if row.name == "recompute")
+
+
+@pytest.mark.parametrize("what", ["full", "every", "selective", "budget"])
+@pytest.mark.parametrize("data", [GPT, CNN, CLASSIFIER], ids=["gpt", "cnn", "classifier"])
+def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what: str) -> None:
+    plain, without = step(data)
+    same, run = step([*data, *recomputing(what)])
+    assert run.recompute is not None and run.recompute.again > 0
+    assert plain.keys() == same.keys()
+    assert [n for n in plain if not torch.equal(plain[n], same[n])] == []
+    assert run.model.state_dict().keys() == without.model.state_dict().keys()
+
+
+def test_full_holds_a_seventh_of_what_a_gpt_holds_between_forward_and_backward() -> None:
+    _, run = step([*GPT, "model.dropout=0", *recomputing("full")])
+    assert run.recompute is not None
+    assert run.recompute.held <= 0.15 * run.recompute.held_without
+
+
+def test_evidence_counts_the_blocks_that_ran_again() -> None:
+    full = row([*GPT, *recomputing("full")])
+    assert full.engaged and full.evidence["recomputed_blocks"] == 4
+    every = row([*GPT, *recomputing("every", "optimization.recompute.every=3")])
+    assert (every.evidence["blocks"], every.evidence["recomputed_blocks"]) == (2, 2)
+    assert full.evidence["held_bytes"] < every.evidence["held_bytes"]
+    assert every.evidence["held_bytes"] < every.evidence["held_bytes_without"]
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.6])
+def test_a_budget_takes_the_fewest_blocks_that_meet_it(budget: float) -> None:
+    met = row([*GPT, *recomputing("budget", f"optimization.recompute.budget={budget}")]).evidence
+    assert met["held_bytes"] <= budget * met["held_bytes_without"]
+    saved_a_block = (met["held_bytes_without"] - met["held_bytes"]) / met["blocks"]
+    assert met["held_bytes"] + saved_a_block > budget * met["held_bytes_without"]
+
+
+def test_a_budget_of_all_asks_for_nothing() -> None:
+    idle = row([*GPT, *recomputing("budget", "optimization.recompute.budget=1")])
+    assert not idle.engaged and "nothing has to be" in idle.reason
+
+
+def test_flops_of_none_selective_and_full() -> None:
+    width, tokens = 32, 2 * 16
+    blocks = nn.Sequential(*[Block(width, 4, 0.0, True) for _ in range(2)])
+    x = torch.randn(2, 16, width, requires_grad=True)
+
+    def flops(what: What | None) -> int:
+        with ExitStack() as scope, FlopCounterMode(display=False) as counter:
+            if what is not None:
+                Recomputed(what, list(blocks), 2).wrap(scope)
+            blocks(x).sum().backward()
+        return counter.get_total_flops()
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        blocks(x)
+    forward, none = counter.get_total_flops(), flops(None)
+    # a block's last product is saved by nobody, so recomputing stops before it
+    last = 2 * tokens * (4 * width) * width * len(blocks)
+    assert flops(What.full) == none + forward - last
+    assert flops(What.selective) == none
+
+
+class Own(nn.Module):
+    """A user's: blocks called by keyword with a dict, tied weights, BatchNorm, dropout."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, *, given: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"x": given["x"] + self.drop(self.inner(given["x"]))}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Own.Part(), Own.Part(), Own.Part()
+        self.third.inner[0].weight = self.first.inner[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"x": x}
+        for part in (self.first, self.second, self.third):
+            given = part(given=given)
+        return given["x"]
+
+
+@pytest.mark.parametrize("what", [What.full, What.selective])
+def test_a_model_of_anybodys_is_bit_equal_too(what: What) -> None:
+    def run(chosen: What | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Own(), torch.randn(16, 8)
+        parts = [model.first, model.second, model.third]
+        with ExitStack() as scope:
+            if chosen is not None:
+                Recomputed(chosen, parts, 3).wrap(scope)
+            for _ in range(2):
+                model(x).square().mean().backward()
+        assert "forward" not in vars(model.first)
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    for a, b in zip(run(None), run(what), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_auto_leaves_alone_what_fits_and_takes_as_little_as_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits = row([*GPT, *recomputing("auto")])
+    assert not fits.engaged and "it fits" in fits.reason and "MiB free" in fits.reason
+    from runner.device import memory
+
+    drafts: list[Draft] = []
+    monkeypatch.setattr(
+        Recompute, "_decide", lambda *a, f=Recompute._decide: drafts.append(a[1]) or f(*a)
+    )
+    with build(compose([*GPT, *recomputing("auto")])):
+        needed = predict(drafts[0]).needed
+    almost = int(0.9 * needed * HOLES / 0.8)
+    for free, what in ((almost, "selective"), (1 << 20, "full")):
+        monkeypatch.setattr(memory, "room", lambda device, free=free: free)
+        with build(compose([*GPT, *recomputing("auto")])) as run:
+            choice = next(c for c in run.choices if c.key == "optimization.recompute.what")
+            assert (choice.value, run.recompute and run.recompute.what.value) == (what, what)
+
+
+def test_a_model_without_blocks_says_so() -> None:
+    plain = row([*QUICK, "data=cancer", "model=mlp", *recomputing("full")])
+    assert not plain.engaged and "no repeated blocks" in plain.reason
+
+
+def test_blocks_that_can_run_only_once_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "growing.py").write_text(
+        "from torch import nn\n"
+        "class Part(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = nn.Linear(30, 30)\n"
+        "    def forward(self, x, seen):\n"
+        "        seen.append(1)\n"
+        "        return self.inner(x.repeat(len(seen), 1)).relu()[:len(x)]\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, in_features, classes):\n"
+        "        super().__init__()\n"
+        "        self.parts = nn.ModuleList(Part() for _ in range(2))\n"
+        "        self.head = nn.Linear(30, classes)\n"
+        "    def forward(self, x):\n"
+        "        seen = []\n"
+        "        for part in self.parts:\n"
+        "            x = part(x, seen)\n"
+        "        return self.head(x)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ["data=cancer", "model._target_=growing.Net", "security.trusted=[growing]"]
+    refused = row([*QUICK, *own, *recomputing("full")])
+    assert not refused.engaged and "cannot be computed twice" in refused.reason
+
+
+def test_a_third_partys_gpt_is_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "third_party.py").write_text(
+        "from torch import nn\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, vocab, sequence):\n"
+        "        super().__init__()\n"
+        "        self.inner = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_positions=sequence,\n"
+        "            n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))\n"
+        "    def forward(self, input_ids):\n"
+        "        return self.inner(input_ids).logits\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = [*[k for k in GPT if not k.startswith("model")], "model=gpt",
+           "model._target_=third_party.Net", "security.trusted=[third_party]"]  # fmt: skip
+    plain, _ = step(own)
+    same, run = step([*own, *recomputing("full")])
+    assert run.recompute is not None and run.recompute.again == 2
+    assert [n for n in plain if not torch.equal(plain[n], same[n])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
+@pytest.mark.parametrize("what", ["full", "selective", "budget"])
+def test_a_compiled_graph_holds_less_and_counts_batchnorm_once(what: str) -> None:
+    def trained(*more: str) -> tuple[dict[str, Tensor], Any]:
+        with build(compose([*CNN, "optimization.compile.enabled=true", *more])) as run:
+            summary = train(run)
+            return {n: b.clone() for n, b in run.model.named_buffers()}, summary
+
+    plain, _ = trained()
+    same, summary = trained(*recomputing(what))
+    took = next(row for row in summary.techniques if row.name == "recompute")
+    assert took.engaged
+    assert took.evidence["compiled_held_bytes"] < took.evidence["held_bytes_without"]
+    for name, buffer in plain.items():
+        assert torch.allclose(buffer, same[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("knobs", "key"),
+    [({"every": 0}, "every"), ({"budget": 1.5}, "budget"), ({"budget": float("nan")}, "budget"),
+     ({"share": 0.0}, "share")],
+)  # fmt: skip
+def test_knobs_are_checked(knobs: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimization\.recompute\.{key}"):
+        Recompute(**knobs)

@@ -1,0 +1,218 @@
+"""Out of memory: cut smaller and carried on with, or one clear error; under a real limit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.errors import ConfigError, OutOfMemory
+from runner.recovery import in_plain_words, is_out_of_memory
+from runner.run import Objective
+from runner.summary import Summary
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=2", "optimization=none"]
+CNN = [*QUICK, "data=digits", "model=cnn", "model.width=8", "training.batch_size=32",
+       "training.steps=3"]  # fmt: skip
+CPU = ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+       "you tried to allocate 8388608 bytes. Error code 12 (Cannot allocate memory)")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError(),
+     RuntimeError(CPU), RuntimeError("std::bad_alloc"), OSError(errno.ENOMEM, "fork"),
+     RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_lack_of_memory_is_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OSError(errno.ENOENT, "gone"),
+     ConfigError("x", "out of memory"), ValueError("not enough memory")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_another_error_is_not_taken_for_it(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_a_real_allocation_that_fails_is_recognised_and_told_in_plain_words() -> None:
+    with pytest.raises(OutOfMemory, match=r"more\) here; lower training.batch_size") as caught:
+        with in_plain_words("here"):
+            torch.empty(2**50)
+    assert caught.value.exit_code == 2
+    assert caught.value.__cause__ is None
+
+
+class Limited(Objective):
+    """An objective that allocates more than any machine has when a part is above `most` samples."""
+
+    def __init__(self, own: Objective, most: int, from_step: int = 0) -> None:
+        self.own, self.most, self.left = own, most, from_step
+        self.seen: list[int] = []
+
+    def _weigh(self, target: Any) -> None:
+        self.seen.append(len(target))
+        if len(target) > self.most and self.left <= 0:
+            torch.empty(2**50)
+        self.left -= 1
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        self._weigh(target)
+        return self.own(output, target)
+
+    def weight(self, target: Any) -> Any:
+        return self.own.weight(target)
+
+    def tally(self, output: Any, target: Any) -> Any:
+        self._weigh(target)
+        return self.own.tally(output, target)
+
+    def metrics(self, totals: Any) -> Any:
+        return self.own.metrics(totals)
+
+    def confusion(self, totals: Any) -> Any:
+        return self.own.confusion(totals)
+
+
+def weights(overrides: list[str], most: int | None = None, later: int = 0) -> tuple[Any, Summary]:
+    with build(compose(overrides)) as run:
+        if most is not None:
+            run.objective = Limited(run.objective, most, later)
+        summary = train(run)
+        return {n: t.clone() for n, t in run.model.state_dict().items()}, summary
+
+
+def test_weights_and_batchnorm_are_those_of_the_smaller_micro_batch_from_the_start() -> None:
+    named, _ = weights([*CNN, "training.micro_batch=8"])
+    halved, summary = weights(CNN, most=8)
+    assert [n for n in named if not torch.equal(named[n], halved[n])] == []
+    assert summary.status == "done" and summary.steps == 3
+    choice = [c for c in summary.choices if c.key == "training.micro_batch"]
+    assert [c.value for c in choice] == [8]
+    assert "step 1 ran out of memory" in choice[0].reason and "with 16" in choice[0].reason
+
+
+def test_validation_is_cut_smaller_too_and_its_metrics_stay() -> None:
+    _, plain = weights([*CNN, "training.micro_batch=8"])
+    _, cut = weights([*CNN, "training.micro_batch=8"], most=8)
+    assert cut.faults["out_of_memory"] == 2  # 32 to 16 to 8
+    for name, value in plain.metrics.items():
+        assert cut.metrics[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_a_resumed_run_keeps_the_smaller_size(tmp_path: Path) -> None:
+    overrides = [*CNN, "checkpoint.resume=auto"]
+    with build(compose(overrides), tmp_path) as run:
+        run.objective = Limited(run.objective, 16)
+        train(run)
+        assert run.micro_batch == 16
+    with build(compose([*overrides, "training.steps=5"]), tmp_path) as run:
+        assert run.micro_batch == 16
+        train(run)
+        assert run.checkpointer.choices["training.micro_batch"] == 16
+
+
+def test_one_sample_that_does_not_fit_is_one_clear_error_after_a_checkpoint(tmp_path: Path) -> None:
+    late = ["training.batch_size=4", "training.validate_every=100"]
+    with build(compose([*CNN, *late]), tmp_path) as run:
+        run.objective = Limited(run.objective, 0, from_step=2)
+        with pytest.raises(OutOfMemory, match="step 3: out of memory .* with one sample"):
+            train(run)
+    found = Summary.read(tmp_path)
+    assert found.status == "failed" and "optimization=memory_efficient" in found.reason
+    assert found.steps == 2 and found.checkpoint.last == "checkpoints/step_00000002"
+    assert found.faults["out_of_memory"] == 3  # 4, 2 and 1
+
+
+def test_batchnorm_without_values_enough_is_the_same_error() -> None:
+    own = ["data=cancer", "model._target_=my_package.Normed", "security.trusted=[my_package]"]
+    with build(compose([*QUICK, *own, "training.steps=2"])) as run:
+        run.objective = Limited(run.objective, 1)
+        with pytest.raises(OutOfMemory, match="BatchNorm needs more"):
+            train(run)
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+# under a real limit, in a process of its own
+
+LIMITED = """
+import json, resource, sys, torch
+a = torch.randn(512, 512, requires_grad=True)  # threads and libraries are there before the limit
+(a @ a).sum().backward()
+torch.nn.functional.conv2d(torch.randn(4, 3, 32, 32), torch.randn(8, 3, 3, 3))
+from hashlib import sha256
+from runner import build, compose, train
+from runner.device import memory
+from runner.errors import RunnerError
+with open("/proc/self/statm") as file:
+    held = int(file.read().split()[0]) * memory.PAGE
+if left := int(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_AS, (held + (left << 20), resource.RLIM_INFINITY))
+try:
+    with build(compose(sys.argv[2:])) as run:
+        summary = train(run)
+        state = b"".join(t.numpy().tobytes() for t in run.model.state_dict().values())
+except RunnerError as error:
+    sys.stderr.write(f"error: {error}")
+    sys.exit(error.exit_code)
+print(json.dumps({"micro": run.micro_batch, "weights": sha256(state).hexdigest(),
+                  "faults": summary.faults, "status": summary.status, "steps": summary.steps}))
+"""
+LARGE = {
+    "gpt": ["data=synthetic", "data.form=tokens", "data.sequence=256", "model=gpt",
+            "model.width=128", "model.depth=2", "training.batch_size=32"],
+    "cnn": ["data=synthetic", "model=cnn", "training.batch_size=128"],
+    "mlp": ["data=synthetic", "data.form=tabular", "data.samples=20000", "model=mlp",
+            "model.width=512", "model.depth=6", "training.batch_size=12288"],
+}  # fmt: skip
+
+
+def limited(mib: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LIMITED, str(mib), *QUICK, "training.steps=1",
+               "data.validation_samples=8", *overrides]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+@pytest.mark.parametrize(("model", "mib"),
+    [("gpt", 220), pytest.param("cnn", 400, marks=pytest.mark.slow),
+     pytest.param("mlp", 320, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_batch_larger_than_the_limit_trains_to_the_end_in_smaller_parts(
+    model: str, mib: int
+) -> None:
+    done = limited(mib, *LARGE[model])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["status"] == "done" and found["steps"] == 1
+    assert found["faults"]["out_of_memory"] >= 1
+    named = limited(0, *LARGE[model], f"training.micro_batch={found['micro']}")
+    assert json.loads(named.stdout.splitlines()[-1])["weights"] == found["weights"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+def test_a_model_larger_than_the_limit_ends_in_one_line_and_its_exit_code() -> None:
+    tokens = ["data=synthetic", "data.form=tokens", "data.sequence=2048", "data.samples=16"]
+    done = limited(260, *tokens, "model=gpt", "model.width=256", "model.depth=12")
+    assert done.returncode == OutOfMemory.exit_code, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and "out of memory" in last
+    assert "training.batch_size" in last and "Traceback" not in done.stderr
