@@ -29,6 +29,7 @@ KEYS = {
     "checkpoint.resume": "auto, or the folder of a run to go on with",
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
+    "verify.what": "job=verify: parity of the techniques, or exactness of a resume",
     "optimization.strict": "true: a technique that does not take hold is an error",
 }
 EXAMPLES = {

@@ -28,6 +28,7 @@ class DataConfig:
     prefetch: int | None = None  # batches each worker holds ready
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
+    device_prefetch: bool | None = None  # copy to the GPU on a stream of its own; None: pipeline's
     timeout_s: float = 300.0  # a worker that says nothing for so long is hung
     default_epochs: float | None = None  # what a first look takes, when training names no length
     default_steps: int | None = None

@@ -73,6 +73,7 @@ def make_loader(
     choices = list(source.choices)
     workers = _workers(source, config, batch_size, choices)
     pin = _pin(config, device.torch, choices)
+    aside = _aside(config, pin, choices)
     persistent = _persistent(config, workers, choices)
     ahead = _prefetch(config, workers, choices)
     pool = Workers(Fetch(source, order), workers, ahead, config.timeout_s) if workers else None
@@ -82,7 +83,7 @@ def make_loader(
         repeat,
         pool,
         persistent,
-        _mover(device.torch, pin),
+        _mover(device.torch, pin, aside),
         placements,
         choices,
     )
@@ -191,6 +192,14 @@ def _pin(config: DataConfig, device: torch.device, choices: list[Choice]) -> boo
     return pin
 
 
+def _aside(config: DataConfig, pin: bool, choices: list[Choice]) -> bool:
+    aside = pin and config.device_prefetch is True
+    if config.device_prefetch and not aside:
+        reason = "a copy runs beside the step on CUDA alone, and from pinned memory"
+        choices.append(Choice("data.device_prefetch", False, reason))
+    return aside
+
+
 def _persistent(config: DataConfig, workers: int, choices: list[Choice]) -> bool:
     if not workers and config.persistent_workers is None:
         return False  # nothing to choose
@@ -219,8 +228,12 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _mover(device: torch.device, pin: bool) -> Callable[[Batch], Batch] | None:
-    """What brings a batch to the device; None on the CPU, where it already is."""
+def _mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch] | None:
+    """What brings a batch to the device; None on the CPU, where it already is.
+
+    With `aside` it is copied while the step before it is computed: the host, which only queues
+    that step, has asked for this batch long before the device is done.
+    """
     if device.type == "cpu":
         return None
 
@@ -232,4 +245,25 @@ def _mover(device: torch.device, pin: bool) -> Callable[[Batch], Batch] | None:
             return {key: move(item) for key, item in value.items()}
         return tuple(move(item) for item in value)
 
-    return move
+    if not aside:
+        return move
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def move_aside(batch: Batch) -> Batch:
+        with torch.cuda.stream(stream):
+            moved: Batch = move(batch)
+        steps = torch.cuda.current_stream(device)
+        steps.wait_stream(stream)  # the device waits, the host does not
+        _keep_for(moved, steps)
+        return moved
+
+    return move_aside
+
+
+def _keep_for(value: Any, stream: torch.cuda.Stream) -> None:
+    """Memory of another stream is not to be used anew before `stream` is done with it."""
+    if isinstance(value, Tensor):
+        value.record_stream(stream)
+    else:
+        for item in value.values() if isinstance(value, dict) else value:
+            _keep_for(item, stream)

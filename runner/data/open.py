@@ -10,7 +10,7 @@ from typing import Any
 from runner.data.config import DataConfig
 from runner.data.source import Source
 from runner.errors import ConfigError
-from runner.security.targets import construct
+from runner.security.targets import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
 OPENERS = {
@@ -37,7 +37,7 @@ def open_data(config: DataConfig, resolve: Callable[[str, str], Any]) -> Source:
         from runner.data.foreign import Foreign
 
         factory = resolve(config._target_, "data._target_")
-        dataset = construct(factory, config.arguments, {}, "data")
+        dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")
         return Foreign(dataset, config._target_, config.validation, config.split_seed)
     for field in fields(config):
         if getattr(config, field.name) == "???":

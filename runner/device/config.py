@@ -24,6 +24,7 @@ class DeviceConfig:
     kind: DeviceKind = DeviceKind.auto
     index: int | None = None  # which one of several; None: the current one
     memory_fraction: float | None = None  # of the accelerator's memory, 0 to 1
+    clean_above: float | None = 0.9  # share of memory held, above which it is cleaned; None: never
     tf32: bool | None = None  # None: the tf32 technique decides
     cudnn_benchmark: bool = False
     deterministic: bool = False
@@ -36,6 +37,12 @@ class DeviceConfig:
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(
                 "device.memory_fraction", f"{self.memory_fraction} is not a share", "use 0 to 1"
+            )
+        if self.clean_above is not None and not 0 < self.clean_above <= 1:
+            raise ConfigError(
+                "device.clean_above",
+                f"{self.clean_above} is not a share of the memory",
+                "use 0 to 1, or null to leave memory alone",
             )
         for key in ("threads", "interop_threads"):
             value = getattr(self, key)

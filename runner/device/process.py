@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from time import monotonic, process_time, sleep
 
 import torch
 
@@ -97,9 +98,50 @@ def set_interop_threads(wanted: int) -> list[str]:
     return []
 
 
+def busy_cores(seconds: float = 0.2) -> float:
+    """Cores' worth of time that other processes take on the cores this one may use; 0 if unknown.
+
+    Waits so long and compares. Whoever has made himself nice gives way to us and does not count.
+    The kernel counts in hundredths of a second.
+    """
+    if sys.platform != "linux":
+        return 0.0
+    before, own = _core_seconds(), process_time()
+    start = monotonic()
+    sleep(seconds)
+    others = _core_seconds() - before - (process_time() - own)
+    return max(0.0, others / (monotonic() - start))
+
+
+def free_threads(wanted: int, busy: float) -> int:
+    """So many threads as there are cores without a neighbour: `wanted` at most, half at least.
+
+    Operators wait for the slowest thread, so that one that shares its core with a neighbour makes
+    all the others wait. Half, since neighbours come and go and a run keeps its threads.
+    """
+    there = len(affinity() or ()) or usable_cores()
+    return max((wanted + 1) // 2, min(wanted, round(there - busy)))
+
+
 def affinity() -> list[int] | None:
     """The cores this process may run on; None where the system has no such thing."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None
+
+
+def _core_seconds() -> float:
+    """Seconds for which this process's cores have been busy, nice work left out: /proc/stat."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return 0.0
+    for line in lines:
+        name, *fields = line.split()
+        if name in cores:
+            user, _nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
+            ticks += user + system + interrupts + soft_interrupts
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _threads() -> list[int]:

@@ -1,71 +1,137 @@
-"""The process around the model: how many threads an operator is cut into."""
+"""The process around the model: threads, memory that is kept, numbers too small to count."""
 
 from __future__ import annotations
 
-import logging
 import os
+import resource
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.run import Choice, Draft, Evidence, Run, Technique, call, count
+from runner.run import Draft, Evidence, Run, Technique
+from runner.techniques.flops import forward_mflop
+from runner.techniques.probe import rehearse
 
 if TYPE_CHECKING:
     from runner.device.device import Device
 
-log = logging.getLogger("runner")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 @dataclass
 class System(Technique):
-    """One thread for a model too small to share out; torch's own number for any other.
+    """Settings of the process and of the device's libraries that cost nothing.
 
-    Threads wait for each other by spinning. Where operators are tiny they only wait, and beside a
-    busy neighbour a step of half a millisecond takes a hundred.
+    On a CPU: one thread for a model too small to share out, and one fewer for each core that
+    somebody else keeps busy; denormals are zero; freed memory stays for the next step. On a GPU:
+    cuDNN tries its kernels (unless device.deterministic), and segments of memory grow. The
+    knobs of the `device` group go before all of this.
     """
 
     small_mflop: float = 30.0  # a forward below this is not worth sharing out
+    neighbours: bool = True  # leave cores that are busy to those who are there
+    flush_denormals: bool = True  # numbers below 1e-38 are zero
+    keep_memory: bool = True  # what is freed is not given back to the system at each step
+    cudnn_benchmark: bool = True
+    expandable_segments: bool = True
 
     def __post_init__(self) -> None:
         if self.small_mflop < 0:
             raise ConfigError("optimization.system.small_mflop", "is negative", "use 0 or more")
 
     def unavailable(self, device: Device) -> str | None:
-        """An accelerator's kernels do not run in these threads."""
-        return None if device.kind == "cpu" else f"threads matter little on {device.kind}"
+        """Metal has none of these switches, and its kernels do not run in the CPU's threads."""
+        return "there is nothing to set on mps" if device.kind == "mps" else None
 
     def apply(self, draft: Draft) -> str | None:
-        """Count a forward's operations and set the threads; a rule and no race, so it repeats."""
-        import torch
-        from torch.utils.flop_counter import FlopCounterMode
+        """Set what is not named in the `device` group, and note what could not be had."""
+        from runner.device import allocator, denormals, numerics
 
-        if draft.threads_asked is not None:
-            return None  # somebody knows better
-        inputs, target = draft.sample(8)
-        training = draft.model.training
-        draft.model.eval()
-        try:
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                call(draft.model, inputs)
-        finally:
-            draft.model.train(training)
-        mflop = counter.get_total_flops() / count(target) * draft.micro_batch / 1e6
-        before = torch.get_num_threads()
-        threads = 1 if mflop < self.small_mflop else before
-        draft.scope.callback(torch.set_num_threads, before)
-        torch.set_num_threads(threads)
-        reason = f"a forward takes {mflop:,.1f} MFLOP, "
-        reason += "too little to share out" if threads == 1 else "enough to share out"
-        draft.choices.append(Choice("device.threads", threads, reason))
-        load = os.getloadavg()[0]
-        if threads > 1 and load > 1:
-            log.warning(
-                "the machine is busy (load %.1f on %d cores): threads that wait for a core slow "
-                "each other down; fewer may be faster (device.threads=%d)",
-                load, draft.device.cores, max(1, draft.device.cores - round(load)),
-            )  # fmt: skip
+        notes: dict[str, str | None] = {}
+        if draft.device.kind == "cpu":
+            if draft.threads_asked is None:
+                self._set_threads(draft)
+            if self.flush_denormals:
+                notes["denormals"] = denormals.flush(draft.scope)
+            if self.keep_memory:
+                notes["allocator"] = allocator.keep_freed_memory(draft.scope)
+        else:
+            if self.expandable_segments:
+                notes["expandable_segments"] = allocator.expand_segments(draft.scope)
+            if self.cudnn_benchmark and _deterministic():
+                notes["cudnn_benchmark"] = "device.deterministic: it picks kernels by timing"
+            elif self.cudnn_benchmark:
+                numerics.set_cudnn_benchmark(True, draft.scope)
+        draft.remarks["system"] = {
+            f"{name}_left_alone": why for name, why in notes.items() if why is not None
+        }
         return None
 
+    def _set_threads(self, draft: Draft) -> None:
+        import torch
+
+        before = torch.get_num_threads()
+        threads = draft.choose("device.threads", lambda: self._threads(draft, before))
+        if threads != before:
+            draft.scope.callback(torch.set_num_threads, before)
+            torch.set_num_threads(threads)
+
+    def _threads(self, draft: Draft, most: int) -> tuple[int, str]:
+        """Threads wait for each other by spinning: where operators are tiny they only wait.
+
+        And the slowest is waited for, which is the one that shares its core with a neighbour.
+        """
+        from runner.device import process
+
+        mflop = forward_mflop(draft)
+        size = f"a forward takes {mflop:,.1f} MFLOP"
+        if mflop < self.small_mflop:
+            return 1, f"{size}, too little to share out"
+        reason = f"{size}, enough to share out"
+        if not self.neighbours or most == 1:
+            return most, reason
+        if _deterministic():  # the number of threads decides the last bits of a sum
+            return most, f"{reason}; device.deterministic: whatever else the machine does"
+        busy = process.busy_cores()
+        threads = process.free_threads(most, busy)
+        if threads < most:
+            reason += (
+                f"; other processes keep {busy:.1f} cores busy (device.threads={most} for all)"
+            )
+        return threads, reason
+
     def engaged(self, run: Run) -> Evidence:
-        """The number of threads, read back."""
-        return Evidence(True, "", {"threads": run.device.threads})
+        """What is set, read back; page faults are those of a rehearsed step."""
+        from runner.device import allocator, denormals
+
+        settings = run.device.settings
+        facts: dict[str, Any] = {
+            key: settings[key] for key in ("threads", "interop_threads", "affinity", "priority")
+        }
+        facts["waiting"] = {key: os.environ[key] for key in WAITING if key in os.environ} or "spin"
+        facts["allocator"] = allocator.name()
+        facts |= run.remarks.get("system", {})
+        missing = []
+        if run.device.kind == "cpu":
+            if self.flush_denormals:
+                facts["denormals_are_zero"] = denormals.flushed()
+                if not (facts["denormals_are_zero"] or "denormals_left_alone" in facts):
+                    missing.append("denormals are not zero in every thread")
+            for _ in range(2):  # what is kept settles
+                rehearse(run)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            rehearse(run)
+            after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            facts["page_faults_per_step"] = after - before
+        else:
+            facts["cudnn_benchmark"] = settings["cudnn_benchmark"]
+            facts["memory_fraction"] = settings["memory_fraction"]
+            growing, segments = allocator.expandable_segments()
+            facts["expandable_segments"], facts["segments"] = growing, segments
+        return Evidence(not missing, "; ".join(missing), facts)
+
+
+def _deterministic() -> bool:
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled()

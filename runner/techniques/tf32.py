@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.run import Draft, Evidence, Run, Technique
+from runner.techniques.probe import operators
 
 if TYPE_CHECKING:
+    import torch
+
     from runner.device.device import Device
+
+KERNELS = ("tf32", "s1688")  # cuBLAS and cuDNN, and CUTLASS, which names the instruction's shape
 
 
 @dataclass
@@ -21,22 +26,35 @@ class Tf32(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Allow TF32 in matmul and cuDNN, until the run closes."""
-        import torch
+        from runner.device.numerics import set_tf32
 
         if draft.tf32_asked is not None:
             return f"device.tf32={str(draft.tf32_asked).lower()} decides"
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        draft.scope.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
-        draft.scope.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
-        matmul.allow_tf32 = cudnn.allow_tf32 = True
+        set_tf32(True, draft.scope)
         return None
 
     def engaged(self, run: Run) -> Evidence:
-        """The flags, read back."""
+        """The flags, how a product of fp32 matrices is rounded, and the kernels of a step.
+
+        Under mixed precision the step's products are in 16 bits, and few kernels are of TF32.
+        """
         import torch
 
-        flags = {
+        rounded = rounds_to_tf32(run.device.torch)
+        facts: dict[str, Any] = {
             "matmul": torch.backends.cuda.matmul.allow_tf32,
             "cudnn": torch.backends.cudnn.allow_tf32,
+            "products_are_rounded": rounded,
+            "kernels": [name[:80] for name in operators(run) if any(k in name for k in KERNELS)],
         }
-        return Evidence(all(flags.values()), "", flags)
+        took = facts["matmul"] and facts["cudnn"] and rounded
+        return Evidence(took, "" if took else "fp32 products keep their whole mantissa", facts)
+
+
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Whether a product of fp32 matrices drops the 12th bit of the mantissa: TF32 keeps 10."""
+    import torch
+
+    value = torch.full((256, 256), 1 + 2**-12, device=device)
+    product = value @ torch.eye(256, device=device)
+    return bool((product != value).any())  # waits for the device

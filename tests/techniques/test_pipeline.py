@@ -1,0 +1,164 @@
+"""The pipeline: workers where they pay, chosen from measured times; the batches stay the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from runner import build, compose, train
+from runner.run import Batch, Engagement, Hook, Run, Step
+
+PIPELINE = [
+    "monitoring.progress=false", "optimization=custom", "optimization.pipeline.enabled=true",
+    "training.batch_size=16", "training.steps=6", "device.threads=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Images that take some milliseconds a batch to decode."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (folder / label).mkdir()
+        for number in range(40):
+            pixels = rng.integers(0, 256, (160, 200, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / label / f"{number}.png")
+    yield str(folder)
+    shutil.rmtree(folder)
+
+
+def images(folder: str, *more: str) -> list[str]:
+    return [*PIPELINE, "device=cpu", "data=images", f"data.path={folder}", "data.image_size=16",
+            "data.augment=true", "model=cnn", "model.width=8", *more]  # fmt: skip
+
+
+class Losses(Hook):
+    """Each step's loss."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen.append(float(step.loss))
+
+
+def row(run: Run) -> Engagement:
+    return next(row for row in train(run).techniques if row.name == "pipeline")
+
+
+def some(run: Run, count: int = 12) -> list[Batch]:
+    batches = list(islice(run.train.batches(0), count))
+    run.train.close()
+    return batches
+
+
+def test_workers_are_chosen_from_what_was_measured(pictures: str) -> None:
+    with build(compose(images(pictures))) as run:
+        choice = next(c for c in run.choices if c.key == "data.workers")
+        found = row(run)
+    assert found.engaged
+    assert found.evidence["workers"] == choice.value
+    assert "ms with 0" in choice.reason
+    rates = found.evidence["batches_per_second"]
+    assert 0 in rates
+    assert choice.value in rates
+    assert all(rate > 0 for rate in rates.values())
+    assert 0 <= found.evidence["wait_share"] <= 1
+
+
+def test_the_batches_are_those_of_a_run_without_it(pictures: str) -> None:
+    with build(compose(images(pictures, "training.steps=1"))) as tuned:
+        mine = some(tuned)
+    without = images(pictures, "optimization.pipeline.enabled=false", "data.workers=0")
+    with build(compose(without)) as plain:
+        others = some(plain)
+    for (x, y), (a, b) in zip(mine, others, strict=True):
+        assert torch.equal(x, a)
+        assert torch.equal(y, b)
+
+
+def test_measuring_leaves_the_training_as_it_is(pictures: str) -> None:
+    losses = []
+    for enabled in ("true", "false"):
+        hook = Losses()
+        more = [f"optimization.pipeline.enabled={enabled}", "data.workers=null",
+                "optimization.pipeline.budget_s=0.1"]  # fmt: skip
+        with build(compose(images(pictures, *more))) as run:
+            run.hooks.append(hook)
+            train(run)
+        losses.append(hook.seen)
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]
+
+
+def test_a_batch_too_slow_to_race_with_gets_workers_at_once(pictures: str) -> None:
+    with build(compose(images(pictures, "optimization.pipeline.budget_s=0.0001"))) as run:
+        choice = next(c for c in run.choices if c.key == "data.workers")
+    assert choice.value >= 1 or run.device.cores == 1
+    assert "too long to try" in choice.reason
+
+
+def test_data_in_memory_needs_no_worker_and_says_so() -> None:
+    with build(compose([*PIPELINE, "device=cpu"])) as run:
+        found = row(run)
+    assert not found.engaged
+    assert "in memory" in found.reason
+
+
+def test_workers_that_are_named_stay(pictures: str) -> None:
+    with build(compose(images(pictures, "data.workers=1"))) as run:
+        found = row(run)
+        assert run.settings["data.workers"] == 1
+    assert not found.engaged
+    assert "data.workers=1 decides" in found.reason
+
+
+def test_a_resumed_run_keeps_the_workers_it_had(pictures: str, tmp_path: Path) -> None:
+    with build(compose(images(pictures)), tmp_path) as run:
+        train(run)
+        chosen = next(c.value for c in run.choices if c.key == "data.workers")
+    again = images(pictures, "checkpoint.resume=auto", "training.steps=8")
+    with build(compose(again), tmp_path) as run:
+        choice = next(c for c in run.choices if c.key == "data.workers")
+    assert choice.value == chosen
+    assert choice.reason == "as before the run was resumed"
+
+
+@pytest.mark.gpu
+def test_batches_copied_aside_are_those_copied_in_line() -> None:
+    cuda = [*PIPELINE, "device=cuda", "data=synthetic", "data.samples=256"]
+    with build(compose(cuda)) as run:
+        found = row(run)
+        aside = some(run, 40)
+    assert found.engaged
+    with build(compose([*cuda, "data.device_prefetch=false"])) as run:
+        in_line = some(run, 40)
+    torch.cuda.synchronize()
+    for (x, y), (a, b) in zip(aside, in_line, strict=True):
+        assert x.is_cuda
+        assert torch.equal(x, a)
+        assert torch.equal(y, b)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_batch_is_not_taken_while_a_step_still_reads_it() -> None:
+    cuda = [*PIPELINE, "device=cuda", "data=synthetic", "data.samples=4096",
+            "training.batch_size=512"]  # fmt: skip
+    with build(compose(cuda)) as run:
+        weight = torch.randn(4096, 4096, device="cuda")
+        sums = []
+        for x, _ in islice(run.train.batches(0), 8):
+            for _ in range(5):  # the device falls behind the host
+                weight @ weight
+            sums.append(x.double().sum())
+        run.train.close()
+        expected = [x.double().sum().item() for x, _ in some(run, 8)]
+    assert [s.item() for s in sums] == pytest.approx(expected)
