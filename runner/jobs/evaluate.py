@@ -1,4 +1,4 @@
-"""job=evaluate: the metrics of a saved model on the validation set."""
+"""job=evaluate: the metrics of a saved model on the validation set, and the model in a file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from pathlib import Path
 from runner import report
 from runner.build import build
 from runner.config import RunConfig
-from runner.errors import ConfigError
-from runner.loop import evaluate
-from runner.outcome import summarise
+from runner.errors import ConfigError, RunnerError
+from runner.evaluation import evaluate
+from runner.jobs.config import ExportKind
+from runner.jobs.export import check, export
+from runner.outcome import engagements, look, summarise
+from runner.run import Run
 from runner.summary import Summary
+from runner.techniques.quantization import Quantization
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
-    """Evaluate the checkpoint that `checkpoint.resume` names."""
+    """Evaluate the checkpoint that `checkpoint.resume` names, in int8 where that is asked for.
+
+    The summary is written before the model is exported, so that it is there in any case.
+    """
+    kind = config.evaluate.export
+    check(kind)
     if config.checkpoint.resume in ("none", "auto"):
         raise ConfigError(
             "checkpoint.resume",
@@ -23,11 +32,37 @@ def main(config: RunConfig, folder: Path) -> Summary:
         )
     with build(config, folder) as run:
         run.recorder.open(run.progress.step)
-        evaluation = evaluate(run)
-        run.progress.metrics = evaluation.metrics
-        bare = {name.removeprefix("val/"): x for name, x in evaluation.metrics.items()}
+        run.progress.metrics = evaluate(run).metrics
+        run.progress.validated_step = run.progress.step
+        _quantize(run)
+        bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
         run.recorder.scalars(run.progress.step, "val", bare)
-        run.techniques.clear()  # they are about training
         summary = summarise(run, "done")
-    report.write(summary, folder)
+        report.write(summary, folder)
+        if kind is ExportKind.none:
+            return summary
+        try:
+            summary.export = export(run, kind, folder / "exports")
+        except RunnerError as error:
+            summary.reason = str(error)
+            raise
+        finally:
+            summary.write(folder)
+            report.write(summary, folder)
     return summary
+
+
+def _quantize(run: Run) -> None:
+    """Put the int8 model's metrics in place of the float one's, if it is worth it."""
+    # the others are about training
+    run.techniques[:] = [(n, t) for n, t in run.techniques if isinstance(t, Quantization)]
+    look(run)
+    if run.quantized is not None:
+        run.progress.metrics = run.quantized.evaluation.metrics
+    for row in engagements(run):
+        if run.strict and row.requested and not row.engaged:
+            raise ConfigError(
+                f"optimization.{row.name}",
+                f"did not take hold: {row.reason}",
+                "switch it off or set optimization.strict=false",
+            )

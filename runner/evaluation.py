@@ -1,0 +1,81 @@
+"""The pass over the validation set, and the copy of a model that stands on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import deepcopy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.recovery import evaluate_less_at_once
+from runner.run import Batch, Evaluation, Run, call, count, rows
+
+
+@torch.no_grad()
+def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
+    """One pass over the validation set, with the averaged weights where there are some.
+
+    A `model` stands in for the run's own, as it is.
+    """
+    seen = run.model if model is None else model
+    forward = run.forward if model is None else model
+    training = seen.training
+    seen.eval()
+    totals: dict[str, Tensor] = {}
+    try:
+        with ExitStack() as stack:
+            # a second graph, for eval mode, would take as long to compile as the first
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if model is None:
+                stack.enter_context(run.update.averaged())
+            for context in run.contexts:
+                stack.enter_context(context())
+            for batch in run.validation.batches(0):
+                totals = _add(totals, _tally(run, forward, batch))
+    finally:
+        seen.train(training)
+    metrics = {f"val/{name}": x for name, x in run.objective.metrics(totals).items()}
+    confusion = run.objective.confusion(totals)
+    return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
+
+
+def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:
+    """The sums over a batch, in as many parts as the memory asks for."""
+    samples = count(batch[1])
+    while True:
+        size = run.evaluation_batch or samples
+        sums: dict[str, Tensor] = {}
+        try:
+            for start in range(0, samples, size):
+                part = rows(batch, slice(start, start + size)) if size < samples else batch
+                sums = _add(sums, run.objective.tally(call(forward, part[0]), part[1]))
+            return sums
+        except Exception as error:
+            if not evaluate_less_at_once(run, error, samples):
+                raise
+
+
+def _add(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: totals[name] + x for name, x in sums.items()} if totals else sums
+
+
+def standalone(run: Run) -> nn.Module:
+    """A copy of the model with the weights that are evaluated, as its classes made it.
+
+    Nothing in it is compiled, and no forward is one that a technique put in its place: a copied
+    closure would go on calling the layers of the original.
+    """
+    with run.update.averaged():
+        copy = deepcopy(run.model)  # leaves out what model.compile() made
+    for parameter in copy.parameters():
+        parameter.grad = None
+    for module in copy.modules():
+        own = vars(module).get("forward")
+        theirs = isinstance(own, MethodType) and not own.__module__.startswith("runner.")
+        if own is not None and not theirs and type(module).forward is not nn.Module.forward:
+            del module.forward
+    return copy.eval().requires_grad_(False)

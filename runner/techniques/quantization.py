@@ -1,0 +1,214 @@
+"""Int8 linear layers, for evaluation and inference."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from runner.errors import ConfigError
+from runner.run import Draft, Evidence, Quantized, Run, Technique, call
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from runner.device.device import Device
+
+KEY = "optimization.quantization"
+ROUNDS = 9  # of forwards, one each in turn, or as many as fit in …
+BUDGET = 1.0  # … seconds
+
+
+class QuantizationMode(Enum):
+    """What is in int8: weights and the inputs as they come, or weights alone."""
+
+    dynamic = "dynamic"
+    weight_only = "weight_only"
+
+
+class QuantizationBackend(Enum):
+    """Whose layers: auto takes torch's kernel on a CPU that has it, else the runner's own."""
+
+    auto = "auto"
+    torch = "torch"
+    torchao = "torchao"
+    own = "own"
+
+
+@dataclass
+class Quantization(Technique):
+    """An int8 copy of the trained model's large linear layers; training never sees it."""
+
+    mode: QuantizationMode = QuantizationMode.dynamic
+    backend: QuantizationBackend = QuantizationBackend.auto
+    max_drop: float = 0.01  # share of the monitored metric that may be lost
+    min_features: int = 64  # linear layers with fewer inputs or outputs stay float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_drop < math.inf:
+            raise ConfigError(f"{KEY}.max_drop", f"{self.max_drop} is no share", "use 0 or more")
+        if self.min_features < 1:
+            raise ConfigError(
+                f"{KEY}.min_features", f"{self.min_features} is no count", "use 1 or more"
+            )
+        weight_only = self.mode is QuantizationMode.weight_only
+        if weight_only and self.backend is QuantizationBackend.torch:
+            raise ConfigError(
+                f"{KEY}.backend", "torch has no weight-only int8 layer", "use own or torchao"
+            )
+
+    def unavailable(self, device: Device) -> str | None:
+        """A backend that is asked for by name has to be there."""
+        if self.backend is QuantizationBackend.torchao and find_spec("torchao") is None:
+            return "torchao is not installed: pip install 'runner[quantization]', or backend=auto"
+        if self.backend is QuantizationBackend.torch and device.kind != "cpu":
+            return f"torch's int8 kernels are for CPUs, not for {device.kind}: use backend=own"
+        if self.mode is QuantizationMode.dynamic and device.kind == "mps":
+            return "there is no int8 product on MPS: use mode=weight_only"
+        return None
+
+    def apply(self, draft: Draft) -> str | None:
+        """Change nothing yet: the copy is made of the trained model."""
+        from runner.techniques.int8 import candidates, has_packed
+
+        if not candidates(draft.model, self.min_features, self._multiple(draft.device.kind)):
+            return (
+                f"no linear layer with {self.min_features} inputs and outputs or more "
+                "that shares its weights with none (min_features)"
+            )
+        if self.backend is QuantizationBackend.torch and not has_packed():
+            return "this torch has no int8 kernel that works here: use backend=own"
+        if self.backend is QuantizationBackend.auto:
+            draft.choose(f"{KEY}.backend", lambda: self._decide(draft.device.kind))
+        return None
+
+    def engaged(self, run: Run) -> Evidence:
+        """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
+        from runner.evaluation import evaluate, standalone
+        from runner.techniques.int8 import size
+
+        plain = standalone(run)
+        bytes_before, kinds_before = size(plain), _kinds(plain)
+        backend = self._backend(run)
+        model = self._quantize(plain, backend, run.device.kind)
+        progress = run.progress
+        seen = progress.validated_step == progress.step and run.monitor in progress.metrics
+        metrics = progress.metrics if seen else evaluate(run).metrics
+        evaluation = evaluate(run, model)
+        before, after = metrics[run.monitor], evaluation.metrics[run.monitor]
+        drop = _drop(before, after, run.higher_is_better)
+        kinds = _kinds(model)
+        facts: dict[str, Any] = {
+            "mode": self.mode.value,
+            "backend": backend.value,
+            "layers": dict(kinds - kinds_before),
+            "left_float": kinds["Linear"] + kinds["Conv1D"],
+            "metric": run.monitor,
+            "float": before,
+            "int8": after,
+            "relative_drop": drop,
+            "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
+            "float_bytes": bytes_before,
+            "int8_bytes": size(model),
+            "latency_ratio": round(_latency_ratio(run, model), 3),
+        }
+        told = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
+        if not drop <= self.max_drop:  # NaN too
+            return Evidence(False, f"{told}: more is lost than max_drop={self.max_drop:g}", facts)
+        run.quantized = Quantized(model, evaluation)
+        share = facts["int8_bytes"] / bytes_before
+        told += f"; {share:.0%} of the bytes, {facts['latency_ratio']:.2f} of the time"
+        return Evidence(True, told, facts)
+
+    def _decide(self, kind: str) -> tuple[str, str]:
+        from runner.techniques.int8 import has_packed
+
+        if self.mode is QuantizationMode.weight_only:
+            return "own", "weights become floats again for each product"
+        if kind == "cpu" and has_packed():
+            return "torch", "its int8 kernel is the fastest on a CPU"
+        return "own", f"torch has no int8 layer for {kind} here"
+
+    def _backend(self, run: Run) -> QuantizationBackend:
+        """The one named, else the one chosen when the run was built."""
+        if self.backend is not QuantizationBackend.auto:
+            return self.backend
+        chosen = [c.value for c in run.choices if c.key == f"{KEY}.backend"]
+        return QuantizationBackend(chosen[-1])
+
+    def _multiple(self, kind: str) -> int:
+        """What both sizes of a weight must be a multiple of."""
+        return 8 if kind == "cuda" and self.mode is QuantizationMode.dynamic else 1
+
+    def _quantize(self, model: nn.Module, backend: QuantizationBackend, kind: str) -> nn.Module:
+        from runner.techniques import int8
+
+        layers = int8.candidates(model, self.min_features, self._multiple(kind))
+        weight_only = self.mode is QuantizationMode.weight_only
+        if backend is QuantizationBackend.torchao:
+            from torchao import quantization as ao
+
+            of = (
+                ao.Int8WeightOnlyConfig if weight_only else ao.Int8DynamicActivationInt8WeightConfig
+            )
+            ao.quantize_(model, of(), filter_fn=lambda module, name: module in layers)
+            return model
+        if weight_only:
+            return int8.replace(model, layers, int8.WeightOnlyLinear)
+        packed = backend is QuantizationBackend.torch
+        return int8.replace(model, layers, int8.PackedLinear if packed else int8.DynamicLinear)
+
+
+def _kinds(model: nn.Module) -> Counter[str]:
+    """How many modules there are of each class; of torchao's, which stay Linear, their weight's."""
+    names: Counter[str] = Counter()
+    for module in model.modules():
+        weight = type(module._parameters.get("weight"))
+        foreign = weight.__module__.startswith("torchao.")
+        names[weight.__name__ if foreign else type(module).__name__] += 1
+    return names
+
+
+def _drop(before: float, after: float, higher_is_better: bool) -> float:
+    """The share of the metric that is lost; below zero when it got better."""
+    if before == after:
+        return 0.0
+    lost = before - after if higher_is_better else after - before
+    return lost / abs(before) if before else math.copysign(math.inf, lost)
+
+
+def _latency_ratio(run: Run, model: nn.Module) -> float:
+    """The time of a forward in int8 over one in float, both uncompiled; medians of rounds."""
+    import torch
+
+    training = run.model.training
+    forwards: tuple[Callable[..., Any], ...] = (model, run.forward)
+    times: tuple[list[float], list[float]] = ([], [])
+    with ExitStack() as stack:
+        stack.callback(run.validation.close)
+        stack.callback(run.model.train, training)
+        run.model.eval()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for context in run.contexts:
+            stack.enter_context(context())
+        inputs = next(run.validation.batches(0))[0]
+        started = time.perf_counter()
+        for number in range(ROUNDS + 1):
+            for forward, taken in zip(forwards, times, strict=True):
+                run.device.synchronize()
+                begun = time.perf_counter()
+                call(forward, inputs)
+                run.device.synchronize()
+                if number:  # the first one settles
+                    taken.append(time.perf_counter() - begun)
+            if number and time.perf_counter() - started > BUDGET:
+                break
+    return median(times[0]) / median(times[1])

@@ -1,0 +1,219 @@
+"""job=evaluate: int8 metrics beside the float ones, and files that give back the same outputs."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from runner import build, compose, train
+from runner.errors import CheckpointError, ConfigError
+from runner.evaluation import evaluate
+from runner.jobs import evaluate as job
+from runner.run import call, rows
+from runner.summary import Summary
+
+INT8 = "optimization.quantization.enabled=true"
+QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=2", "training.steps=40"]
+TEXT = ["data=stdlib_parts", "model=classifier", "model.width=64", "model.depth=1",
+        "data.validation_samples=24", "training.steps=2", "training.batch_size=8"]  # fmt: skip
+MODELS = '''
+import torch
+from torch import nn
+
+
+class Branching(nn.Module):
+    """What it does depends on the values, which no trace sees."""
+
+    def __init__(self, in_features, classes):
+        super().__init__()
+        self.layer = nn.Linear(in_features, classes)
+        self.calls = 0
+
+    def forward(self, x):
+        y = self.layer(x.flatten(1))
+        if y.sum().abs() > 1e9:
+            return y * 2
+        self.calls += 1
+        return y + self.calls * (not self.training)
+'''
+
+
+def overrides(folder: Path, *more: str) -> list[str]:
+    return [*QUICK, "job=evaluate", f"checkpoint.resume={folder}", *more]
+
+
+def evaluated(folder: Path, to: Path, *more: str) -> Summary:
+    return job.main(compose(overrides(folder, *more)), to)
+
+
+def row(summary: Summary) -> Any:
+    return next(row for row in summary.techniques if row.name == "quantization")
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the default model, with averaged weights."""
+    return trained(tmp_path_factory.mktemp("mlp"), "optimizer.ema=0.9")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose inputs go by name."""
+    return trained(tmp_path_factory.mktemp("text"), *TEXT)
+
+
+def trained(folder: Path, *more: str) -> Path:
+    with build(compose([*QUICK, *more]), folder) as run:
+        train(run)
+    return folder
+
+
+def load(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+        return torch.jit.load(path) if path.suffix == ".ts" else torch.export.load(path).module()
+
+
+@pytest.mark.parametrize(("kind", "file"), [("torchscript", "model.ts"), ("export", "model.pt2")])
+@pytest.mark.parametrize("which", ["mlp", "text"])
+def test_the_file_holds_the_evaluated_model_for_batches_of_any_size(
+    kind: str, file: str, which: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(which)
+    more = ["optimizer.ema=0.9"] if which == "mlp" else TEXT
+    summary = evaluated(folder, tmp_path, *more, f"evaluate.export={kind}")
+    path = tmp_path / "exports" / file
+    assert summary.export["file"] == f"exports/{file}"
+    assert summary.export["bytes"] == path.stat().st_size
+    assert summary.export["largest_difference"] < 1e-4
+    assert Summary.read(tmp_path).export == summary.export
+    assert f"exports/{file}" in (tmp_path / "report.md").read_text()
+    loaded = load(path)
+    with build(compose(overrides(folder, *more))) as run, torch.no_grad(), run.update.averaged():
+        inputs = next(run.validation.batches(0))[0]
+        assert isinstance(inputs, dict) is (which == "text")
+        run.model.eval()
+        for some in (rows(inputs, slice(5)), rows(inputs, slice(7))):
+            torch.testing.assert_close(call(loaded, some), run.model(**some) if which == "text"
+                                       else run.model(some))  # fmt: skip
+
+
+def test_int8_metrics_stand_in_the_summary_and_the_float_ones_in_the_evidence(
+    mlp: Path, tmp_path: Path
+) -> None:
+    plain = evaluated(mlp, tmp_path / "float", "optimizer.ema=0.9")
+    int8 = evaluated(mlp, tmp_path / "int8", "optimizer.ema=0.9", INT8)
+    assert row(int8).engaged
+    assert row(int8).evidence["float_metrics"]["val/loss"] == plain.metrics["val/loss"]
+    assert row(int8).evidence["int8"] == int8.metrics["val/accuracy"]
+    assert int8.metrics["val/loss"] != plain.metrics["val/loss"]
+    assert int8.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], rel=0.02)
+    assert plain.export == int8.export == {}
+
+
+def test_the_quantised_state_is_int8_in_a_safetensors_file(mlp: Path, tmp_path: Path) -> None:
+    more = ["optimizer.ema=0.9", INT8, "evaluate.export=quantized"]
+    summary = evaluated(mlp, tmp_path, *more)
+    state = load_file(tmp_path / summary.export["file"])
+    assert state["layers.0.quantized"].dtype is torch.int8
+    assert summary.export["model"] == "int8"
+    with build(compose(overrides(mlp, "optimizer.ema=0.9"))) as run, run.update.averaged():
+        weight = run.model.get_submodule("layers.0").weight.detach()
+        again = state["layers.0.quantized"] * state["layers.0.scale"][:, None]
+        assert float((again - weight).norm() / weight.norm()) < 0.01
+        assert torch.equal(state["layers.4.weight"], run.model.get_submodule("layers.4").weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("torchscript", "dynamic"), ("export", "weight_only")]
+)  # fmt: skip
+def test_an_int8_model_is_exported_as_int8(
+    kind: str, mode: str, text: Path, tmp_path: Path
+) -> None:
+    more = [*TEXT, f"evaluate.export={kind}"]
+    plain = evaluated(text, tmp_path / "float", *more).export
+    int8 = evaluated(text, tmp_path / "int8", *more, INT8, "optimization.quantization.max_drop=1",
+                     f"optimization.quantization.mode={mode}").export  # fmt: skip
+    assert (plain["model"], int8["model"]) == ("float", "int8")
+    assert int8["bytes"] < plain["bytes"]
+
+
+def test_a_model_that_cannot_be_exported_is_one_clear_error_and_its_metrics_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    odd = ["model._target_=odd_models.Branching", "security.trusted=[odd_models]"]
+    folder = trained(tmp_path / "run", *odd, "training.steps=2")
+    for kind, says in (("export", "does not take this model"), ("torchscript", "something else")):
+        to = tmp_path / kind
+        with pytest.raises(ConfigError, match=rf"^evaluate\.export: .*{says}") as refused:
+            evaluated(folder, to, *odd, f"evaluate.export={kind}")
+        assert "\n" not in str(refused.value)
+        kept = Summary.read(to)
+        assert kept.status == "done"
+        assert "evaluate.export" in kept.reason
+        assert kept.metrics["val/loss"] > 0
+        assert not list((to / "exports").iterdir())
+
+
+def test_int8_weights_that_there_are_not_are_no_file(mlp: Path, tmp_path: Path) -> None:
+    more = ["optimizer.ema=0.9", INT8, "optimization.quantization.min_features=999"]
+    with pytest.raises(ConfigError, match=r"^evaluate\.export: there is no quantised model"):
+        evaluated(mlp, tmp_path, *more, "evaluate.export=quantized")
+    with pytest.raises(ConfigError, match=r"^optimization\.quantization: .*no linear layer"):
+        evaluated(mlp, tmp_path / "strict", *more, "optimization.strict=true")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["evaluate.export=onnx"], "train first"),
+        (["job=evaluate", "checkpoint.resume=x", "evaluate.export=quantized"], "no quantised"),
+        (["job=evaluate", "checkpoint.resume=x", "evaluate.export=onxx"], "onxx"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_by_its_key(asked: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^evaluate\.export: .*{says}"):
+        compose(asked)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnx") is not None, reason="onnx is there")
+def test_onnx_without_its_packages_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^evaluate\.export: .*pip install 'runner\[onnx\]'"):
+        evaluated(tmp_path / "nothing", tmp_path / "to", "evaluate.export=onnx")
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs onnx")
+def test_an_onnx_file_gives_the_same_outputs(text: Path, tmp_path: Path) -> None:
+    summary = evaluated(text, tmp_path, *TEXT, "evaluate.export=onnx")
+    assert summary.export["file"] == "exports/model.onnx"
+    assert summary.export["largest_difference"] < 1e-4
+
+
+def test_a_model_stands_in_for_the_runs_own_and_is_left_in_its_mode() -> None:
+    with build(compose([*QUICK, "data=cancer"])) as run:
+
+        class Constant(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                assert not self.training
+                return x.new_zeros(len(x), 2)
+
+        model = Constant()
+        metrics = evaluate(run, model).metrics
+        assert metrics["val/loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item())
+        assert model.training
+        assert run.model.training
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        evaluated(tmp_path, tmp_path / "to", "evaluate.export=export")

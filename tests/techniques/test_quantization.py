@@ -1,0 +1,292 @@
+"""The int8 copy is int8, close to the float model, worth it, and leaves the float model alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import build, compose, train
+from runner.errors import ConfigError
+from runner.evaluation import evaluate, standalone
+from runner.run import Engagement, Run
+from runner.summary import Summary
+from runner.techniques.int8 import (
+    DynamicLinear,
+    Int8Linear,
+    PackedLinear,
+    WeightOnlyLinear,
+    candidates,
+    has_packed,
+    replace,
+    size,
+)
+from runner.techniques.quantization import Quantization
+
+ON = "optimization.quantization.enabled=true"
+QUICK = ["training.steps=40", "monitoring.progress=false", "device=cpu", "device.threads=2",
+         "optimization=none", ON]  # fmt: skip
+packed = pytest.param(
+    PackedLinear, marks=pytest.mark.skipif(not has_packed(), reason="this torch has no int8 kernel")
+)
+KINDS = [WeightOnlyLinear, DynamicLinear, packed]
+
+
+def built(*overrides: str) -> Run:
+    return build(compose([*QUICK, *overrides]))
+
+
+def row(summary: Summary) -> Engagement:
+    return next(row for row in summary.techniques if row.name == "quantization")
+
+
+def off(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5,), (1,), (2, 3)])
+def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
+    kind: type[Int8Linear], bias: bool, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(70, 33, bias=bias), torch.randn(*shape, 70)
+    with torch.no_grad():
+        linear.weight[3] = 0.0  # a row without a scale
+        linear.weight[4] *= 1000.0  # one that would drown the others, had they one scale
+        exact, ours = linear(x), kind(linear.weight, linear.bias)(x)
+    assert ours.shape == exact.shape
+    assert ours.dtype is torch.float32
+    others = [i for i in range(33) if i != 4]
+    assert off(ours[..., others], exact[..., others]) < 0.03
+    assert off(ours, exact) < 0.03
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_int8_layer_puts_out_what_autocast_would_and_takes_16_bit_inputs(
+    kind: type[Int8Linear],
+) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 64), torch.randn(4, 64)
+    layer = kind(linear.weight, linear.bias)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is linear(x).dtype is torch.bfloat16
+        assert off(layer(x.bfloat16()), linear(x).float()) < 0.05
+    assert layer(x.half()).dtype is torch.float16
+    large = layer((100 * x).half())  # unscaled sums are far beyond 65504
+    assert off(large, linear(100 * x).detach()) < 0.05
+
+
+def test_weights_are_read_back_to_half_a_level_by_modules_that_look_past_the_forward() -> None:
+    linear = nn.Linear(64, 64)
+    layer = WeightOnlyLinear(linear.weight, linear.bias)
+    level = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+    assert bool(((layer.weight - linear.weight).abs() <= level / 2 + 1e-7).all())
+    encoder = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        exact = encoder(x)
+        quantised = replace(encoder, candidates(encoder, 64), WeightOnlyLinear)
+        assert off(quantised(x), exact) < 0.03
+
+
+class Odd(nn.Module):
+    """Tied weights, a layer that is met twice, a subclass, a hook, a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 64)
+        self.head = nn.Linear(64, 64, bias=False)
+        self.head.weight = self.tokens.weight
+        self.twice = nn.ModuleList([nn.Linear(64, 64)])
+        self.twice.append(self.twice[0])
+        self.own = nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
+        self.hooked = nn.Linear(64, 64)
+        self.hooked.register_forward_pre_hook(lambda module, inputs: None)
+        self.small = nn.Linear(64, 8)
+
+
+def test_what_shares_its_weights_or_does_more_than_a_product_stays_float() -> None:
+    model = Odd()
+    layers = candidates(model, 64)
+    assert list(layers) == [model.twice[0]]
+    before = size(model)
+    replace(model, layers, WeightOnlyLinear)
+    assert type(model.twice[0]) is WeightOnlyLinear
+    assert model.twice[1] is model.twice[0]
+    assert model.head.weight is model.tokens.weight
+    assert size(model) < before
+    alone = nn.Linear(64, 64)
+    assert type(replace(alone, candidates(alone, 64), WeightOnlyLinear)) is WeightOnlyLinear
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
+def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(mode: str) -> None:
+    with built(f"optimization.quantization.mode={mode}") as run:
+        summary = train(run)
+        state = run.model.state_dict()
+        assert run.quantized is not None
+        metrics = evaluate(run, run.quantized.model).metrics
+        assert evaluate(run).metrics == summary.metrics
+    found = row(summary)
+    assert found.engaged
+    assert sum(found.evidence["layers"].values()) == 2
+    assert found.evidence["left_float"] == 1  # ten classes are few outputs
+    assert found.evidence["int8_bytes"] < 0.3 * found.evidence["float_bytes"]
+    assert found.evidence["float"] == summary.metrics["val/accuracy"]
+    assert found.evidence["int8"] == metrics["val/accuracy"]
+    assert found.evidence["latency_ratio"] > 0
+    assert metrics["val/loss"] != summary.metrics["val/loss"]
+    assert metrics["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=0.02)
+    assert all(tensor.dtype is torch.float32 for tensor in state.values())
+    assert list(state) == [f"layers.{i}.{part}" for i in (0, 2, 4) for part in ("weight", "bias")]
+    assert run.model.training
+
+
+def test_a_model_that_loses_more_than_max_drop_is_not_worth_it() -> None:
+    with built() as run:
+        train(run)
+        with (
+            torch.no_grad()
+        ):  # a corner that is white in every image, so the float model is as it was
+            run.model.get_submodule("layers.0").weight[:, 0] = 1e6
+        run.quantized = None
+        technique = Quantization(enabled=True, max_drop=0.2)
+        found = technique.engaged(run)
+        assert not found.engaged
+        assert "max_drop=0.2" in found.reason
+        assert found.facts["relative_drop"] > 0.2
+        assert run.quantized is None
+        assert Quantization(enabled=True, max_drop=1.0).engaged(run).engaged
+
+
+def test_the_averaged_weights_are_those_that_are_quantised() -> None:
+    with built("optimizer.ema=0.99", "optimization.quantization.mode=weight_only") as run:
+        train(run)
+        assert run.quantized is not None
+        layer = run.quantized.model.get_submodule("layers.2")
+        live = run.model.get_submodule("layers.2").weight
+        with run.update.averaged():
+            average = live.detach().clone()
+        assert isinstance(layer, WeightOnlyLinear)
+        assert off(layer.weight, average) < 0.01 < off(layer.weight, live.detach())
+
+
+def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
+    with built() as run:
+        inputs = next(run.validation.batches(0))[0]
+        layers = run.model.get_submodule("layers")
+        plain = layers.forward
+        layers.forward = lambda x: plain(x)  # type: ignore[method-assign]  # as techniques do
+        run.model.compile(backend="eager")
+        before = {name: value.clone() for name, value in run.model.state_dict().items()}
+        copy = standalone(run)
+        assert copy._compiled_call_impl is None
+        assert not any(p.requires_grad or p.grad is not None for p in copy.parameters())
+        exact = run.model(inputs)
+        with torch.no_grad():
+            for parameter in copy.parameters():
+                parameter.zero_()
+        assert not copy(inputs).any()
+        assert exact.any()
+        assert all(torch.equal(before[k], v) for k, v in run.model.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["auto", "own"])
+def test_it_goes_with_mixed_precision_and_a_text_model(backend: str) -> None:
+    text = ["data=stdlib_text", "model=gpt", "model.width=64", "model.depth=1", "training.steps=2",
+            "data.validation_samples=16", "optimization.amp.enabled=true"]  # fmt: skip
+    with built(*text, f"optimization.quantization.backend={backend}",
+               "optimization.amp.dtype=bf16") as run:  # fmt: skip
+        summary = train(run)
+        assert run.quantized is not None
+        assert type(run.quantized.model.get_submodule("tokens")) is nn.Embedding
+    found = row(summary)
+    assert found.engaged
+    assert sum(found.evidence["layers"].values()) == 4
+    assert found.evidence["metric"] == "val/loss"
+    assert found.evidence["relative_drop"] == pytest.approx(0, abs=0.01)
+
+
+def test_what_was_chosen_is_noted_with_its_reason() -> None:
+    with built() as run:
+        choice = next(c for c in run.choices if c.key == "optimization.quantization.backend")
+    assert choice.value == ("torch" if has_packed() else "own")
+    assert choice.reason
+
+
+def test_a_model_without_a_large_linear_layer_says_so() -> None:
+    with built("model=cnn", "model.width=8") as run:
+        found = next(e for e in run.engagements if e.name == "quantization")
+    assert "no linear layer with 64" in found.reason
+    with built("model=cnn", "model.width=8", "optimization.quantization.min_features=10") as run:
+        assert [name for name, _ in run.techniques] == ["quantization"]
+
+
+@pytest.mark.parametrize(
+    ("knob", "says"),
+    [
+        ("max_drop=-1", r"max_drop: -1"),
+        ("max_drop=nan", r"max_drop: nan"),
+        ("min_features=0", r"min_features: 0 is no count"),
+        ("mode=int4", r"optimization\.quantization\.mode"),
+        ("backend=torch optimization.quantization.mode=weight_only", r"backend: .*own or torchao"),
+    ],
+)
+def test_knobs_are_checked_by_name(knob: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        compose(f"{ON} optimization.quantization.{knob}".split())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is there")
+def test_torchao_asked_for_by_name_and_missing_is_a_reason_and_under_strict_an_error() -> None:
+    ask = "optimization.quantization.backend=torchao"
+    with built(ask) as run:
+        found = next(e for e in run.engagements if e.name == "quantization")
+        assert "pip install 'runner[quantization]'" in found.reason
+    with pytest.raises(ConfigError, match=r"optimization\.quantization: .*torchao"):
+        built(ask, "optimization.strict=true")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
+def test_torchao_quantises_the_same_layers(mode: str) -> None:
+    with built("optimization.quantization.backend=torchao", "optimization.quantization.max_drop=1",
+               f"optimization.quantization.mode={mode}") as run:  # fmt: skip
+        found = row(train(run))
+    assert found.engaged
+    assert sum(found.evidence["layers"].values()) == 2
+    assert found.evidence["int8_bytes"] < 0.3 * found.evidence["float_bytes"]
+
+
+def test_gpt2_of_transformers_is_quantised_though_its_layers_are_no_linear_ones() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_embd=64,
+        n_head=4,
+        vocab_size=64,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.arange(16)[None]
+    quantised = replace(copy := deepcopy(model), candidates(copy, 64), DynamicLinear)
+    with torch.no_grad():
+        assert off(quantised(ids).logits, model(ids).logits) < 0.05
+    assert sum(isinstance(m, DynamicLinear) for m in quantised.modules()) == 4
+    assert quantised.lm_head.weight is quantised.transformer.wte.weight
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
+def test_it_runs_on_a_gpu(mode: str) -> None:
+    with built("device=cuda", f"optimization.quantization.mode={mode}") as run:
+        found = row(train(run))
+    assert found.engaged
+    assert found.evidence["backend"] == "own"
