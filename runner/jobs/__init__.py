@@ -19,6 +19,7 @@ JOBS: dict[JobKind, str] = {
     JobKind.train: "runner.jobs.train",
     JobKind.evaluate: "runner.jobs.evaluate",
     JobKind.doctor: "runner.jobs.doctor",
+    JobKind.verify: "runner.jobs.verify",
 }
 """The module whose `main` does it."""
 

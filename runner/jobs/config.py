@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from runner.errors import ConfigError
+
 
 class JobKind(Enum):
     """What to do with the run."""
@@ -12,6 +14,24 @@ class JobKind(Enum):
     train = "train"
     evaluate = "evaluate"
     doctor = "doctor"
+    verify = "verify"
+
+
+class ExportKind(Enum):
+    """What else becomes of the model that job=evaluate measures."""
+
+    none = "none"
+    torchscript = "torchscript"  # model.ts, by torch.jit.trace
+    export = "export"  # model.pt2, by torch.export
+    onnx = "onnx"  # model.onnx; needs the extra of that name
+    quantized = "quantized"  # model.safetensors: int8 weights and their scales
+
+
+class VerifyKind(Enum):
+    """What job=verify is to find out."""
+
+    parity = "parity"  # whether the techniques leave the numbers right
+    resume = "resume"  # whether a run that was cut off goes on in the same bits
 
 
 @dataclass
@@ -19,3 +39,24 @@ class JobConfig:
     """Which job."""
 
     kind: JobKind = JobKind.train
+
+
+@dataclass
+class EvaluateConfig:
+    """What job=evaluate leaves behind besides the metrics."""
+
+    export: ExportKind = ExportKind.none
+
+
+@dataclass
+class VerifyConfig:
+    """What job=verify compares, and for how long."""
+
+    what: VerifyKind = VerifyKind.parity
+    steps: int | None = None  # None: 6 for parity, 20 for resume
+    attribute: bool = True  # parity: look for the technique that a failure is due to
+
+    def __post_init__(self) -> None:
+        least = 2 if self.what is VerifyKind.resume else 1  # before the middle and after it
+        if self.steps is not None and self.steps < least:
+            raise ConfigError("verify.steps", f"{self.steps} is too few", f"use {least} or more")

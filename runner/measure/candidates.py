@@ -1,0 +1,75 @@
+"""Runs to compare: the one to be judged, and the plain ones that it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from copy import copy, deepcopy
+
+from torch import nn
+
+from runner.build import build
+from runner.config import RunConfig
+from runner.measure import chance
+from runner.run import Run
+from runner.techniques.config import Optimization
+
+
+def without_techniques(config: RunConfig) -> RunConfig:
+    """The same config with everything off: `optimization=none`."""
+    config = copy(config)
+    config.optimization = Optimization(level="none")
+    return config
+
+
+def only(config: RunConfig, names: Collection[str]) -> RunConfig:
+    """The same config with these techniques and no others."""
+    config = deepcopy(config)
+    for name, technique in config.optimization.techniques():
+        technique.enabled = technique.enabled and name in names
+    extra = config.optimization.extra
+    config.optimization.extra = [one for one in extra if one.rpartition(".")[2] in names]
+    config.optimization.strict = False
+    return config
+
+
+def quiet(config: RunConfig) -> RunConfig:
+    """The same run with nothing to show and nothing to write."""
+    config = deepcopy(config)
+    config.monitoring.progress = config.checkpoint.enabled = config.debug.anomaly = False
+    if config.checkpoint.resume == "auto":
+        config.checkpoint.resume = "none"
+    return config
+
+
+def cut(config: RunConfig, micro: int | None) -> RunConfig:
+    """The same run in micro-batches of that size."""
+    if micro is None:
+        return config
+    config = deepcopy(config)
+    config.training.micro_batch = micro
+    return config
+
+
+@contextmanager
+def opened(config: RunConfig, silent: bool = False) -> Iterator[Run]:
+    """A run; `silent` lets no dropout drop anything."""
+    with build(config) as run:
+        if silent:
+            chance.silence(run.model)
+        yield run
+
+
+@contextmanager
+def eager_draws() -> Iterator[None]:
+    """Code compiled meanwhile draws its random numbers as eager code does."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(fallback_random=True):
+        yield
+
+
+def batch_statistics(run: Run) -> bool:
+    """Whether what is computed for a sample depends on the others of its micro-batch."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(module, batch_norm) for module in run.model.modules())

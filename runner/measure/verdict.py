@@ -1,0 +1,48 @@
+"""What comparing techniques with the plain run found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Agreement(Enum):
+    """How far a candidate's numbers are those of the plain run."""
+
+    exact = "exact"  # bit by bit
+    explained = "explained by precision"
+    fail = "FAIL"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor at one step; error and bound are relative to its norm in the reference."""
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def within(self) -> bool:
+        """Whether rounding explains it."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What comparing a set of techniques with the plain run found."""
+
+    verdict: Agreement
+    techniques: list[str]  # those that were applied
+    refused: dict[str, str]  # those asked for that could not be, and why
+    precision: str  # that the candidate says it computes in
+    reference: str  # what stands for the truth: fp64, or fp32 where the model does not run in it
+    steps: int
+    noise: float  # largest relative difference between two runs of the baseline
+    first: Row | None  # the first that precision does not explain, else that is not bit-equal
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    culprits: list[str] = field(default_factory=list)  # smallest set that fails
+    alone: dict[str, str] = field(default_factory=dict)  # verdict of each technique by itself

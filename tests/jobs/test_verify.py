@@ -1,0 +1,94 @@
+"""job=verify says what it found on the terminal, in verify.json and by its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner import compose
+from runner.errors import ConfigError, NotVerified, StorageError
+from runner.jobs import find
+from runner.jobs.config import JobKind
+
+ROOT = Path(__file__).parents[2]
+MUTANTS = ROOT / "tests" / "measure"
+QUIET = ["job=verify", "device=cpu", "device.threads=1", "model.width=16"]
+MUTANT = [
+    "optimization.extra=[parity_mutants.DroppedGradient]",
+    "security.trusted=[parity_mutants]",
+]
+
+
+def verify(folder: Path, *overrides: str) -> None:
+    config = compose([*QUIET, *overrides])
+    find(JobKind.verify)(config, folder)
+
+
+def test_a_level_that_is_right_passes_and_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify(tmp_path, "optimization=basic", "verify.steps=3")
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert (found["what"], found["verdict"]) == ("parity", "explained by precision")
+    assert found["techniques"] == ["system", "fused_optimizer"]
+    assert found["steps"] == 3
+    kinds = {row["kind"] for row in found["rows"]}
+    assert kinds == {"loss", "grad_norm", "gradient", "parameter"}
+    out = capsys.readouterr().out
+    assert "explained by precision" in out
+    assert "verify.json" in out
+
+
+def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(MUTANTS))
+    with pytest.raises(NotVerified, match=r"optimization\.DroppedGradient: grad_norm at step 1"):
+        verify(tmp_path, "optimization=basic", *MUTANT)
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert (found["verdict"], found["culprits"]) == ("FAIL", ["DroppedGradient"])
+    assert found["alone"]["fused_optimizer"] == "explained by precision"
+    assert "culprit" in capsys.readouterr().out
+
+
+def test_a_resume_that_is_exact_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 4)
+    assert found["compared"]["optimizer"] > 0
+    assert "new start after 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["optimization=none"], "optimization"),
+        (["verify.steps=0"], "verify.steps"),
+        (["verify.what=resume", "verify.steps=1"], "verify.steps"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_by_its_key(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        compose([*QUIET, *overrides])
+
+
+def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="verify.json"):
+        verify(tmp_path / "absent", "optimization=basic", "verify.steps=1")
+
+
+def test_from_the_command_line_a_failure_is_exit_code_1_and_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *QUIET, "optimization=basic", "verify.steps=2", *MUTANT],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{MUTANTS}"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "parity: optimization.DroppedGradient" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.glob("outputs/runs/digits-mlp/*/verify.json"))

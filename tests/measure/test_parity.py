@@ -1,0 +1,192 @@
+"""Techniques that are right pass, and mutants of them fail with the tensor they went wrong at."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import compose
+from runner.measure.parity import Agreement, Parity, Yardstick, parity
+
+QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
+MODELS = {
+    "mlp": ["model.width=32"],
+    "cnn": ["model=cnn", "model.width=8", "model.stages=2", "model.blocks=1"],
+    "gpt": [
+        "data=stdlib_text", "data.sequence=32", "model=gpt", "model.width=32", "model.depth=2",
+        "model.heads=2", "training.batch_size=8",
+    ],
+    "classifier": [
+        "data=stdlib_parts", "data.sequence=32", "model=classifier", "model.width=32",
+        "model.heads=2", "training.batch_size=16",
+    ],
+}  # fmt: skip
+DROPPING = [*MODELS["mlp"], "model.dropout=0.2"]
+BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+FP16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
+PARTS = ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=6"]
+FUSED = ["optimization.fused_optimizer.enabled=true"]
+NHWC = ["optimization.channels_last.enabled=true"]
+COMPILED = ["optimization.compile.enabled=true"]
+ONE_GRAPH = ["optimization.whole_step.enabled=true", *FUSED]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++ here")
+
+
+@pytest.fixture(autouse=True)
+def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
+    extra = [f"optimization.extra=[parity_mutants.{mutant}]", "security.trusted=[parity_mutants]"]
+    overrides = [*QUIET, *model, *technique, *(extra if mutant else [])]
+    return parity(compose(overrides), compose([*QUIET, *model]), attribute=True)
+
+
+# -- what is right passes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
+    yardstick = Yardstick(compose([*QUIET, *MODELS[model]]))
+    for technique in (BF16, [*BF16, "optimization.amp.pure=true"], FUSED, PARTS, NHWC):
+        found = yardstick.judge(compose([*QUIET, *MODELS[model], *technique]))
+        assert found.verdict is not Agreement.fail, (technique, found.first)
+        assert found.techniques or "no 2-d convolution" in found.refused["channels_last"]
+        assert found.reference == "fp64"
+        assert found.rows
+
+
+def test_levels_and_fp16_with_its_loss_scale_are_explained() -> None:
+    yardstick = Yardstick(compose([*QUIET, *MODELS["cnn"]]))
+    for level in ("basic", "advanced"):
+        overrides = [*QUIET, *MODELS["cnn"], f"optimization={level}"]
+        found = yardstick.judge(compose(overrides))
+        assert found.verdict is Agreement.explained, found.first
+    found = yardstick.judge(compose([*QUIET, *MODELS["cnn"], *FP16]))
+    assert found.verdict is Agreement.explained
+    assert found.precision == "fp32, fp16 products"
+
+
+def test_what_changes_nothing_is_exact_and_a_baseline_on_a_cpu_has_no_noise() -> None:
+    found = judged(MODELS["mlp"], [], "Harmless")
+    assert found.verdict is Agreement.exact
+    assert found.first is None
+    assert found.noise == 0.0
+
+
+@needs_compiler
+def test_a_compiled_model_draws_the_same_dropout_and_is_explained() -> None:
+    found = judged(DROPPING, [*COMPILED, *BF16])
+    assert found.verdict is Agreement.explained, found.first
+    assert found.techniques == ["amp", "compile"]
+    assert found.notes == []
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", [COMPILED, [*COMPILED, *BF16], ONE_GRAPH])
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_models_and_steps_are_explained(model: str, technique: list[str]) -> None:
+    found = judged(MODELS[model], technique)
+    assert found.verdict is Agreement.explained, found.first
+    gradients = [row for row in found.rows if (row.step, row.kind) == (1, "gradient")]
+    assert gradients  # of a whole step told from the optimizer's moments
+
+
+# -- mutants fail ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "technique", "mutant", "kind"),
+    [
+        (MODELS["gpt"], [], "NotCausal", "loss"),
+        (MODELS["gpt"], BF16, "NotCausal", "gradient"),
+        (MODELS["classifier"], [], "BlindToPadding", "loss"),
+        (MODELS["mlp"], [], "DroppedGradient", "grad_norm"),
+        (MODELS["mlp"], BF16, "DroppedGradient", "grad_norm"),
+        (MODELS["cnn"], FUSED, "StaleBuffer", "buffer"),
+        (MODELS["cnn"], FP16, "StaleBuffer", "buffer"),
+        (DROPPING, [], "NoDropout", "draw"),
+        (DROPPING, BF16, "NoDropout", "draw"),
+        (DROPPING, [], "MoreDropout", "draw"),
+        (MODELS["mlp"], FUSED, "OneInAThousand", "grad_norm"),
+    ],
+)
+def test_a_mutant_fails_at_what_it_spoils_and_is_named(
+    model: list[str], technique: list[str], mutant: str, kind: str
+) -> None:
+    found = judged(model, technique, mutant)
+    assert found.verdict is Agreement.fail
+    assert found.first is not None
+    assert found.first.kind == kind
+    assert found.culprits == [mutant]
+    assert all(verdict != "FAIL" for name, verdict in found.alone.items() if name != mutant)
+
+
+@pytest.mark.parametrize("mutant", ["SumOfParts", "MeanOfMeans"])
+@pytest.mark.parametrize("model", [MODELS["gpt"], DROPPING])
+def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame(
+    model: list[str], mutant: str
+) -> None:
+    found = judged(model, PARTS, mutant)
+    assert found.verdict is Agreement.fail
+    assert found.first is not None
+    assert (found.first.step, found.first.kind) == (1, "loss")
+    assert found.culprits == ["accumulation", mutant]
+    assert "FAIL" not in found.alone.values()
+
+
+def test_what_16_bits_would_hide_is_seen_without_them() -> None:
+    found = judged(MODELS["mlp"], BF16, "OneInAThousand")
+    assert found.verdict is Agreement.fail
+    assert found.notes == ["seen without amp"]
+    assert found.culprits == ["OneInAThousand"]
+
+
+def test_a_gradient_is_missed_in_the_tensor_that_lacks_it() -> None:
+    found = judged(MODELS["mlp"], [], "DroppedGradient")
+    wrong = [row for row in found.rows if row.step == 1 and not row.within]
+    assert {row.name for row in wrong if row.kind == "gradient"} == {"layers.4.bias"}
+    assert next(row.error for row in wrong if row.kind == "gradient") == pytest.approx(1.0)
+
+
+def test_weight_decay_left_out_is_found_in_the_weights() -> None:
+    decayed = [*MODELS["mlp"], "optimizer.weight_decay=0.1", "schedule=constant"]
+    found = judged(decayed, [], "NoDecay")
+    assert found.verdict is Agreement.fail
+    assert {row.kind for row in found.rows if row.step == 1 and not row.within} == {"parameter"}
+
+
+# -- what is no fault of a technique's -------------------------------------------------------------
+
+
+def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way() -> None:
+    found = judged(MODELS["cnn"], PARTS)
+    assert found.verdict is Agreement.exact
+    assert "micro-batches of 6" in found.notes[0]
+
+
+def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> None:
+    own = ["model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]"]
+    fused = judged(own, FUSED)
+    assert fused.verdict is Agreement.explained
+    assert fused.reference == "the baseline itself"
+    assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
+
+
+def test_parity_leaves_no_global_switch_behind() -> None:
+    def switches() -> list[object]:
+        import torch._inductor.config as inductor
+
+        return [
+            inductor.fallback_random, torch.get_num_threads(), torch.is_autocast_enabled("cpu"),
+            torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32,
+        ]  # fmt: skip
+
+    before = switches()
+    judged(MODELS["mlp"], [*BF16, *FUSED])
+    assert switches() == before
