@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.build import build
     from runner.config import RunConfig, compose
-    from runner.loop import evaluate, train
+    from runner.evaluation import evaluate
+    from runner.library.optimize import optimize, optimize_model
+    from runner.library.pipeline import create_training_pipeline
+    from runner.library.profile import profile_model
+    from runner.library.step import train_step
+    from runner.library.system import system_info
+    from runner.library.training_loop import optimize_training_loop
+    from runner.loop import train
     from runner.run import Evidence, Hook, Technique, Verdict
     from runner.summary import Summary
 
@@ -23,7 +30,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Evidence", "Hook", "RunConfig", "Summary", "Technique", "Verdict", "__version__", "build",
-    "compose", "evaluate", "train",
+    "compose", "create_training_pipeline", "evaluate", "optimize", "optimize_model",
+    "optimize_training_loop", "profile_model", "system_info", "train", "train_step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -34,8 +42,15 @@ _HOMES = {
     "Technique": "runner.run",
     "Verdict": "runner.run",
     "compose": "runner.config",
-    "evaluate": "runner.loop",
+    "create_training_pipeline": "runner.library.pipeline",
+    "evaluate": "runner.evaluation",
+    "optimize": "runner.library.optimize",
+    "optimize_model": "runner.library.optimize",
+    "optimize_training_loop": "runner.library.training_loop",
+    "profile_model": "runner.library.profile",
+    "system_info": "runner.library.system",
     "train": "runner.loop",
+    "train_step": "runner.library.step",
 }
 
 

@@ -1,0 +1,105 @@
+"""What people hand over as a batch, an example or data, in the form that a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.data.collate import LABEL_KEYS
+from runner.data.source import Source
+from runner.errors import UsageError
+from runner.run import Batch, Choice, Inputs, Sizes
+
+
+def as_batch(batch: Any, who: str) -> Batch:
+    """Inputs and target of a batch: (inputs, target), (input, …, target), or a dict with labels."""
+    if isinstance(batch, dict):
+        key = next((k for k in LABEL_KEYS if k in batch), None)
+        if key is not None:
+            return {k: v for k, v in batch.items() if k != key}, batch[key]
+        given = f"a dict with the keys {', '.join(map(str, batch))}"
+    elif isinstance(batch, tuple | list) and len(batch) >= 2:
+        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    else:
+        given = describe(batch)
+    raise UsageError(
+        f"{who}: batch is {given}; give (inputs, target), or a dict with the target under one of "
+        f"{', '.join(LABEL_KEYS)}"
+    )
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor in a nest of dicts, tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in tensors(item)] if isinstance(value, tuple | list) else []
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with every tensor changed; what is no tensor stays."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        items = {key: mapped(item, change) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    if isinstance(value, tuple | list):
+        parts = [mapped(item, change) for item in value]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
+        return type(value)(*parts) if named else type(value)(parts)
+    return value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same on the device; what lies in pinned memory is not waited for."""
+    return mapped(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
+
+
+def samples(inputs: Inputs, who: str) -> int:
+    """How many samples there are: the first dimension of the first tensor."""
+    found = tensors(inputs)
+    if not found or not found[0].ndim or not len(found[0]):
+        given = describe(inputs)
+        raise UsageError(f"{who} is {given}; give tensors whose first dimension is the sample")
+    return len(found[0])
+
+
+def describe(value: Any) -> str:
+    """What it is, for a message."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(describe(v) for v in value) + ")"
+    return f"a {type(value).__name__}"
+
+
+class InMemory(Source):
+    """Inputs and target as nests of tensors, the sample first."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        target: Any,
+        sizes: Sizes,
+        parts: tuple[np.ndarray, np.ndarray],
+        choices: tuple[Choice, ...] = (),
+    ) -> None:
+        self.inputs, self.target, self.sizes, self.choices = inputs, target, sizes, choices
+        self.train, self.validation = parts
+        self.n = 1 + max(int(part.max()) for part in parts)
+
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """A copy of the rows."""
+        which = torch.from_numpy(indices)
+
+        def cut(tensor: Tensor) -> Tensor:  # what has no row for each sample is for all of them
+            return tensor[which] if tensor.ndim and len(tensor) == self.n else tensor
+
+        return mapped(self.inputs, cut), mapped(self.target, cut)

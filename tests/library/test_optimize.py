@@ -1,0 +1,207 @@
+"""`optimize` and `@optimize_model`: faster to call, the same model, and everything undone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import optimize, optimize_model
+from runner.errors import ConfigError, UsageError
+from runner.library.optimize import Optimized
+from runner.run import Engagement
+
+BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+
+
+def row(optimized: Any, name: str) -> Engagement:
+    return next(row for row in optimized.engagements() if row.name == name)
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, width)
+
+    def forward(self, x: Tensor, scale: float | None = None) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"y": y if scale is None else y * scale}
+
+
+def test_it_is_called_as_the_model_and_is_the_model(net: nn.Module) -> None:
+    net.eval()
+    keys, x = list(net.state_dict()), torch.randn(5, 64)
+    with torch.no_grad(), optimize(net, "basic", example=x) as fast:
+        assert torch.equal(fast(x), net(x))
+        assert fast.model is net
+        assert list(net.state_dict()) == keys
+
+
+def test_products_run_in_16_bits_and_outputs_come_back_in_32(net: nn.Module) -> None:
+    seen = []
+    net[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with optimize(net, "none", overrides=BF16) as fast:
+        assert fast(torch.randn(5, 64)).dtype is torch.float32
+        assert seen[-1] is torch.bfloat16
+        assert row(fast, "amp").engaged
+    net(torch.randn(5, 64))
+    assert seen[-1] is torch.float32
+
+
+def test_techniques_wait_for_the_first_call_where_there_is_no_example(net: nn.Module) -> None:
+    with optimize(net, "none", overrides=BF16) as fast:
+        assert "first batch" in row(fast, "amp").reason
+        fast(torch.randn(3, 64))
+        assert row(fast, "amp").engaged
+
+
+def test_what_needs_a_loop_says_so(net: nn.Module) -> None:
+    asked = [
+        f"optimization.{name}.enabled=true"
+        for name in ("whole_step", "accumulation", "quantization", "tf32")
+    ]
+    with optimize(net, "basic", example=torch.randn(4, 64), overrides=asked) as fast:
+        for name, said in (
+            ("whole_step", "optimize_training_loop"),
+            ("accumulation", "optimize_training_loop"),
+            ("quantization", "create_training_pipeline"),
+            ("fused_optimizer", r"optimizer=…"),
+            ("tf32", "no TF32"),
+        ):
+            found = row(fast, name)
+            assert found.requested
+            assert not found.engaged
+            assert said in found.reason
+
+
+def test_looking_leaves_gradients_buffers_and_random_numbers_alone(net: nn.Module) -> None:
+    with optimize(net, "none", example=torch.randn(4, 64), overrides=BF16) as fast:
+        fast(torch.randn(4, 64)).sum().backward()
+        gradients = [p.grad.clone() for p in net.parameters()]
+        buffers = copy.deepcopy(dict(net.named_buffers()))
+        noise = torch.get_rng_state()
+        fast.engagements()
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        assert all(torch.equal(buffers[k], v) for k, v in net.named_buffers())
+        assert torch.equal(torch.get_rng_state(), noise)
+
+
+def test_a_class_stays_a_class_that_is_called_faster(tmp_path: Any) -> None:
+    @optimize_model("none", overrides=BF16)
+    class Net(Scaled):
+        pass
+
+    net, x = Net(4), torch.randn(6, 64)
+    out = net(x, scale=2.0)["y"]
+    assert isinstance(net, Net)
+    assert list(net.state_dict()) == ["layer.weight", "layer.bias"]
+    assert torch.allclose(out, 2 * nn.functional.linear(x, net.layer.weight, net.layer.bias),
+                          atol=0.05)  # fmt: skip
+    assert row(net.optimized, "amp").engaged
+    other = copy.deepcopy(net)
+    assert torch.equal(other(x)["y"], net(x)["y"])
+    assert other.optimized.model is other
+    other.optimized.close()
+    net.optimized.close()
+    assert net(x)["y"].dtype is torch.float32  # as it was before
+
+
+def test_a_factory_makes_optimized_models() -> None:
+    @optimize_model("basic")
+    def make(width: int) -> nn.Module:
+        """Make one."""
+        return Scaled(width)
+
+    with make(3) as fast:
+        assert isinstance(fast, Optimized)
+        assert fast(torch.randn(2, 64))["y"].shape == (2, 3)
+    assert make.__doc__ == "Make one."
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_model_for_inference_is_optimized_wherever_it_is_first_called(
+    frozen: bool, around: Any
+) -> None:
+    model = Scaled().requires_grad_(not frozen)
+    timed = ["optimization.compile.enabled=true", "optimization.compile.min_steps=null"]
+    short = ["training.steps=1"]  # so that a step is timed, and compiling is not worth it
+    with around(), optimize(model, "none", overrides=[*BF16, *timed, *short]) as fast:
+        fast(torch.randn(2, 64))
+        assert row(fast, "amp").engaged
+        assert not row(fast, "compile").engaged
+
+
+def test_a_model_without_parameters_is_called_as_it_is() -> None:
+    with optimize(nn.ReLU(), "basic") as fast:
+        assert torch.equal(fast(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
+@pytest.mark.parametrize("own", [True, False])
+def test_it_compiles_in_place_until_it_is_closed(net: nn.Module, own: bool) -> None:
+    model: nn.Module = Scaled() if own else nn.Sequential(nn.Linear(64, 8))  # torch's own class
+    keys, x = list(model.state_dict()), torch.randn(4, 64)
+    with optimize(model, "compile", example=x) as fast:
+        fast(x)
+        compiled = row(fast, "compile")
+        assert compiled.engaged, compiled.reason
+        assert compiled.evidence["graphs"] == 1
+        assert list(model.state_dict()) == keys
+    assert model._compiled_call_impl is None
+
+
+def test_a_closed_one_refuses_and_a_copy_is_open(net: nn.Module) -> None:
+    fast = optimize(net, "basic", example=torch.randn(2, 64))
+    other = copy.deepcopy(fast)
+    fast.close()
+    with pytest.raises(UsageError, match="was closed"):
+        fast(torch.randn(2, 64))
+    assert other.model is not net
+    assert other(torch.randn(2, 64)).shape == (2, 10)
+    other.close()
+
+
+def test_a_decorated_model_can_be_saved_whole(net: nn.Module) -> None:
+    file = io.BytesIO()
+    model = Decorated()
+    model(torch.randn(2, 64))
+    model.optimized.close()
+    torch.save(model, file)
+    file.seek(0)
+    assert isinstance(torch.load(file, weights_only=False), Decorated)
+
+
+@optimize_model("basic")
+class Decorated(Scaled):
+    """At the top of a module, where pickle finds it."""
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        ("optimize(3)", UsageError, "optimize: model is a int"),
+        ("optimize(net, 'advancd')", ConfigError, "optimization"),
+        ("optimize(net, overrides='a=1')", UsageError, r"overrides is one string"),
+        ("optimize(net, overrides=['optimization.ampp.enabled=true'])", ConfigError, "amp"),
+        ("optimize(net, device='gpu')", UsageError, "device='gpu' is none"),
+        ("optimize(net, device='meta')", UsageError, "device=meta is not one"),
+        ("optimize(net, example=3)", UsageError, "batch is a int"),
+        ("optimize(net, 'basic', example=one)", UsageError, r"failed on float32 of shape \[2, 3\]"),
+        ("optimize(net, optimizer=net)", UsageError, "optimizer is a Sequential"),
+        ("optimize_model(net)", UsageError, "missing its brackets"),
+        ("optimize_model()(int)", UsageError, "no subclass of torch.nn.Module"),
+    ],
+)
+def test_a_mistake_names_the_argument_and_the_fix(
+    net: nn.Module, call: str, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        names = {"net": net, "optimize": optimize, "optimize_model": optimize_model}
+        eval(call, {**names, "one": torch.ones(2, 3)})  # noqa: S307

@@ -1,0 +1,145 @@
+"""`profile_model` and `system_info`: numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import optimize, profile_model, system_info
+from runner.errors import UsageError
+from runner.library.peaks import peak
+
+KIB = 1024
+
+
+class Attends(nn.Module):
+    """One head, no products but the two of attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 16, bias=False))
+
+
+PRODUCTS = 32 * (128 * 256 + 256 * 16)
+
+
+def test_operations_parameters_and_memory_of_a_perceptron() -> None:
+    model = linear()
+    model[2].requires_grad_(False)
+    found = profile_model(model, torch.randn(32, 128), runs=5)
+    assert found.flops == found.flops_forward == 2 * PRODUCTS
+    assert found.parameters.all == 128 * 256 + 256 + 256 * 16
+    assert found.parameters.trainable == 128 * 256 + 256
+    assert found.parameters.bytes == 4 * found.parameters.all
+    hidden = 32 * 256 * 4
+    assert found.memory.peak == pytest.approx(2 * hidden, rel=0.05)  # before and after the ReLU
+    assert found.memory.activations == hidden  # the ReLU's output; the input is the caller's
+
+
+def test_a_backward_counts_twice_and_leaves_no_trace() -> None:
+    model = nn.Sequential(linear(), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    found = profile_model(model, torch.randn(32, 128).requires_grad_(), runs=3, backward=True)
+    # for each product of the forward one by the weights and one by the inputs
+    assert found.flops == 3 * found.flops_forward == 6 * PRODUCTS
+    assert found.flops_forward == 2 * PRODUCTS
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert not model.training
+
+
+def test_random_numbers_are_where_they_were() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    x, noise = torch.randn(4, 8), torch.get_rng_state()
+    profile_model(model, x, runs=2, backward=True)
+    assert torch.equal(torch.get_rng_state(), noise)
+
+
+def test_attention_is_counted_on_a_cpu_too() -> None:
+    found = profile_model(Attends(), torch.randn(2, 1, 64, 32), runs=2)
+    assert found.flops == 2 * 2 * (2 * 64 * 64 * 32)
+
+
+def test_a_cpus_peak_is_measured_and_said_to_be() -> None:
+    found = profile_model(linear(), torch.randn(32, 128), runs=20)
+    assert found.peak is not None
+    assert "measured here" in found.peak.source
+    assert found.mfu == pytest.approx(
+        found.flops / (found.latency_ms.p50 / 1e3) / found.peak.flops_per_second
+    )
+    ms = found.latency_ms
+    assert 0 < ms.p50 <= ms.p90 <= ms.p95 <= ms.p99
+    assert found.samples_per_second == pytest.approx(32e3 / ms.p50)
+
+
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
+    from dataclasses import replace
+
+    with optimize(nn.Linear(2, 2), "none", example=torch.randn(1, 2)) as fast:
+        device = fast.assembly.run.device
+    for name, dtype, tera in (
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.float16, 756),
+        ("NVIDIA A100-SXM4-40GB", torch.float32, 19.5),
+        ("NVIDIA L4", torch.bfloat16, 121),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("Tesla T4", torch.float16, 65),
+    ):
+        found = peak(replace(device, kind="cuda", name=name), dtype)
+        assert found is not None
+        assert found.flops_per_second == pytest.approx(tera * 1e12)
+        assert "data sheet" in found.source
+    for name, dtype in (("Tesla T4", torch.bfloat16), ("NVIDIA Unheard-of", torch.float16)):
+        assert peak(replace(device, kind="cuda", name=name), dtype) is None
+
+
+def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None:
+    found = profile_model(linear(), torch.randn(512, 128), runs=3)
+    assert found.operators[0].name in ("aten::addmm", "aten::linear", "aten::mm", "aten::matmul")
+    assert {"latency", "throughput", "MFU", "parameters"} <= set(str(found).split())
+    assert max(map(len, str(found).splitlines())) <= 100
+    assert json.loads(json.dumps(found.as_dict()))["flops"] == found.flops
+
+
+def test_an_optimized_model_is_profiled_under_its_techniques() -> None:
+    overrides = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+    with optimize(linear(), "none", overrides=overrides) as fast:
+        found = profile_model(fast, torch.randn(32, 128), runs=3)
+    assert found.dtype == "bf16"
+    assert found.peak is not None
+    assert found.peak.dtype == "bf16"
+    assert found.flops == 2 * PRODUCTS
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("profile_model(model, torch.randn(2, 5))", r"float32 of shape \[2, 5\]: RuntimeError"),
+        ("profile_model(model, {'y': torch.randn(2, 5)})", r"\{y: .*TypeError"),
+        ("profile_model(model, 3)", "example_input is a int"),
+        ("profile_model(model, torch.randn(2, 128), runs=0)", "runs=0"),
+        ("profile_model(max, torch.randn(2, 128))", "model is a builtin"),
+    ],
+)
+def test_a_model_that_fails_is_one_clear_error(call: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        eval(call, {"profile_model": profile_model, "model": linear(), "torch": torch})  # noqa: S307
+
+
+def test_system_info_is_what_the_doctor_sees() -> None:
+    found = json.loads(json.dumps(system_info()))
+    assert found["versions"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__
+    assert found["device"]["kind"] in ("cpu", "cuda", "mps")
+    assert found["memory"]["total"] > 0
+    assert {row["name"] for row in found["techniques"]} >= {"amp", "compile", "tf32"}

@@ -1,0 +1,236 @@
+"""`train_step` is clip_grad_norm_ and step() with a guard; the optimizer stays the caller's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import optimize, train_step
+from runner.errors import UsageError
+
+Batches = list[tuple[Tensor, Tensor]]
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 1e-3}),
+    (torch.optim.AdamW, {"lr": 1e-3, "fused": False}),
+    (torch.optim.Adam, {"lr": 1e-3, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.RMSprop, {"lr": 1e-3}),
+]
+loss_of = nn.functional.cross_entropy
+
+
+def plain_step(
+    net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], clip: float
+) -> tuple[float, float]:
+    """The step as everybody writes it."""
+    optimizer.zero_grad()
+    loss = loss_of(net(batch[0]), batch[1])
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), clip)
+    optimizer.step()
+    return loss.item(), norm.item()
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_the_curve_is_that_of_clip_grad_norm_and_step(
+    net: nn.Module, twin: nn.Module, batches: Batches, kind: Any, options: dict[str, Any]
+) -> None:
+    ours, theirs = kind(net.parameters(), **options), kind(twin.parameters(), **options)
+    for batch in batches[:30]:
+        step = train_step(net, ours, batch, loss_of, clip_norm=0.5)
+        loss, norm = plain_step(twin, theirs, batch, 0.5)
+        assert float(step.loss) == pytest.approx(loss, rel=1e-4)
+        assert float(step.grad_norm) == pytest.approx(norm, rel=1e-3)
+        assert not step.skipped
+
+
+def test_groups_and_a_scheduler_go_on_working_without_a_warning(
+    net: nn.Module, twin: nn.Module, batches: Batches
+) -> None:
+    def grouped(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+        groups = [{"params": model[1].parameters(), "lr": 1e-4, "weight_decay": 0.3},
+                  {"params": [*model[2].parameters(), *model[4].parameters()]}]  # fmt: skip
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-3, 1e-2], 20)
+
+    (ours, mine), (theirs, their) = grouped(net), grouped(twin)
+    for batch in batches[:20]:
+        train_step(net, ours, batch, loss_of)
+        plain_step(twin, theirs, batch, 1.0)
+        mine.step()
+        their.step()
+        assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_batch_of_nan_changes_nothing(
+    net: nn.Module, batches: Batches, kind: Any, options: dict[str, Any], first: int
+) -> None:
+    optimizer = kind(net.parameters(), **options)
+    for batch in batches[:first]:
+        train_step(net, optimizer, batch, loss_of)
+    weights = copy.deepcopy(net.state_dict())
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    step = train_step(net, optimizer, (batches[0][0] * math.nan, batches[0][1]), loss_of)
+    assert step.skipped
+    assert all(torch.equal(weights[key], value) for key, value in net.state_dict().items())
+    for key, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if first:
+                assert torch.equal(torch.as_tensor(state[key][name]), torch.as_tensor(value))
+            else:  # what was made for the first step is still empty
+                assert value is None or not torch.as_tensor(value).any()
+    assert not train_step(net, optimizer, batches[0], loss_of).skipped
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: Batches) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    bad = (batches[0][0] * math.nan, batches[0][1])
+    assert not train_step(net, optimizer, bad, loss_of, guard=False).skipped
+    assert not next(net.parameters()).isfinite().all()
+
+
+def test_the_state_can_be_saved_and_loaded_between_steps(
+    net: nn.Module, twin: nn.Module, batches: Batches
+) -> None:
+    ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (net, twin))
+    for batch in batches[:5]:
+        train_step(net, ours, batch, loss_of)
+        plain_step(twin, theirs, batch, 1.0)
+    assert {float(s["step"]) for s in ours.state_dict()["state"].values()} == {5.0}
+    file = io.BytesIO()
+    torch.save({"net": twin.state_dict(), "optimizer": theirs.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    net.load_state_dict(saved["net"])
+    ours.load_state_dict(saved["optimizer"])  # of one that was not fused
+    for batch in batches[5:10]:
+        train_step(net, ours, batch, loss_of)
+        plain_step(twin, theirs, batch, 1.0)
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_steps_of_the_callers_own_may_come_between(
+    net: nn.Module, twin: nn.Module, batches: Batches
+) -> None:
+    ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (net, twin))
+    for i, batch in enumerate(batches[:12]):
+        if i % 3:
+            train_step(net, ours, batch, loss_of)
+        else:
+            plain_step(net, ours, batch, 1.0)
+        plain_step(twin, theirs, batch, 1.0)
+    assert {float(s["step"]) for s in ours.state_dict()["state"].values()} == {12.0}
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_every_call_of_step_is_seen_by_whoever_hooked_it(net: nn.Module, batches: Batches) -> None:
+    optimizer, seen = torch.optim.AdamW(net.parameters()), []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    for batch in batches[:3]:
+        train_step(net, optimizer, batch, loss_of)
+    assert len(seen) == 3
+
+
+def test_parameters_added_later_are_trained_too(net: Any, batches: Batches) -> None:
+    head, body = net[4], [*net[1].parameters(), *net[2].parameters()]
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    train_step(net, optimizer, batches[0], loss_of)
+    before = body[0].detach().clone()
+    optimizer.add_param_group({"params": body})
+    for batch in batches[1:3]:
+        train_step(net, optimizer, batch, loss_of)
+    assert not torch.equal(before, body[0])
+
+
+def test_what_is_remembered_goes_with_the_optimizer(net: nn.Module, batches: Batches) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    train_step(net, optimizer, batches[0], loss_of)
+    gone = weakref.ref(optimizer)
+    copy.deepcopy(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_hand_written_loop_on_digits_is_as_good_as_the_plain_one(
+    net: nn.Module, twin: nn.Module, digits: Any
+) -> None:
+    (x, y), (held_x, held_y) = digits
+    accuracies = []
+    for model, ours in ((net, True), (twin, False)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8 * 45)
+        noise = torch.Generator().manual_seed(0)
+        for _ in range(8):
+            for rows in torch.randperm(len(x), generator=noise).split(32):
+                batch = (x[rows], y[rows])
+                if ours:
+                    train_step(model, optimizer, batch, loss_of)
+                else:
+                    plain_step(model, optimizer, batch, 1.0)
+                scheduler.step()
+        model.eval()
+        with torch.no_grad():
+            accuracies.append(float((model(held_x).argmax(1) == held_y).float().mean()))
+    assert accuracies[0] > 0.96
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.006)  # two of 359
+
+
+def test_an_optimized_model_steps_under_its_techniques(net: nn.Module, batches: Batches) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    seen = []
+    net[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    fp16 = ["optimization.amp.dtype=fp16", "optimization.amp.enabled=true"]
+    with (
+        warnings.catch_warnings(),
+        optimize(net, "none", optimizer=optimizer, overrides=fp16) as fast,
+    ):
+        losses = [float(train_step(fast, optimizer, b, loss_of).loss) for b in batches]
+        scale = fast.assembly.run.update.scale
+    assert seen[-1] is torch.float16
+    assert scale is not None
+    assert losses[-1] < losses[0]
+
+
+WRONG: list[tuple[str, str]] = [
+    ("train_step(net, optimizer, x, loss_of)", r"train_step: batch is float32 of shape \[32"),
+    ("train_step(net, optimizer, {'x': x}, loss_of)", "keys x; give"),
+    ("train_step(net, optimizer, (x, y), 'mse')", "loss_fn is a str"),
+    ("train_step(net, optimizer, (x, y), lambda o, t: o)", r"loss_fn returned float32 of shape"),
+    ("train_step(net, optimizer, (x, y), lambda o, t: o.detach().sum())", "depends on no weight"),
+    ("train_step(net, optimizer, (x, y), loss_of, clip_norm=0)", "clip_norm=0 is no norm"),
+    ("train_step(loss_of, optimizer, (x, y), loss_of)", "model is a function"),
+    ("train_step(net, net, (x, y), loss_of)", "optimizer is a Sequential"),
+    ("train_step(nn.Linear(2, 2), optimizer, (x, y), loss_of)", "none of the optimizer's"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG)
+def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
+    net: nn.Module, batches: Batches, call: str, said: str
+) -> None:
+    before = copy.deepcopy(net.state_dict())
+    names = {
+        "net": net, "optimizer": torch.optim.AdamW(net.parameters()), "loss_of": loss_of,
+        "x": batches[0][0], "y": batches[0][1], "nn": nn, "train_step": train_step,
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=said):
+        eval(call, names)  # noqa: S307
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
