@@ -24,7 +24,14 @@ from runner.data import config as data_config
 from runner.data.config import DataConfig
 from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
-from runner.jobs.config import JobConfig, JobKind
+from runner.jobs.config import (
+    EvaluateConfig,
+    ExportKind,
+    JobConfig,
+    JobKind,
+    VerifyConfig,
+    VerifyKind,
+)
 from runner.loop_config import DebugConfig, TrainingConfig
 from runner.models import config as model_config
 from runner.models.config import ModelConfig
@@ -33,7 +40,7 @@ from runner.optim.config import OptimizerConfig, ScheduleConfig, StabilityConfig
 from runner.overrides.groups import CONF, FOREIGN
 from runner.record.config import MonitoringConfig
 from runner.security.config import SecurityConfig
-from runner.security.targets import permit
+from runner.security.targets import nested, permit
 from runner.techniques.config import Optimization
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
@@ -65,6 +72,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
     job: JobConfig = field(default_factory=JobConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -80,10 +89,12 @@ class RunConfig:
     def _check_trust(self) -> None:
         """Every name of a class is allowed, before torch or anything of the user's is imported."""
         named = [(f"{key}._target_", getattr(self, key)._target_) for key in FOREIGN]
+        for key in FOREIGN:
+            named += nested(getattr(self, key).arguments, key)
         named += [("optimization.extra", target) for target in self.optimization.extra]
         for key, target in named:
             if target is not None:
-                permit(target, key, self.security.trusted)
+                permit(str(target), key, self.security.trusted)
 
     def _check_job(self) -> None:
         resume = self.checkpoint.resume
@@ -93,11 +104,31 @@ class RunConfig:
                 "job=evaluate needs to know which model",
                 "name a run's folder or one of its checkpoints/step_… folders",
             )
+        self._check_export()
+        asked = any(technique.enabled for _, technique in self.optimization.techniques())
+        parity = self.job.kind is JobKind.verify and self.verify.what is VerifyKind.parity
+        if parity and not asked and not self.optimization.extra:
+            raise ConfigError(
+                "optimization", "asks for no technique, so job=verify has nothing to hold against",
+                "name a level, e.g. optimization=advanced, or verify.what=resume",
+            )  # fmt: skip
         if self.job.kind is JobKind.train and resume == "auto" and not self.checkpoint.enabled:
             raise ConfigError(
                 "checkpoint.resume",
                 "finds nothing to continue where checkpoint.enabled=false",
                 "use checkpoint=default",
+            )
+
+    def _check_export(self) -> None:
+        kind, key = self.evaluate.export, "evaluate.export"
+        if kind is not ExportKind.none and self.job.kind is not JobKind.evaluate:
+            raise ConfigError(
+                key, "is for a trained model",
+                "train first, then job=evaluate checkpoint.resume=<run folder>",
+            )  # fmt: skip
+        if kind is ExportKind.quantized and not self.optimization.quantization.enabled:
+            raise ConfigError(
+                key, "there is no quantised model", "add optimization.quantization.enabled=true"
             )
 
     def _check_fit(self) -> None:
@@ -256,7 +287,7 @@ def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]
                 yield from _unknown(node, f"{name}.")
 
 
-OF_NO_CONSEQUENCE = ("name", "job", "monitoring", "security")
+OF_NO_CONSEQUENCE = ("name", "job", "evaluate", "verify", "monitoring", "security")
 
 
 def config_hash(config: RunConfig) -> str:

@@ -4,12 +4,14 @@ RunnerError                1   a fault of ours
 ├── UsageError             2   the request cannot be met as it stands
 │   ├── ConfigError        2   a config key is wrong; names the key and the fix
 │   ├── DataError          2   a sample, file or label is wrong; names the file, row or key
-│   └── DeviceError        2   the device asked for is not there
+│   ├── DeviceError        2   the device asked for is not there
+│   └── OutOfMemory        2   it takes more memory than there is
 ├── SecurityError          3   refused: not trusted
 ├── GaveUp                 4   the stability policy is exhausted
 ├── StorageError           5   writing failed
 │   └── CheckpointError    5   no usable checkpoint
 ├── SweepFailed            7   some jobs of a sweep failed
+├── NotVerified            1   the numbers are not what they should be
 └── Interrupted          130   Ctrl-C (130) or SIGTERM (143); a checkpoint was written
 """
 
@@ -44,6 +46,10 @@ class DeviceError(UsageError):
     """The device asked for is not there; the message says what is."""
 
 
+class OutOfMemory(UsageError):
+    """It takes more memory than there is, however it is cut; the message names what takes less."""
+
+
 class SecurityError(RunnerError):
     """Refused because it is not trusted; the message names what and the way out."""
 
@@ -64,6 +70,10 @@ class StorageError(RunnerError):
 
 class CheckpointError(StorageError):
     """No usable checkpoint; the message names each one tried and what is wrong with it."""
+
+
+class NotVerified(RunnerError):
+    """The numbers are not what they should be; the message names the first one that is wrong."""
 
 
 class SweepFailed(RunnerError):

@@ -29,7 +29,11 @@ def summarise(run: Run, status: str, reason: str = "") -> Summary:
         throughput=run.watch.throughput(
             run.sizes.sequence if run.objective.unit == "tokens" else None
         ),
-        memory=MemoryPeaks(memory.peak_process_bytes(), memory.peak_device_bytes(run.device)),
+        memory=MemoryPeaks(
+            memory.peak_process_bytes(),
+            memory.peak_device_bytes(run.device),
+            run.predicted_bytes,
+        ),
         techniques=engagements(run),
         skipped_steps=progress.skipped,
         faults=dict(faults),

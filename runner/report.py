@@ -150,6 +150,8 @@ def _speed(summary: Summary) -> list[Row]:
         rows.append(("peak memory", f"{_size(memory.peak_process_bytes)} process"))
         if memory.peak_device_bytes:
             rows[-1] = ("peak memory", f"{rows[-1][1]}, {_size(memory.peak_device_bytes)} device")
+        if memory.predicted_bytes:
+            rows[-1] = ("peak memory", f"{rows[-1][1]} ({_size(memory.predicted_bytes)} predicted)")
     device = summary.device.get("name") or summary.device.get("kind")
     if device:
         rows.append(("device", str(device)))
@@ -174,6 +176,11 @@ def _files(summary: Summary, folder: Path | None) -> list[Row]:
         rows.append(("best checkpoint", summary.checkpoint.best))
     if summary.checkpoint.last:
         rows.append(("last checkpoint", summary.checkpoint.last))
+    if summary.export:
+        told = _size(summary.export["bytes"])
+        if "largest_difference" in summary.export:
+            told += f", off by {summary.export['largest_difference']:.2g} at most"
+        rows.append(("export", f"{summary.export['file']} ({told})"))
     names = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
     there = [name for name in names if (folder / name).exists() or name == "report.md"]
     return [*rows, ("record", ", ".join(there))]

@@ -19,7 +19,7 @@ from runner.run import Choice, Progress, Run
 log = logging.getLogger("runner")
 
 
-OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind")
+OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export")
 
 
 def save(run: Run, best: bool = False, final: bool = False) -> None:

@@ -39,6 +39,7 @@ class MemoryPeaks:
 
     peak_process_bytes: int = 0
     peak_device_bytes: int = 0
+    predicted_bytes: int | None = None  # of the one the model is on, where it was predicted
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Summary:
     wall_seconds: float = 0.0
     choices: list[Choice] = field(default_factory=list)
     git: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)  # file, bytes, largest_difference
 
     monitor: str = ""  # the metric that decides which checkpoint is best
     best: float | None = None

@@ -31,14 +31,15 @@ interrupts seeds storage
 device record security
 checkpoint
 run
-reader resume summary
-outcome report stopwatch
+compiler deferred predict reader recovery resume summary
+evaluation outcome report stopwatch
 techniques hooks models objectives data optim loop
 overrides
 config
 build
-doctor
+doctor measure
 jobs
+library
 cli
 __main__ __init__
 """.strip().splitlines()

@@ -71,10 +71,15 @@ def test_levels_switch_on_what_they_say() -> None:
 
     assert on("none") == on("custom") == set()
     assert on("basic") == {"system", "fused_optimizer"}
-    assert on("advanced") == {"system", "fused_optimizer", "tf32", "amp", "compile"}
+    assert on("advanced") == on("basic") | {"tf32", "channels_last", "amp", "compile"}
+    more = {"attention", "chunked_loss", "whole_step", "cuda_graphs", "pipeline"}
+    assert on("ultra") == on("advanced") | more
+    assert on("maximum") == on("ultra") | {"quantization"}
+    assert on("full") == on("maximum") | {"accumulation", "recompute"}
+    assert on("full") == {name for name, _ in compose([]).optimization.techniques()}
     assert (on("amp"), on("compile")) == ({"amp"}, {"compile"})
-    assert on("memory_efficient") == {"accumulation"}
-    assert compose(["optimization=advanced"]).optimization.compile.min_steps == 2000
+    assert on("memory_efficient") == {"accumulation", "recompute", "chunked_loss"}
+    assert compose(["optimization=advanced"]).optimization.compile.min_steps is None
     assert compose(["optimization=compile"]).optimization.compile.min_steps == 0
 
 
@@ -199,7 +204,8 @@ def test_optimizers_offered_by_name_are_in_torch() -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(runner.__all__) == [
         "Evidence", "Hook", "RunConfig", "Summary", "Technique", "Verdict", "__version__",
-        "build", "compose", "evaluate", "train",
+        "build", "compose", "create_training_pipeline", "evaluate", "optimize", "optimize_model",
+        "optimize_training_loop", "profile_model", "system_info", "train", "train_step",
     ]  # fmt: skip
     assert all(getattr(runner, name) is not None for name in runner.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):

@@ -31,7 +31,7 @@ def ask(*typed: str) -> Request:
         ("optimisation=baisc", "no config group 'optimisation'; did you mean optimization=basic?"),
         ("optimisation.amp.enabled=true", "did you mean optimization.amp.enabled=true?"),
         ("optimization=bsic", "optimization: no option 'bsic'; did you mean optimization=basic?"),
-        ("optimization=ulrta", "optimization: no option 'ulrta'; there are advanced, amp, basic"),
+        ("optimization=ulrta", "no option 'ulrta'; did you mean optimization=ultra?"),
         ("optimization=Basic", "did you mean optimization=basic?"),
         ("experiment=digit_cnn", "did you mean experiment=digits_cnn?"),
         ("optimizer=radam", "optimizer.name=RAdam"),
