@@ -70,6 +70,8 @@ def child(overrides: list[str]) -> None:
     samples = next(int(o.rpartition("=")[2]) for o in overrides if "batch_size" in o)
     config = compose([
         *overrides, "monitoring.progress=false", "training.steps=100000", "schedule=constant",
+            # a model that has learned everything has denormal gradients, and those are slow
+            "optimizer.lr=1e-6",
         "checkpoint.enabled=false", f"device.threads={os.environ['THREADS']}",
         *([f"data.samples={samples * 6}"] if "data=synthetic" in overrides else []),
     ])  # fmt: skip
