@@ -17,7 +17,7 @@ from torch import nn
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat
-from runner.data.loader import make_loader
+from runner.data.loader import make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.source import Source
@@ -97,6 +97,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     objective = given.objective or build_objective(config.objective, data.sizes, look_up)
 
     training = config.training
+    to_device = mover(device.torch, pin=False, aside=False) or (lambda batch: batch)
     checkpointer = Checkpointer(
         folder if config.checkpoint.enabled else None,
         config.checkpoint.keep,
@@ -120,7 +121,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         micro_batch_asked=training.micro_batch,
         tf32_asked=config.device.tf32,
         threads_asked=config.device.threads,
-        sample=lambda count: data.fetch(data.train[:count], None),
+        sample=lambda count: to_device(data.fetch(data.train[:count], None)),
         data=config.data,
         in_memory=data.in_memory,
         loader=lambda how: training_set(config=how),
@@ -307,7 +308,7 @@ def _whole_step(draft: Draft, update: Update, fallen: dict[str, str]) -> WholeSt
     if refused is None:
         return WholeStep(
             draft.forward, draft.objective, draft.contexts, update, draft.batch_size,
-            draft.sizes.classes or draft.sizes.vocab, draft.whole_step,
+            draft.whole_step, draft.index_limit,
         )  # fmt: skip
     fallen["whole_step"] = refused
     if draft.compilation is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import stat
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,12 @@ from runner.run import Batch, Draft
 log = logging.getLogger("runner")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CALLS = (
+    re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_(\w+)\("),
+    re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\("),
+    re.compile(r"extern_kernels\.(\w+)\("),
+)
+"""Operators that generated code calls, as C++ and as Python."""
 OF_THE_TRACER = (
     "The .grad attribute of a Tensor that is not a leaf",
     ".*should not be instantiated",
@@ -30,10 +38,9 @@ def missing(kind: str) -> str | None:
     """Why nothing can be compiled for this kind of device, or None."""
     if kind == "mps":
         return "torch.compile is experimental on MPS"
-    if kind == "cpu" and not (
-        shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    ):
-        return "no C++ compiler on PATH (install g++, or name one in CXX)"
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if kind == "cpu" and not shutil.which(compiler):
+        return f"no C++ compiler on PATH (install {compiler}, or name one in CXX)"
     return None
 
 
@@ -52,24 +59,28 @@ def allow_gradients_in_graphs(scope: ExitStack) -> None:
     """Switch that on until the run closes."""
     import torch._dynamo.config as dynamo
 
-    scope.callback(setattr, dynamo, "trace_autograd_ops", dynamo.trace_autograd_ops)
-    dynamo.trace_autograd_ops = True
+    # a Python number that changes from step to step would else be frozen (torch 2.13)
+    for name in ("trace_autograd_ops", "specialize_float"):
+        scope.callback(setattr, dynamo, name, getattr(dynamo, name))
+        setattr(dynamo, name, True)
 
 
 def prepare(scope: ExitStack) -> None:
     """Forget what other runs of this process compiled, and keep what is compiled on disk."""
     import torch
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     scope.enter_context(warnings.catch_warnings())
     for message in OF_THE_TRACER:
         warnings.filterwarnings("ignore", message=message)
     torch._dynamo.reset()
+    PyCodeCache.cache_clear()
     count_anew()
     before = os.environ.get(CACHE)
     if before in (None, default_cache_dir()):  # where nobody chose, torch writes its default there
         scope.callback(os.environ.__setitem__, CACHE, default_cache_dir())
-        os.environ[CACHE] = str(_cache())
+        os.environ[CACHE] = str(_cache(scope))
 
 
 def count_anew() -> None:
@@ -110,7 +121,20 @@ def is_at_fault(error: Exception) -> bool:
         if f"{os.sep}torch{os.sep}_inductor{os.sep}" in path and "codecache" in path:
             return True
         trail = trail.tb_next
-    return isinstance(error, TorchDynamoException)
+    # some of its errors are no TorchDynamoException, such as that of too many recompiles
+    theirs = type(error).__module__ == TorchDynamoException.__module__
+    return theirs or isinstance(error, TorchDynamoException)
+
+
+def was_running(error: Exception) -> bool:
+    """Whether compiled code had begun to run when it was raised."""
+    trail = error.__traceback__
+    while trail is not None:
+        code = trail.tb_frame.f_code
+        if code.co_filename.endswith(f"_inductor{os.sep}output_code.py"):
+            return True
+        trail = trail.tb_next
+    return False
 
 
 def why(error: Exception) -> str:
@@ -120,6 +144,21 @@ def why(error: Exception) -> str:
         line for line in lines if line and not line.startswith(("Set TORCH", "Hint", "For more"))
     ]
     return f"{type(error).__name__}: {' '.join(kept)}"[:300]
+
+
+def kernels() -> dict[str, int]:
+    """The operators that the code compiled since `prepare` calls, by name, and how often.
+
+    A profiler does not see them where the calling code is compiled too.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    found: Counter[str] = Counter()
+    for module in PyCodeCache.modules:
+        source = Path(str(module.__file__)).read_text(errors="replace")
+        for pattern in CALLS:
+            found.update(f"aten::{name.removesuffix('_out')}" for name in pattern.findall(source))
+    return dict(found)
 
 
 def facts() -> dict[str, Any]:
@@ -194,7 +233,7 @@ def beyond(indices: Any, limit: int) -> bool:
     return bool(low.item() < 0 or high.item() >= limit)
 
 
-def _cache() -> Path:
+def _cache(scope: ExitStack) -> Path:
     """A folder of our own that outlives the run; what is in it is run, so nobody else may write."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "runner" / "compiled"
@@ -210,4 +249,4 @@ def _cache() -> Path:
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
     log.warning("%s %s; what is compiled is not kept for later runs", folder, problem)
-    return Path(tempfile.mkdtemp(prefix="runner-compiled-"))
+    return Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="runner-compiled-")))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runner import modes
 from runner.recovery import evaluate_less_at_once
 from runner.run import Batch, Evaluation, Run, call, count, rows
 
@@ -23,21 +23,17 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     """
     seen = run.model if model is None else model
     forward = run.forward if model is None else model
-    training = seen.training
-    seen.eval()
     totals: dict[str, Tensor] = {}
-    try:
-        with ExitStack() as stack:
-            # a second graph, for eval mode, would take as long to compile as the first
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if model is None:
-                stack.enter_context(run.update.averaged())
-            for context in run.contexts:
-                stack.enter_context(context())
-            for batch in run.validation.batches(0):
-                totals = _add(totals, _tally(run, forward, batch))
-    finally:
-        seen.train(training)
+    with ExitStack() as stack:
+        stack.enter_context(modes.evaluating(seen))
+        # a second graph, for eval mode, would take as long to compile as the first
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if model is None:
+            stack.enter_context(run.update.averaged())
+        for context in run.contexts:
+            stack.enter_context(context())
+        for batch in run.validation.batches(0):
+            totals = _add(totals, _tally(run, forward, batch))
     metrics = {f"val/{name}": x for name, x in run.objective.metrics(totals).items()}
     confusion = run.objective.confusion(totals)
     return Evaluation(run.progress.step, metrics, None if confusion is None else confusion.cpu())
@@ -75,7 +71,8 @@ def standalone(run: Run) -> nn.Module:
         parameter.grad = None
     for module in copy.modules():
         own = vars(module).get("forward")
-        theirs = isinstance(own, MethodType) and not own.__module__.startswith("runner.")
-        if own is not None and not theirs and type(module).forward is not nn.Module.forward:
+        inner = getattr(own, "func", own)  # of a partial
+        ours = str(getattr(inner, "__module__", "")).startswith("runner.")
+        if ours and type(module).forward is not nn.Module.forward:
             del module.forward
     return copy.eval().requires_grad_(False)

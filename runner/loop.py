@@ -157,7 +157,7 @@ def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
     try:
         loss, norm, skipped = whole(batch)
     except Exception as error:
-        if whole.steps and not compiler.is_at_fault(error):
+        if not compiler.is_at_fault(error) and (whole.steps or compiler.was_running(error)):
             raise  # some weights may have changed already
         run.whole = None
         run.fallen["whole_step"] = reason = compiler.why(error)

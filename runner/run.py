@@ -175,6 +175,7 @@ class Objective(ABC):
     )
     unit: str = "samples"  # what `weight` counts: samples | tokens
     takes_deferred: bool = False  # logits that an output layer put off (`runner.deferred`)
+    indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # a class index that stands for no target
 
     @abstractmethod
@@ -276,7 +277,7 @@ class Draft:
     micro_batch_asked: int | None  # what training.micro_batch names
     tf32_asked: bool | None  # what device.tf32 says
     threads_asked: int | None  # what device.threads says
-    sample: Callable[[int], Batch]  # so many training samples, not augmented, on the CPU
+    sample: Callable[[int], Batch]  # so many training samples, not augmented, on the device
     data: DataConfig  # how batches are fetched; what is None there is decided by the loader
     in_memory: bool  # a fetch is a copy and nothing more
     loader: Callable[[DataConfig], Loader]  # of the training set, fetched that way
@@ -290,6 +291,7 @@ class Draft:
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
     whole_step: dict[str, Any] | None = None  # torch.compile's options, to make steps in one graph
+    index_limit: int | None = None  # what targets must be below, as far as a look could tell
     compilation: Compilation | None = None
     cuda_graphs: bool = False
     recompute: Recomputed | None = None  # what is computed again in the backward
@@ -302,6 +304,9 @@ class Draft:
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
         """What the run that this one continues had chosen, else what `decide` says, and why."""
+        for choice in self.choices:
+            if choice.key == key:  # decided already, by another technique
+                return choice.value
         if key in self.recorded:
             value, reason = self.recorded[key], "as before the run was resumed"
         else:

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.cli.launch import SPIN
+
 MODELS = {
     # the model, and how many samples its validation part must leave for one batch
     "tiny": ["data=synthetic", "data.form=tabular", "data.features=64", "model=mlp",
@@ -103,9 +105,11 @@ class Variant:
     def __init__(self, name: str, overrides: Sequence[str]) -> None:
         self.name = name
         command = [sys.executable, __file__, "--child", json.dumps(list(overrides))]
+        # as the command line has it
+        environment = {"GOMP_SPINCOUNT": SPIN, **os.environ}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.PIPE if os.environ.get("QUIET", "1") == "1" else None,
+            stderr=subprocess.PIPE, env=environment,
         )  # fmt: skip
         self.laps: list[float] = []  # seconds a step
         self.first = 0.0

@@ -216,3 +216,28 @@ class Faulty(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("my own mistake")
+
+
+class Cooling(nn.Module):
+    """A Python number that changes at each step, and is part of the computation."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(in_features, classes)
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.temperature *= 0.9
+        return self.layer(x) / self.temperature
+
+
+class KnowsItsBatch(nn.Module):
+    """Takes batches of 32 and no others."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(in_features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(32, -1))

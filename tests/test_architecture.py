@@ -31,7 +31,7 @@ interrupts seeds storage
 device record security
 checkpoint
 run
-compiler deferred predict reader recovery resume summary
+compiler deferred modes predict reader recovery resume summary
 evaluation outcome report stopwatch
 techniques hooks models objectives data optim loop
 overrides

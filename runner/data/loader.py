@@ -83,7 +83,7 @@ def make_loader(
         repeat,
         pool,
         persistent,
-        _mover(device.torch, pin, aside),
+        mover(device.torch, pin, aside),
         placements,
         choices,
     )
@@ -228,7 +228,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch] | None:
+def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch] | None:
     """What brings a batch to the device; None on the CPU, where it already is.
 
     With `aside` it is copied while the step before it is computed: the host, which only queues

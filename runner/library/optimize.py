@@ -10,6 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from runner import modes
 from runner.errors import UsageError
 from runner.library import batches
 from runner.library.assembly import Assembly, entered
@@ -128,17 +129,13 @@ class Optimized:
         """
         run = self.assembly.run
         if run is not None and not self.called:
-            was_training = self.model.training
-            self.model.eval()
-            try:
+            with modes.evaluating(self.model):
                 with torch.no_grad():
                     inputs = next(run.validation.batches(0))[0]
                     if isinstance(inputs, dict):
                         self(**inputs)
                     else:
                         self(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
-            finally:
-                self.model.train(was_training)
         self.inside = True
         try:
             return self.assembly.rows()

@@ -95,8 +95,9 @@ def _foreign(
             )
         _check_call(loss, target, {})
     else:
-        _check_call(found, target, config.arguments)
-        loss = partial(found, **config.arguments) if config.arguments else found
+        arguments = assembled(config.arguments, resolve, "objective")
+        _check_call(found, target, arguments)
+        loss = partial(found, **arguments) if arguments else found
     return Custom(loss, target)
 
 

@@ -38,7 +38,7 @@ class Classification(Objective):
         self.class_names = class_names if known else tuple(map(str, range(classes)))
         self.top_k = top_k if 1 < top_k < classes else None  # else it says 1, or accuracy again
         self.loss = CrossEntropy(ignore_index, label_smoothing)
-        self.ignored = ignore_index
+        self.indices, self.ignored = classes, ignore_index
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy, 0-d."""

@@ -33,7 +33,7 @@ class LanguageModelling(Objective):
         self.vocab = vocab
         self.bits = "bits_per_byte" if vocab == BYTES else "bits_per_token"
         self.loss = CrossEntropy(ignore_index)
-        self.ignored = ignore_index
+        self.indices, self.ignored = vocab, ignore_index
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy per token, in nats, 0-d."""

@@ -26,6 +26,7 @@ class Regression(Objective):
 
     monitor = "val/loss"
     higher_is_better = False
+    indices = 0
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean squared error over samples and targets, 0-d."""

@@ -8,12 +8,13 @@ the rest; it reads and writes the state that `Update` keeps, so any step may tak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner import compiler
 from runner.errors import DataError
 from runner.optim.kernel import Group
 from runner.optim.update import Update
@@ -35,11 +36,13 @@ class WholeStep:
         contexts: Contexts,
         update: Update,
         samples: int,
-        classes: int | None,
         options: dict[str, Any],
+        limit: int | None = None,
     ) -> None:
-        self.update, self.samples = update, samples
-        self.targets = Targets(classes, objective.ignored, update.device)
+        """`limit` is what integer targets are below, where the objective does not state it."""
+        self.update, self.samples, self.limit = update, samples, limit
+        self.contexts = contexts
+        self.targets = Targets(objective.indices, objective.ignored, update.device)
         self.never = torch.zeros((), device=update.device)
         self.always = torch.ones((), device=update.device)
         update.schedule_on_device()
@@ -47,7 +50,7 @@ class WholeStep:
         if update.lr is not None:  # whose optimizer is somebody else's may change under us
             options = {**options, "guard_filter_fn": _worth_checking}
         self._step = torch.compile(
-            _traced(forward, objective, contexts, update, self.targets),
+            _traced(forward, objective, update, self.targets),
             fullgraph=True,
             options=options,
         )
@@ -63,13 +66,19 @@ class WholeStep:
         return None
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the graph is for batches of this size; the last of an epoch may be smaller."""
+        """Whether the graph is for this batch: the last of an epoch may be smaller.
+
+        And a target that the user's own loss may or may not ignore is left to the ordinary step.
+        """
         update = self.update
-        return count(batch[1]) == self.samples and update.kernel is not None and update.one_rate
+        if count(batch[1]) != self.samples or update.kernel is None or not update.one_rate:
+            return False
+        return self.limit is None or not compiler.beyond(batch[1], self.limit)
 
     def check(self) -> None:
         """Raise DataError if a target was no class since; its step was skipped. The host waits."""
         if bool(self.targets.wrong):
+            self.targets.wrong.zero_()  # said once: what is saved on the way out is sound
             raise DataError(
                 f"target {int(self.targets.value)} is out of range: there are classes 0 to "
                 f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
@@ -79,7 +88,7 @@ class WholeStep:
         """Make the step."""
         if self.update.lr is None:
             self.update.follow_owner()
-        loss, norm, skipped, overflow = self._step(*batch, self.never)
+        loss, norm, skipped, overflow = self._run(batch, self.never)
         self.steps += 1
         if self.update.scale:
             self.update.scale.update(overflow)
@@ -87,7 +96,15 @@ class WholeStep:
 
     def rehearse(self, batch: Batch) -> None:
         """Compute all of the step and keep nothing of it: as if it were skipped."""
-        self._step(*batch, self.always)
+        self._run(batch, self.always)
+
+    def _run(self, batch: Batch, veto: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if not self.contexts:
+            return self._step(*batch, veto)
+        with ExitStack() as stack:  # out here, since a graph with them in it is not kept on disk
+            for context in self.contexts:
+                stack.enter_context(context())
+            return self._step(*batch, veto)
 
 
 class Targets:
@@ -103,47 +120,38 @@ class Targets:
 
     def checked(self, target: Any, veto: Tensor) -> tuple[Any, Tensor]:
         """The target with no wrong class in it, and 1.0 if there was one (or `veto` is)."""
-        if self.classes is None or not isinstance(target, Tensor) or target.dtype != torch.int64:
+        if not self.classes or not isinstance(target, Tensor):
+            return target, veto
+        if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
             return target, veto
         bad = (target < 0) | (target >= self.classes)
         if self.ignored is not None:
             bad = bad & (target != self.ignored)
         found = bad.any()
-        self.value.copy_(torch.where(found, torch.where(bad, target, 0).sum(), self.value))
+        least = torch.iinfo(target.dtype).min
+        self.value.copy_(torch.where(found, torch.where(bad, target, least).max(), self.value))
         self.wrong.logical_or_(found)
         return torch.where(bad, 0, target), torch.maximum(veto, found.to(veto.dtype))
 
 
 def _worth_checking(guards: Sequence[Any]) -> list[bool]:
-    """Which of the tracer's assumptions to test at each call: a third of a small step, all of them.
+    """Which of the tracer's assumptions to test at each call: a sixth of a small step, all of them.
 
-    What is ours does not change but through this module, and weights stay where they are; whatever
+    What is ours does not change but through this module, the optimizer's options aside; whatever
     the user's model holds is looked at.
     """
-    ours = ("update", "parameters", "contexts", "targets", "G['__import_runner")
-    return [
-        not (
-            g.name.startswith(ours) or (g.guard_type == "TENSOR_MATCH" and "_parameters" in g.name)
-        )
-        for g in guards
-    ]
+    ours = ("update", "parameters", "targets", "G['__import_runner")
+    return [not g.name.startswith(ours) or ".options" in g.name for g in guards]
 
 
 def _traced(
     forward: Callable[..., Any],
     objective: Objective,
-    contexts: Contexts,
     update: Update,
     targets: Targets,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The function that becomes the graph; all of its Python runs while it is traced."""
     parameters = update.parameters
-
-    def compute(inputs: Any, target: Any, around: Contexts) -> Tensor:
-        if not around:
-            return objective(call(forward, inputs), target)
-        with around[0]():
-            return compute(inputs, target, around[1:])
 
     def step(inputs: Any, target: Any, veto: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kernel = update.kernel
@@ -151,7 +159,7 @@ def _traced(
             raise RuntimeError("parameters differ in their number of updates")
         target, veto = targets.checked(target, veto)
         before = [buffer.clone() for buffer in update.buffers()]
-        loss = compute(inputs, target, contexts)
+        loss = objective(call(forward, inputs), target)
         scaled = loss if update.scale is None else loss * update.scale.value
         gradients = torch.autograd.grad(scaled, parameters)
         with torch.no_grad():

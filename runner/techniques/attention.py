@@ -77,7 +77,10 @@ class Attention(Technique):
         inputs, _ = trial.batch(draft, samples)
         with trial.untouched(draft):
             draft.model.train()
-            calls = kernels.calls_of(lambda: trial.forward(draft, inputs))
+            try:
+                calls = kernels.calls_of(lambda: trial.forward(draft, inputs))
+            except Exception as error:  # such as a model that knows its batch size
+                return f"the model does not take {samples} samples ({type(error).__name__})"
             if not calls:
                 return "the model does not call scaled_dot_product_attention"
             with trial.entered(draft):

@@ -73,6 +73,7 @@ class Compile(Technique):
         modes = compiler.modes(self.mode.value, draft)
         draft.compilation = compilation = Compilation(parts, modes, self.dynamic)
         draft.recoveries.append(compilation.recover)
+        draft.scope.callback(compilation.stop)
         if draft.whole_step is None:
             compilation.start()
         return None
@@ -106,6 +107,12 @@ class Compilation:
             part._compiled_call_impl = None
             if self.mode:
                 _compile(part, mode=self.mode, dynamic=self.dynamic)
+
+    def stop(self) -> None:
+        """Back to eager."""
+        self.mode = ""
+        for part in self.parts:
+            part._compiled_call_impl = None
 
     def recover(self, run: Run, error: Exception) -> bool:
         """Go down a mode, if it is the compiler that failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runner import modes
 from runner.run import Draft, call, count
 
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
@@ -12,17 +13,22 @@ def forward_mflop(draft: Draft) -> float:
 
     A rule on this number repeats, where a race would come out differently from run to run.
     """
+    if draft.sample_mflop is None:
+        try:
+            draft.sample_mflop = _count(draft, SAMPLES)
+        except Exception:  # such as a model that knows its batch size
+            draft.sample_mflop = _count(draft, draft.micro_batch)
+    return draft.sample_mflop * draft.micro_batch
+
+
+def _count(draft: Draft, samples: int) -> float:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    if draft.sample_mflop is None:
-        inputs, target = draft.sample(SAMPLES)
-        training = draft.model.training
-        draft.model.eval()
-        try:
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                call(draft.model, inputs)
-        finally:
-            draft.model.train(training)
-        draft.sample_mflop = counter.get_total_flops() / count(target) / 1e6
-    return draft.sample_mflop * draft.micro_batch
+    from runner.techniques import trial
+
+    inputs, target = trial.batch(draft, samples)
+    with modes.evaluating(draft.model), torch.no_grad():
+        with FlopCounterMode(display=False) as counter:
+            call(draft.model, inputs)
+    return float(counter.get_total_flops()) / count(target) / 1e6

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from runner import modes
 from runner.errors import ConfigError
 from runner.run import Draft, Evidence, Run, Technique, call
 
@@ -107,15 +108,10 @@ def _step_seconds(draft: Draft) -> tuple[float, float]:
     asked = perf_counter()
     inputs = next(loader.batches(0))[0]
     fetched = perf_counter() - asked
-    training = draft.model.training
-    draft.model.eval()
-    try:
-        with torch.no_grad():
-            call(draft.model, inputs)  # allocations, choice of kernels
-            draft.device.synchronize()
-            start = perf_counter()
-            call(draft.model, inputs)
-            draft.device.synchronize()
-    finally:
-        draft.model.train(training)
+    with modes.evaluating(draft.model), torch.no_grad():
+        call(draft.model, inputs)  # allocations, choice of kernels
+        draft.device.synchronize()
+        start = perf_counter()
+        call(draft.model, inputs)
+        draft.device.synchronize()
     return (1 + BACKWARD) * (perf_counter() - start), fetched

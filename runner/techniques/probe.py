@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from runner import compiler, modes
 from runner.run import Run, call, rows
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ def outputs(run: Run, layers: Sequence[nn.Module]) -> list[Tensor]:
         if isinstance(output, torch.Tensor):
             seen.setdefault(module, output)
 
-    training = run.model.training
-    run.model.eval()
     with ExitStack() as stack:
-        stack.callback(run.model.train, training)
+        stack.enter_context(modes.evaluating(run.model))
         stack.callback(run.validation.close)
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -58,16 +57,22 @@ def operators(run: Run) -> Mapping[str, int]:
         with profiler:
             rehearse(run)
             run.device.synchronize()
-        run.operators = {event.key: event.count for event in profiler.key_averages()}
+        seen = {event.key: event.count for event in profiler.key_averages()}
+        run.operators = {**seen, **compiler.kernels()} if run.whole is not None else seen
     return run.operators
 
 
 def rehearse(run: Run) -> None:
-    """Forward and backward over one micro-batch of the training set, and no update."""
+    """A step over the first training batch, and no update: forward and backward, or one graph."""
     import torch
 
+    batches = run.train.batches(0)
     try:
-        batch = rows(next(run.train.batches(0)), slice(run.micro_batch))
+        batch = next(batches)
+        if run.whole is not None and run.whole.takes(batch):
+            run.whole.rehearse(batch)
+            return
+        batch = rows(batch, slice(run.micro_batch))
         run.update.begin()
         with ExitStack() as stack:
             for context in run.contexts:

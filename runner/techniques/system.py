@@ -62,6 +62,8 @@ class System(Technique):
                 notes["cudnn_benchmark"] = "device.deterministic: it picks kernels by timing"
             elif self.cudnn_benchmark:
                 numerics.set_cudnn_benchmark(True, draft.scope)
+        if not notes and draft.threads_asked is not None:
+            return "device.threads decides, and the rest of it is switched off"
         draft.remarks["system"] = {
             f"{name}_left_alone": why for name, why in notes.items() if why is not None
         }

@@ -8,21 +8,13 @@ from typing import Any
 
 import torch
 
+from runner import modes
 from runner.run import Batch, Draft, Inputs, call
 
 
 def batch(draft: Draft, samples: int) -> Batch:
-    """So many training samples on the device, laid out as the run's batches will be."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(draft.device.torch)
-        if isinstance(value, dict):
-            return {key: move(item) for key, item in value.items()}
-        return tuple(move(item) for item in value)
-
-    inputs, target = draft.sample(samples)
-    found: Batch = (move(inputs), move(target))
+    """So many training samples, laid out as the run's batches will be."""
+    found = draft.sample(samples)
     for place in draft.placements:
         found = place(found)
     return found
@@ -43,19 +35,17 @@ def untouched(draft: Draft) -> Iterator[None]:
 
     The random state of an accelerator is set anew at each step anyway.
     """
-    modes = {module: module.training for module in draft.model.modules()}
     buffers = {name: buffer.clone() for name, buffer in draft.model.named_buffers()}
     noise = torch.get_rng_state()
     try:
-        yield
+        with modes.kept(draft.model):
+            yield
     finally:
         torch.set_rng_state(noise)
         with torch.no_grad():
             for name, buffer in draft.model.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        for module, training in modes.items():
-            module.training = training
 
 
 def forward(draft: Draft, inputs: Inputs) -> Any:

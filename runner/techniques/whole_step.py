@@ -46,6 +46,8 @@ class WholeStep(Technique):
         compiler.prepare(draft.scope)
         compiler.check_tokens(draft)
         compiler.allow_gradients_in_graphs(draft.scope)
+        if draft.device.kind == "cpu" and draft.objective.indices is None:
+            draft.index_limit = _index_limit(draft)
         draft.whole_step = compiler.options(draft, self.cpp_wrapper)
         # with whose state the graph works, and which makes the steps that are not full batches
         draft.optimizer_options.update(fastest(draft.optimizer_class, draft.model)[0])
@@ -58,3 +60,27 @@ class WholeStep(Technique):
             return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
         facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.facts()}
         return Evidence(whole.steps > 0, "" if whole.steps else "no full batch came", facts)
+
+
+def _index_limit(draft: Draft) -> int | None:
+    """The number of classes that a loss of the user's own picks from, by the shapes; else None.
+
+    On a CPU compiled code ends the process at an index that is out of range.
+    """
+    import torch
+
+    from runner.techniques import trial
+
+    inputs, target = trial.batch(draft, draft.micro_batch)
+    if not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return None
+    with trial.untouched(draft), torch.no_grad():
+        output = trial.forward(draft, inputs)
+    output = getattr(output, "logits", output)
+    if not isinstance(output, torch.Tensor) or output.ndim < 2:
+        return None
+    if output.shape[:-1] == target.shape:
+        return int(output.shape[-1])
+    if output.shape[:1] + output.shape[2:] == target.shape:
+        return int(output.shape[1])
+    return None

@@ -145,3 +145,35 @@ def test_an_error_of_the_users_model_stays_the_users_error() -> None:
     with pytest.raises(Exception, match="my own mistake") as caught:
         trained(*TABLE, "model._target_=my_package.Faulty", "optimization=none")
     assert not isinstance(caught.value, RunnerError)
+
+
+def test_a_model_that_knows_its_batch_size_trains_and_what_had_to_look_ahead_says_so() -> None:
+    data = ["data.drop_last=true", "data.samples=320", "data.validation=0.1"]
+    asked = ["optimization=advanced", "optimization.attention.enabled=true",
+             "optimization.compile.enabled=false"]  # fmt: skip
+    told(trained(*TABLE, *data, *asked, "model._target_=my_package.KnowsItsBatch"))
+
+
+def test_a_part_that_its_owner_keeps_in_evaluation_mode_stays_in_it() -> None:
+    from runner import optimize_training_loop
+
+    backbone = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).eval()
+    model = torch.nn.Sequential(backbone, torch.nn.Linear(8, 2))
+    model[1].train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(16, 8), torch.randint(0, 2, (16,))
+    with optimize_training_loop(
+        model, optimizer, torch.nn.functional.cross_entropy, level="advanced"
+    ) as loop:
+        for _ in range(3):
+            loop(batch)
+        loop.summary()
+        assert not backbone.training and model[1].training
+    assert int(backbone[1].num_batches_tracked) == 0
+
+
+def test_a_closed_run_leaves_its_model_eager() -> None:
+    with build(compose([*QUIET, *TABLE, "model=mlp", "optimization=compile"])) as run:
+        model = run.model
+        assert model._compiled_call_impl is not None
+    assert model._compiled_call_impl is None

@@ -181,7 +181,9 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
         inputs = next(run.validation.batches(0))[0]
         layers = run.model.get_submodule("layers")
         plain = layers.forward
-        layers.forward = lambda x: plain(x)  # type: ignore[method-assign]  # as techniques do
+        replaced = lambda x: plain(x)  # noqa: E731  # as techniques do
+        replaced.__module__ = "runner.techniques.recompute"
+        layers.forward = replaced  # type: ignore[method-assign]
         run.model.compile(backend="eager")
         before = {name: value.clone() for name, value in run.model.state_dict().items()}
         copy = standalone(run)
@@ -194,6 +196,16 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
         assert not copy(inputs).any()
         assert exact.any()
         assert all(torch.equal(before[k], v) for k, v in run.model.state_dict().items())
+
+
+def test_a_forward_that_the_user_replaced_stays_in_the_copy() -> None:
+    with built() as run:
+        inputs = next(run.validation.batches(0))[0]
+        layers = run.model.get_submodule("layers")
+        plain = layers.forward
+        layers.forward = lambda x: 3 * plain(x)  # type: ignore[method-assign]
+        run.model.eval()
+        assert torch.equal(standalone(run)(inputs), run.model(inputs))
 
 
 @pytest.mark.parametrize("backend", ["auto", "own"])

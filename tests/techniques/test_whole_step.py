@@ -170,3 +170,74 @@ def test_a_hook_that_looks_at_gradients_gets_them() -> None:
         assert run.whole is not None and run.whole.steps == 6
     assert len(looks.norms) == 3
     assert all(norm > 0 for norm in looks.norms)
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_number_of_the_model_that_changes_each_step_is_not_frozen() -> None:
+    own = ["model._target_=my_package.Cooling", "security.trusted=[my_package]"]
+    _, _, expected = trained(*TABLE, "training.steps=14", *own)
+    _, summary, losses = trained(*TABLE, "training.steps=14", *WHOLE, *own)
+    assert losses == pytest.approx(expected, rel=1e-4)  # compiled anew, in the end given up
+    assert summary.status == "done"
+
+
+def test_options_of_the_optimizer_that_change_are_seen() -> None:
+    def last(*overrides: str) -> dict[str, Tensor]:
+        class Changes(Hook):
+            def on_step(self, run: Run, step: Step) -> None:
+                if step.number == 3:
+                    run.update.optimizer.param_groups[0]["weight_decay"] = 5.0
+
+        with build(compose([*TINY, "training.steps=8", *overrides])) as run:
+            run.hooks.append(Changes())
+            train(run)
+            return weights(run)
+
+    eager, whole = last(), last(*WHOLE)
+    for name, value in eager.items():
+        torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_frozen_on_the_way_is_frozen() -> None:
+    class Freezes(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 3:
+                run.model.layers[0].weight.requires_grad_(False)  # type: ignore[index,union-attr]
+                self.then = run.model.layers[0].weight.clone()  # type: ignore[index,union-attr]
+
+    freezes = Freezes()
+    with build(compose([*TINY, "training.steps=8", *WHOLE])) as run:
+        run.hooks.append(freezes)
+        train(run)
+        assert torch.equal(run.model.layers[0].weight, freezes.then)  # type: ignore[index,union-attr]
+
+
+def test_a_loss_of_ones_own_may_ignore_what_it_likes_and_is_told_what_is_no_class() -> None:
+    from torch.nn import functional as F
+
+    from runner import create_training_pipeline
+
+    inputs, target = torch.randn(96, 8), torch.randint(0, 3, (96,))
+    target[::7] = -1
+    model = torch.nn.Linear(8, 3)
+    quiet = ["training.epochs=2", "monitoring=quiet", "training.batch_size=16"]
+    with create_training_pipeline(
+        model, (inputs, target), loss_fn=lambda o, t: F.cross_entropy(o, t, ignore_index=-1),
+        level="ultra", overrides=[*quiet, "data.shuffle=false"], folder=None,
+    ) as pipeline:  # fmt: skip
+        assert pipeline.train().skipped_steps == 0
+
+
+def test_after_a_wrong_target_what_was_learned_is_saved(tmp_path: Path) -> None:
+    class Spoils(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            if step.number == 4:
+                assert run.whole is not None
+                run.whole.targets.wrong.fill_(True)
+
+    with build(compose([*TINY, *WHOLE, "training.steps=40"]), tmp_path) as run:
+        run.hooks.append(Spoils())
+        with pytest.raises(DataError, match="is out of range"):
+            train(run)
+    steps = [int(p.name.removeprefix("step_")) for p in tmp_path.glob("checkpoints/step_*")]
+    assert max(steps) >= 4

@@ -1,0 +1,33 @@
+"""Training and evaluation mode, each module's own.
+
+`model.train()` would also set a part to training that its owner keeps in evaluation mode, such as
+a frozen backbone whose BatchNorm must not learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Every module's mode is afterwards what it was."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and afterwards each module as it was."""
+    with kept(model):
+        model.eval()
+        yield
