@@ -24,7 +24,7 @@ def not_worth_it(min_steps: int | None, draft: Draft) -> str | None:
     needed = int(draft.choose("optimization.compile.break_even_steps", partial(_break_even, draft)))
     if draft.total_steps >= needed:
         return None
-    return f"{draft.total_steps:,} steps do not pay it back, {needed:,} would"
+    return f"{draft.total_steps:,} steps do not pay it back; that takes {needed:,} or more"
 
 
 def _break_even(draft: Draft) -> tuple[int, str]:

@@ -97,9 +97,8 @@ class System(Technique):
         busy = process.busy_cores()
         threads = process.free_threads(most, busy)
         if threads < most:
-            reason += (
-                f"; other processes keep {busy:.1f} cores busy (device.threads={most} for all)"
-            )
+            cores = len(process.affinity() or ()) or most
+            reason += f"; there are {cores} cores, {busy:.1f} of them busy with other processes"
         return threads, reason
 
     def engaged(self, run: Run) -> Evidence:
