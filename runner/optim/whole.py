@@ -46,6 +46,9 @@ class WholeStep:
         self.never = torch.zeros((), device=update.device)
         self.always = torch.ones((), device=update.device)
         update.schedule_on_device()
+        self.graphed = bool(options.get("triton.cudagraphs"))
+        if self.graphed:
+            _stay_in_place(update, self.targets)
         self.steps = 0  # made so far
         if update.lr is not None:  # whose optimizer is somebody else's may change under us
             options = {**options, "guard_filter_fn": _worth_checking}
@@ -90,6 +93,8 @@ class WholeStep:
             self.update.follow_owner()
         loss, norm, skipped, overflow = self._run(batch, self.never)
         self.steps += 1
+        if self.graphed:  # the next replay writes over them, and they are read later
+            loss, norm, skipped = loss.clone(), norm.clone(), skipped.clone()
         if self.update.scale:
             self.update.scale.update(overflow)
         return loss, norm, skipped
@@ -132,6 +137,17 @@ class Targets:
         self.value.copy_(torch.where(found, torch.where(bad, target, least).max(), self.value))
         self.wrong.logical_or_(found)
         return torch.where(bad, 0, target), torch.maximum(veto, found.to(veto.dtype))
+
+
+def _stay_in_place(update: Update, targets: Targets) -> None:
+    """Promise that what a step changes keeps its address: else CUDA graphs are not recorded."""
+    kernel = update.kernel
+    groups = [] if kernel is None else kernel.groups
+    state = [t for group in groups for t in (*group.first, *group.second)]
+    counters = [update.updates, targets.wrong, targets.value]
+    counters += [] if kernel is None else [kernel.count]
+    for tensor in (*state, *counters, *update.average):  # the model's own are known to stay
+        torch._dynamo.mark_static_address(tensor)
 
 
 def _worth_checking(guards: Sequence[Any]) -> list[bool]:
