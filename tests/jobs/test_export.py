@@ -169,7 +169,7 @@ def test_int8_weights_that_there_are_not_are_no_file(mlp: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"^evaluate\.export: there is no quantised model"):
         evaluated(mlp, tmp_path, *more, "evaluate.export=quantized")
     with pytest.raises(ConfigError, match=r"^optimization\.quantization: .*no linear layer"):
-        evaluated(mlp, tmp_path / "strict", *more, "optimization.strict=true")
+        evaluated(mlp, tmp_path / "strict", *more, "optimization=basic", "optimization.strict=true")
 
 
 @pytest.mark.parametrize(

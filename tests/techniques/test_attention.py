@@ -184,7 +184,14 @@ def test_auto_says_what_it_measured_and_takes_hold() -> None:
 
 def test_auto_looks_at_the_type_that_mixed_precision_computes_in() -> None:
     with build(
-        compose([*GPT, "optimization.amp.enabled=true", "optimization.amp.dtype=bf16"])
+        compose(
+            [
+                "optimization=basic",
+                *GPT,
+                "optimization.amp.enabled=true",
+                "optimization.amp.dtype=bf16",
+            ]
+        )
     ) as run:
         choice = next(c for c in run.choices if c.key == "optimization.attention.kernel")
     assert "(bfloat16)" in choice.reason
@@ -261,7 +268,7 @@ def test_a_kernel_that_cannot_be_had_here_is_a_reason_and_an_error_under_strict(
         row = next(row for row in run.engagements if row.name == "attention")
     assert says in row.reason
     with pytest.raises(ConfigError, match=rf"optimization\.attention.*{says}"):
-        build(compose([*asked, "optimization.strict=true"]))
+        build(compose(["optimization=basic", *asked, "optimization.strict=true"]))
 
 
 # -- models of others --------------------------------------------------------------------------
