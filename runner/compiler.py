@@ -179,10 +179,10 @@ def facts() -> dict[str, Any]:
     )
     found: dict[str, Any] = {
         "graphs": int(counters["stats"]["unique_graphs"]),
+        "seconds": round(sum((c.duration_us or 0) for c in compiled) / 1e6, 2),  # of compiling
+        "cache": "warm" if hits and not counters["inductor"]["fxgraph_cache_miss"] else "cold",
         "graph_breaks": len(breaks),
         "recompiles": sum(1 for c in forward if c.recompile_reason),
-        "seconds": round(sum((c.duration_us or 0) for c in compiled) / 1e6, 2),
-        "cache": "warm" if hits and not counters["inductor"]["fxgraph_cache_miss"] else "cold",
     }
     if breaks:
         found["broken_at"] = breaks[:10]

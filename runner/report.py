@@ -14,11 +14,13 @@ from rich.text import Text
 
 from runner.record import markdown as md
 from runner.record.console import one_line
+from runner.run import Engagement
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
 
 Row = tuple[str, str]
+SHOWN = 4  # facts of a technique, in the terminal
 
 
 def terminal(summary: Summary, folder: Path | None) -> RenderableType:
@@ -87,11 +89,7 @@ def _sections(
     yield (
         "techniques",
         [
-            (
-                row.name,
-                ("engaged" if row.engaged else "fell back")
-                + (f": {row.reason}" if row.reason else ""),
-            )
+            (row.name, _verdict(row, None if per_class else SHOWN))
             for row in summary.techniques
             if row.requested
         ],
@@ -105,6 +103,23 @@ def _sections(
         troubles.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
     yield "faults", troubles
     yield "files", _files(summary, folder)
+
+
+def _verdict(row: Engagement, most: int | None) -> str:
+    """Whether it took hold, why (not), and so many of the facts that show it."""
+    if not row.engaged:
+        return f"fell back: {row.reason}"
+    facts = []
+    for name, value in row.evidence.items():
+        if isinstance(value, dict):
+            value = " ".join(
+                f"{key}×{x}" if isinstance(x, int) else f"{key}={x}" for key, x in value.items()
+            )
+        if isinstance(value, bool | int | float | str) and value != "":
+            shown = str(value).lower() if isinstance(value, bool) else value
+            facts.append(f"{name.replace('_', ' ')} {shown}")
+    told = "; ".join(part for part in (row.reason, ", ".join(facts[:most])) if part)
+    return f"engaged: {told}" if told else "engaged"
 
 
 def _result(summary: Summary, per_class: bool) -> list[Row]:
