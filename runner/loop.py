@@ -154,6 +154,8 @@ def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
     """The step in one graph; None, from then on too, where there can be no such graph."""
     number = run.progress.step + 1
     run.device.reseed(mix(run.seed, number))
+    if not whole.steps:
+        log.info("compiling the step, which takes seconds, and up to a minute the first time")
     try:
         loss, norm, skipped = whole(batch)
     except Exception as error:

@@ -110,8 +110,8 @@ def double(value: Any) -> Any:
     return _cast(value, torch.float64)
 
 
-def nudge(model: nn.Module, seed: int) -> None:
-    """Move every weight to a neighbouring number, up or down at random.
+def nudge(model: nn.Module, seed: int, ulps: int) -> None:
+    """Move every weight by so many units in the last place, up or down at random.
 
     What follows differs from what would have been by rounding alone, so it shows how far one
     rounding is carried. The idea is that of Monte Carlo arithmetic (Parker 1997).
@@ -121,8 +121,8 @@ def nudge(model: nn.Module, seed: int) -> None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 sign = torch.randint(0, 2, parameter.shape, generator=noise) * 2 - 1
-                ulp = 2 * ROUNDOFF.get(parameter.dtype, 0.0)
-                parameter.mul_(1 + ulp * sign.to(parameter))
+                step = ulps * 2 * ROUNDOFF.get(parameter.dtype, 0.0)
+                parameter.mul_(1 + step * sign.to(parameter))
 
 
 def _rounded(run: Run, kind: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
 from runner.run import Choice, Draft, Evidence, Run, Technique
-from runner.techniques.flops import forward_mflop
+from runner.techniques.flops import product_mflop
 from runner.techniques.probe import outputs
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Amp(Technique):
 
     dtype: Precision = Precision.auto
     pure: bool = False
-    min_mflop: float = 0.0  # a smaller forward loses more by casting than it gains
+    min_mflop: float = 0.0  # a product smaller than this loses more by casting than it gains
     initial_scale: float = 65536.0  # of the loss in fp16, torch's default; it adapts
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class Amp(Technique):
         complex_weights = [n for n, p in draft.model.named_parameters() if p.is_complex()]
         if complex_weights:
             return f"there are no 16-bit complex numbers, and {complex_weights[0]} is complex"
-        if self.min_mflop and (mflop := forward_mflop(draft)) < self.min_mflop:
-            return f"a forward takes {mflop:,.1f} MFLOP: casting costs more than it saves"
+        if self.min_mflop and (mflop := product_mflop(draft)) < self.min_mflop:
+            return f"a product takes {mflop:,.1f} MFLOP: casting costs more than it saves"
         able = draft.device.capabilities
         fp16 = self.dtype is Precision.fp16 or (
             self.dtype is Precision.auto and not able.bf16_fast and not self.pure

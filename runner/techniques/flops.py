@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from runner import modes
 from runner.run import Draft, call, count
 
@@ -13,22 +15,42 @@ def forward_mflop(draft: Draft) -> float:
 
     A rule on this number repeats, where a race would come out differently from run to run.
     """
+    return _counted(draft)[0] * draft.micro_batch
+
+
+def product_mflop(draft: Draft) -> float:
+    """The same for one of its products or convolutions, on average."""
+    return forward_mflop(draft) / max(1, _counted(draft)[1])
+
+
+def _counted(draft: Draft) -> tuple[float, int]:
     if draft.sample_mflop is None:
         try:
             draft.sample_mflop = _count(draft, SAMPLES)
         except Exception:  # such as a model that knows its batch size
             draft.sample_mflop = _count(draft, draft.micro_batch)
-    return draft.sample_mflop * draft.micro_batch
+    return draft.sample_mflop
 
 
-def _count(draft: Draft, samples: int) -> float:
+def _count(draft: Draft, samples: int) -> tuple[float, int]:
+    """For a sample, and how many products and convolutions there are."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
     from runner.techniques import trial
 
+    class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        seen = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen += func._overloadpacket in flop_registry
+            return func(*args, **(kwargs or {}))
+
     inputs, target = trial.batch(draft, samples)
     with modes.evaluating(draft.model), torch.no_grad():
-        with FlopCounterMode(display=False) as counter:
+        with Products() as products, FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
             call(draft.model, inputs)
-    return float(counter.get_total_flops()) / count(target) / 1e6
+    return float(counter.get_total_flops()) / count(target) / 1e6, products.seen

@@ -67,6 +67,7 @@ def rehearse(run: Run) -> None:
     import torch
 
     batches = run.train.batches(0)
+    gradients = [parameter.grad for parameter in run.model.parameters()]
     try:
         batch = next(batches)
         if run.whole is not None and run.whole.takes(batch):
@@ -82,5 +83,5 @@ def rehearse(run: Run) -> None:
     finally:
         run.update.abandon()
         run.train.close()
-        for parameter in run.model.parameters():
-            parameter.grad = None
+        for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient

@@ -152,7 +152,8 @@ class Recompute(Technique):
         if compiled:
             facts["compiled_held_bytes"] = held = _held(run)
             # a graph in which nothing is recomputed holds about what eager does without it
-            took = 0 < held < (recomputed.held + recomputed.held_without) / 2
+            saved = recomputed.held_without - recomputed.held
+            took = 0 < held < recomputed.held_without - saved / 4
             return Evidence(took, "" if took else "the compiled graph holds no less", facts)
         recomputed.again = 0
         rehearse(run)

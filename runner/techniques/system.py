@@ -89,8 +89,10 @@ class System(Technique):
         size = f"a forward takes {mflop:,.1f} MFLOP"
         if mflop < self.small_mflop:
             return 1, f"{size}, too little to share out"
+        if most == 1:
+            return 1, "there is but one"
         reason = f"{size}, enough to share out"
-        if not self.neighbours or most == 1:
+        if not self.neighbours:
             return most, reason
         if _deterministic():  # the number of threads decides the last bits of a sum
             return most, f"{reason}; device.deterministic: whatever else the machine does"
