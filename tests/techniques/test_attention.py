@@ -147,8 +147,9 @@ def test_a_kernel_asked_for_by_name_is_the_one_that_ran(kernel: str) -> None:
 def test_compiled_too_also_after_another_kernel_was_compiled_and_cached(tmp_path: Path) -> None:
     for kernel, name in (("math", "bmm"), ("flash", "flash"), ("plain", "bmm")):
         row = attention(
-            f"optimization.attention.kernel={kernel}", "optimization.compile.enabled=true"
-        )
+            "optimization=compile", "optimization.attention.enabled=true",
+            f"optimization.attention.kernel={kernel}",
+        )  # fmt: skip
         assert row.engaged, row.reason
         assert list(row.evidence["ran"]) == [name]
 
