@@ -214,6 +214,9 @@ class Loader(Protocol):
     def batches(self, start: int) -> Iterator[Batch]:
         """Batches from step `start` (0 is the first) on, epoch after epoch, on the device."""
 
+    def peek(self) -> Batch:
+        """The first batch, fetched here, so that workers go on with what they are at."""
+
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds."""
 

@@ -47,6 +47,9 @@ class Ready:
     def batches(self, start: int) -> Iterator[Any]:
         return iter(self.timed)
 
+    def peek(self) -> Any:
+        return self.timed.data[0]
+
     def samples(self, step: int) -> int:
         return self.count
 

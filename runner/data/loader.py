@@ -127,13 +127,11 @@ class BatchLoader:
             batches: Iterator[Batch] = (self.fetch(key) for keys in epochs for key in keys)
         else:
             batches = self._from_workers(epochs, self.pool)
-        if not self.placements:
-            yield from batches
-            return
-        for batch in batches:
-            for place in self.placements:
-                batch = place(batch)
-            yield batch
+        yield from map(self._placed, batches) if self.placements else batches
+
+    def peek(self) -> Batch:
+        """The first batch, fetched here, so that workers go on with what they are at."""
+        return self._placed(self.fetch((0, 0)))
 
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds."""
@@ -144,6 +142,11 @@ class BatchLoader:
         """Kill every worker, at once."""
         if self.pool is not None:
             self.pool.close()
+
+    def _placed(self, batch: Batch) -> Batch:
+        for place in self.placements:
+            batch = place(batch)
+        return batch
 
     def _epochs(self, start: int) -> Iterator[Iterator[Key]]:
         """The keys of each epoch from step `start` on."""

@@ -131,7 +131,7 @@ class Optimized:
         if run is not None and not self.called:
             with modes.evaluating(self.model):
                 with torch.no_grad():
-                    inputs = next(run.validation.batches(0))[0]
+                    inputs = run.validation.peek()[0]
                     if isinstance(inputs, dict):
                         self(**inputs)
                     else:

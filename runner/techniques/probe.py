@@ -29,14 +29,13 @@ def outputs(run: Run, layers: Sequence[nn.Module]) -> list[Tensor]:
 
     with ExitStack() as stack:
         stack.enter_context(modes.evaluating(run.model))
-        stack.callback(run.validation.close)
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:
             stack.callback(layer.register_forward_hook(look).remove)
         for context in run.contexts:
             stack.enter_context(context())
-        call(run.forward, next(run.validation.batches(0))[0])
+        call(run.forward, run.validation.peek()[0])
     return list(seen.values())
 
 
@@ -66,10 +65,9 @@ def rehearse(run: Run) -> None:
     """A step over the first training batch, and no update: forward and backward, or one graph."""
     import torch
 
-    batches = run.train.batches(0)
     gradients = [parameter.grad for parameter in run.model.parameters()]
     try:
-        batch = next(batches)
+        batch = run.train.peek()
         if run.whole is not None and run.whole.takes(batch):
             run.whole.rehearse(batch)
             return
@@ -82,6 +80,5 @@ def rehearse(run: Run) -> None:
         torch.autograd.backward(loss)
     finally:
         run.update.abandon()
-        run.train.close()
         for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
             parameter.grad = gradient

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from runner import modes
 from runner.errors import ConfigError
 from runner.run import Draft, Evidence, Quantized, Run, Technique, call
 
@@ -188,18 +189,15 @@ def _latency_ratio(run: Run, model: nn.Module) -> float:
     """The time of a forward in int8 over one in float, both uncompiled; medians of rounds."""
     import torch
 
-    training = run.model.training
     forwards: tuple[Callable[..., Any], ...] = (model, run.forward)
     times: tuple[list[float], list[float]] = ([], [])
     with ExitStack() as stack:
-        stack.callback(run.validation.close)
-        stack.callback(run.model.train, training)
-        run.model.eval()
+        stack.enter_context(modes.evaluating(run.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:
             stack.enter_context(context())
-        inputs = next(run.validation.batches(0))[0]
+        inputs = run.validation.peek()[0]
         started = time.perf_counter()
         for number in range(ROUNDS + 1):
             for forward, taken in zip(forwards, times, strict=True):

@@ -275,7 +275,7 @@ def _held(run: Run) -> int:
     from runner.run import call, rows
 
     try:
-        batch = rows(next(run.train.batches(0)), slice(run.micro_batch))
+        batch = rows(run.train.peek(), slice(run.micro_batch))
         run.update.begin()
         with ExitStack() as stack:
             for context in run.contexts:
@@ -300,4 +300,3 @@ def _held(run: Run) -> int:
         return sum(sizes.values())
     finally:
         run.update.abandon()
-        run.train.close()

@@ -39,6 +39,9 @@ class Batches:
         while True:
             yield self.batch
 
+    def peek(self) -> Batch:
+        return self.batch
+
     def samples(self, step: int) -> int:
         return len(self.batch[1])
 

@@ -107,3 +107,12 @@ def test_a_closed_run_leaves_no_global_switch_behind(tmp_path: Path) -> None:
     before = switches()
     trained("debug=anomaly", "optimization=amp", "device.deterministic=true", "device.threads=1")
     assert switches() == before
+
+
+def test_looking_while_training_leaves_the_workers_at_what_they_do() -> None:
+    looks = ["optimization=custom", "optimization.system.enabled=true", "optimization.strict=true"]
+    run_on = ["data.workers=2", "training.steps=40", "device.threads=1"]
+    plain, watched = trained("optimization=custom", *run_on), trained(*looks, *run_on)
+    assert row(watched, "system").engaged  # looked at after the first report, strictly
+    assert watched.steps == 40
+    assert watched.metrics == plain.metrics
