@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runner.build import build
     from runner.config import RunConfig, compose
     from runner.evaluation import evaluate
+    from runner.hook import Hook, Verdict
     from runner.library.optimize import optimize, optimize_model
     from runner.library.pipeline import create_training_pipeline
     from runner.library.profile import profile_model
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from runner.library.system import system_info
     from runner.library.training_loop import optimize_training_loop
     from runner.loop import train
-    from runner.run import Evidence, Hook, Technique, Verdict
     from runner.summary import Summary
+    from runner.technique import Evidence, Technique
 
 __version__ = "0.1.0"
 
@@ -35,12 +36,12 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Evidence": "runner.run",
-    "Hook": "runner.run",
+    "Evidence": "runner.technique",
+    "Hook": "runner.hook",
     "RunConfig": "runner.config",
     "Summary": "runner.summary",
-    "Technique": "runner.run",
-    "Verdict": "runner.run",
+    "Technique": "runner.technique",
+    "Verdict": "runner.hook",
     "compose": "runner.config",
     "create_training_pipeline": "runner.library.pipeline",
     "evaluate": "runner.evaluation",

@@ -24,11 +24,13 @@ from runner.data.source import Source
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
+from runner.hook import Hook
 from runner.hooks.cleaning import Cleaning
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.loop_config import TrainingConfig
 from runner.models.build import build_model
+from runner.objective import Objective
 from runner.objectives.build import build_objective
 from runner.optim.adopted import adopt, share_state
 from runner.optim.optimizer import Optimizer, build_optimizer, find_optimizer
@@ -39,9 +41,10 @@ from runner.reader import Reader
 from runner.record.recorder import Recorder
 from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
-from runner.run import Choice, Draft, Engagement, Hook, Objective, Run, Technique
+from runner.run import Run
 from runner.security.targets import construct, resolve
 from runner.stopwatch import Stopwatch
+from runner.technique import Choice, Draft, Engagement, Technique
 
 log = logging.getLogger("runner")
 

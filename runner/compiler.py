@@ -15,8 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from runner.batch import Batch
 from runner.errors import DataError
-from runner.run import Batch, Draft
+from runner.technique import Draft
 
 log = logging.getLogger("runner")
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from runner import modes
+from runner.batch import Batch, call, count, rows
+from runner.hook import Evaluation
 from runner.recovery import evaluate_less_at_once
-from runner.run import Batch, Evaluation, Run, call, count, rows
+from runner.run import Run
 
 
 @torch.no_grad()

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from runner import compiler
+from runner.batch import Batch, call, count, rows
 from runner.errors import ConfigError, GaveUp, Interrupted, RunnerError, StorageError
 from runner.evaluation import evaluate
+from runner.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.interrupts import Interrupts
 from runner.outcome import engagements, look, summarise
 from runner.recovery import in_plain_words
 from runner.resume import roll_back, save
-from runner.run import Batch, Evaluation, Hook, Report, Run, Step, Verdict, call, count, rows
+from runner.run import Run
 from runner.seeds import mix
 from runner.summary import Summary
 

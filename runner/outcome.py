@@ -7,8 +7,9 @@ from collections import Counter
 
 from runner.device import memory
 from runner.record import provenance
-from runner.run import Engagement, Evidence, Run
+from runner.run import Run
 from runner.summary import CheckpointPaths, MemoryPeaks, Summary
+from runner.technique import Engagement, Evidence
 
 
 def summarise(run: Run, status: str, reason: str = "") -> Summary:

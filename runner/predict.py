@@ -23,8 +23,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from runner.batch import Batch, call, count
 from runner.device import memory
-from runner.run import Batch, Draft, call, count
+from runner.technique import Draft
 
 if TYPE_CHECKING:
     from runner.device.device import Device

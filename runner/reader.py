@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.run import Report, Step
+from runner.hook import Report, Step
 
 
 @dataclass

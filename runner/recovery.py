@@ -13,7 +13,8 @@ import torch
 
 from runner.device import memory
 from runner.errors import OutOfMemory, RunnerError
-from runner.run import Choice, Run
+from runner.run import Run
+from runner.technique import Choice
 
 log = logging.getLogger("runner")
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from runner.record import markdown as md
 from runner.record.console import one_line
-from runner.run import Engagement
 from runner.summary import Summary
+from runner.technique import Engagement
 
 log = logging.getLogger("runner")
 

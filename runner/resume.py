@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from runner.errors import CheckpointError
-from runner.run import Choice, Progress, Run
+from runner.run import Progress, Run
+from runner.technique import Choice
 
 log = logging.getLogger("runner")
 

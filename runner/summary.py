@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.errors import StorageError
-from runner.run import Choice, Engagement
+from runner.technique import Choice, Engagement
 
 FILE = "summary.json"
 

@@ -30,6 +30,8 @@ loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
 interrupts seeds storage
 device record security
 checkpoint
+batch objective
+hook technique
 run
 compiler deferred modes predict reader recovery resume summary
 evaluation outcome report stopwatch
@@ -46,7 +48,7 @@ __main__ __init__
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-errors *_config run summary overrides.* config cli.* __main__
+errors *_config batch objective hook technique run summary overrides.* config cli.* __main__
 __init__ *.__init__ *.config
 """.split()
 

@@ -25,7 +25,7 @@ from runner.objectives.classification import Classification
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.predict import predict
-from runner.run import Draft
+from runner.technique import Draft
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from runner.hook import Step
 from runner.reader import Reader
-from runner.run import Step
 
 
 def step(number: int, skipped: bool = False) -> Step:

@@ -15,8 +15,8 @@ import torch
 
 from runner import build, compose, train
 from runner.errors import ConfigError, OutOfMemory
+from runner.objective import Objective
 from runner.recovery import in_plain_words, is_out_of_memory
-from runner.run import Objective
 from runner.summary import Summary
 
 ROOT = Path(__file__).parents[1]

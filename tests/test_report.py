@@ -11,8 +11,8 @@ from rich.console import Console
 from runner import report
 from runner.errors import StorageError
 from runner.record import markdown
-from runner.run import Choice, Engagement
 from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
+from runner.technique import Choice, Engagement
 
 SUMMARY = Summary(
     status="done",

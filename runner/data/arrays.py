@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runner.batch import Sizes
 from runner.data.config import Arrays
 from runner.data.labels import check_classes, check_task, guess_task
 from runner.data.order import split
 from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
-from runner.run import Choice, Sizes
+from runner.technique import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runner.batch import Sizes
 from runner.data.config import Cancer, Digits
 from runner.data.order import split
 from runner.data.tensors import Tensors, standardise
-from runner.run import Sizes
 
 FILES = Path(__file__).parent / "files"
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.order import sample_seeds, split
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError, RunnerError
-from runner.run import Batch
 
 
 class Foreign(Source):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from runner.batch import Batch, Sizes
 from runner.data.config import Images
 from runner.data.order import split
 from runner.data.paths import class_folders, existing
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError
-from runner.run import Batch, Choice, Sizes
+from runner.technique import Choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.batch import Batch
 from runner.data.config import DataConfig
 from runner.data.order import Order
 from runner.data.source import Source
 from runner.data.workers import Key, Workers
 from runner.errors import ConfigError, DataError
-from runner.run import Batch, Choice
+from runner.technique import Choice
 
 MOST_WORKERS = 4  # that an automatic choice takes
 QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
@@ -101,7 +102,7 @@ class Fetch:
 
 
 class BatchLoader:
-    """The batches of one part of a data set (see the protocol `runner.run.Loader`)."""
+    """The batches of one part of a data set (see the protocol `runner.batch.Loader`)."""
 
     def __init__(
         self,

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from runner.batch import Batch, Sizes
 from runner.data.source import Source
-from runner.run import Batch, Choice, Sizes
+from runner.technique import Choice
 
 PADDING = 256  # after the 256 bytes
 

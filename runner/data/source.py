@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from runner.run import Batch, Choice, Sizes
+from runner.batch import Batch, Sizes
+from runner.technique import Choice
 
 
 class Source(ABC):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from runner.batch import Sizes
 from runner.data.config import Synthetic, SyntheticForm
 from runner.data.order import split
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError
-from runner.run import Sizes
 
 
 def synthetic(config: Synthetic) -> Tensors:

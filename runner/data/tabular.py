@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from runner.batch import Sizes
 from runner.data.config import Tabular
 from runner.data.labels import check_classes, check_task, encode, guess_task
 from runner.data.order import split
@@ -12,7 +13,7 @@ from runner.data.paths import suggestion
 from runner.data.table import Table, numbers, read_table
 from runner.data.tensors import Tensors, scale_of, standardise
 from runner.errors import ConfigError, DataError
-from runner.run import Choice, Sizes
+from runner.technique import Choice
 
 MOST_CATEGORIES = 256
 

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.batch import Batch, Sizes
 from runner.data.source import Source
-from runner.run import Batch, Choice, Sizes
+from runner.technique import Choice
 
 
 class Tensors(Source):

@@ -11,7 +11,7 @@ from runner.data.passages import Passages
 from runner.data.paths import class_folders, existing
 from runner.data.table import read_table
 from runner.errors import ConfigError, DataError
-from runner.run import Choice
+from runner.technique import Choice
 
 
 def text(config: Text) -> Passages:

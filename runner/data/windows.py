@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from runner.batch import Batch, Sizes
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError
-from runner.run import Batch, Sizes
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.multiprocessing  # teaches pipes to send tensors through shared memory
 
+from runner.batch import Batch
 from runner.errors import DataError, RunnerError
-from runner.run import Batch
 
 Key = tuple[int, int]
 """Which batch: epoch, and number in the epoch."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from runner.device import memory
-from runner.run import Hook, Report, Run
+from runner.hook import Hook, Report
+from runner.run import Run
 
 log = logging.getLogger("runner")
 

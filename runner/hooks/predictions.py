@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.batch import Batch, call, rows
 from runner.record import markdown
-from runner.run import Batch, Run, call, rows
+from runner.run import Run
 
 SHOWN = 12
 PROMPT, WRITTEN = 48, 96  # tokens; each one written is a forward pass of one sample

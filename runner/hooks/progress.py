@@ -14,9 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from runner.hook import Evaluation, Hook, Report
 from runner.record.config import MonitoringConfig
 from runner.record.console import console, one_line
-from runner.run import Evaluation, Hook, Report, Run
+from runner.run import Run
 
 log = logging.getLogger("runner")
 

@@ -14,10 +14,11 @@ import psutil
 
 from runner.device import memory
 from runner.errors import Interrupted
+from runner.hook import Evaluation, Hook, Report
 from runner.hooks.predictions import Predictions
 from runner.record import markdown, provenance
 from runner.record.config import MonitoringConfig
-from runner.run import Evaluation, Hook, Report, Run
+from runner.run import Run
 
 log = logging.getLogger("runner")
 

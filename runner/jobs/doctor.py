@@ -25,7 +25,7 @@ from runner.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from runner.config import RunConfig
-    from runner.run import Technique
+    from runner.technique import Technique
 
 OUTPUTS = Path("outputs")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

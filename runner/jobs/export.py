@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
+from runner.batch import Inputs, call, count, rows
 from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.errors import ConfigError, RunnerError, StorageError
 from runner.evaluation import standalone
 from runner.jobs.config import ExportKind
-from runner.run import Inputs, Run, call, count, rows
+from runner.run import Run
 from runner.storage import write_file
 
 log = logging.getLogger("runner")

@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner.batch import Inputs, Sizes
 from runner.build import Given, build
 from runner.config import compose
 from runner.errors import RunnerError, UsageError
 from runner.library import batches
 from runner.library.batches import InMemory
+from runner.objective import Objective
 from runner.optim.optimizer import Optimizer
 from runner.outcome import engagements, look
 from runner.recovery import use_less_memory
-from runner.run import Engagement, Inputs, Objective, Run, Sizes
+from runner.run import Run
+from runner.technique import Engagement
 
 QUIET = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
 MANY = 1_000_000  # calls, where nobody says how many: enough that compiling pays back

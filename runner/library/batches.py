@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
 from runner.data.source import Source
 from runner.errors import UsageError
-from runner.run import Batch, Choice, Inputs, Sizes
+from runner.technique import Choice
 
 
 def as_batch(batch: Any, who: str) -> Batch:

@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from runner.batch import Inputs, call
 from runner.device.device import Device
 from runner.library import batches
 from runner.library.assembly import Reach, entered, gradients_aside
 from runner.library.optimize import Optimized
-from runner.run import Inputs, call
 
 MOST_OPERATORS = 10
 PROFILED = 3  # calls

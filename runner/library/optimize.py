@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from runner import modes
+from runner.batch import Inputs
 from runner.errors import UsageError
 from runner.library import batches
 from runner.library.assembly import Assembly, entered
 from runner.optim.optimizer import Optimizer
-from runner.run import Choice, Engagement, Inputs, Run
+from runner.run import Run
+from runner.technique import Choice, Engagement
 
 NOT_FOR_A_MODEL = {
     "whole_step": "not for a bare model: it makes the whole step; use optimize_training_loop",

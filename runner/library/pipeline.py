@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
 from runner import report
+from runner.batch import Sizes
 from runner.build import Given, build
 from runner.config import RunConfig, compose
 from runner.data.config import DataConfig
@@ -24,6 +25,7 @@ from runner.data.order import split
 from runner.data.source import Source
 from runner.errors import DataError, UsageError
 from runner.evaluation import evaluate
+from runner.hook import Hook
 from runner.library import batches
 from runner.library.assembly import check_loss_fn, check_model, check_optimizer, check_overrides
 from runner.library.batches import InMemory
@@ -31,8 +33,9 @@ from runner.loop import train
 from runner.models.config import ModelConfig
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
-from runner.run import Choice, Hook, Run, Sizes
+from runner.run import Run
 from runner.summary import Summary
+from runner.technique import Choice
 
 WHO = "create_training_pipeline"
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from runner.batch import Inputs
 from runner.config import compose
 from runner.device.device import Device, select
 from runner.errors import RunnerError, UsageError
@@ -18,7 +19,6 @@ from runner.library.measurements import Memory, Operator, Subject
 from runner.library.optimize import Optimized
 from runner.library.peaks import NAMES, Peak, peak
 from runner.library.report import show
-from runner.run import Inputs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from runner.batch import Batch, call
 from runner.errors import UsageError
+from runner.hook import Step
 from runner.library import batches
 from runner.library.assembly import check_loss_fn, check_model, check_optimizer, entered
 from runner.library.optimize import Optimized, placed
@@ -17,7 +19,7 @@ from runner.optim.adopted import adopt, share_state
 from runner.optim.config import StabilityConfig
 from runner.optim.optimizer import Optimizer
 from runner.optim.update import Update
-from runner.run import Batch, Run, Step, call
+from runner.run import Run
 from runner.techniques.fused_optimizer import fastest
 
 Loss = Callable[[Any, Any], Tensor]

@@ -8,7 +8,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from runner.batch import call, count
 from runner.errors import UsageError
+from runner.hook import Step
 from runner.library import batches
 from runner.library.assembly import Assembly, check_loss_fn, entered
 from runner.library.optimize import placed
@@ -17,8 +19,9 @@ from runner.loop import make_step
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.outcome import summarise
-from runner.run import Engagement, Run, Step, call, count
+from runner.run import Run
 from runner.summary import Summary
+from runner.technique import Engagement
 
 NOT_FOR_A_LOOP = {
     "pipeline": "not for a hand-written loop, which loads its data; use create_training_pipeline",

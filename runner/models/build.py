@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from runner.batch import Sizes
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
-from runner.run import Sizes
 from runner.security.targets import assembled, construct
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from runner.batch import Sizes
 from runner.errors import ConfigError
+from runner.objective import Objective
 from runner.objectives.classification import Classification
 from runner.objectives.config import KINDS, ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
 from runner.objectives.regression import Regression
-from runner.run import Objective, Sizes
 from runner.security.targets import assembled, construct
 
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
+from runner.objective import Objective
 from runner.objectives import reading
 from runner.objectives.cross_entropy import CrossEntropy
-from runner.run import Objective
 
 NAMED = 20  # classes up to which each one's accuracy is a metric, so that a summary stays readable
 MATRIX = 200  # classes up to which all pairs are counted

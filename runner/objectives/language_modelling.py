@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
+from runner.objective import Objective
 from runner.objectives import reading
 from runner.objectives.cross_entropy import CrossEntropy
-from runner.run import Objective
 
 BYTES = 256  # a vocabulary of this size is taken to be bytes
 SLICE = 2**24  # logits that are tallied at once: with their copy in fp32 and softmax, 128 MB

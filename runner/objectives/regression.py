@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError
+from runner.objective import Objective
 from runner.objectives import reading
-from runner.run import Objective
 
 
 class Regression(Objective):

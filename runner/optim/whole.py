@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from runner import compiler
+from runner.batch import Batch, call, count
 from runner.errors import DataError
+from runner.objective import Objective
 from runner.optim.kernel import Group
 from runner.optim.update import Update
-from runner.run import Batch, Objective, call, count
 
 Contexts = list[Callable[[], AbstractContextManager[Any]]]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
-from runner.run import Draft, Evidence, Run, Technique
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 
 if TYPE_CHECKING:
     from runner.predict import Prediction

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.run import Choice, Draft, Evidence, Run, Technique
+from runner.run import Run
+from runner.technique import Choice, Draft, Evidence, Technique
 from runner.techniques.flops import product_mflop
 from runner.techniques.probe import outputs
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from time import perf_counter
 
-from runner.run import Draft, call
+from runner.batch import call
+from runner.technique import Draft
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
 GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there

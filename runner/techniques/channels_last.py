@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runner.run import Batch, Draft, Evidence, Run, Technique
+from runner.batch import Batch
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 from runner.techniques.probe import outputs
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from runner.batch import count
 from runner.errors import ConfigError
-from runner.run import Draft, Evidence, Run, Technique, count
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 
 if TYPE_CHECKING:
     from torch import nn

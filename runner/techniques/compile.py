@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from runner import compiler
 from runner.errors import ConfigError
-from runner.run import Draft, Evidence, Run, Technique
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks
 from runner.techniques.break_even import not_worth_it
 

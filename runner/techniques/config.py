@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from runner.run import Technique
+from runner.technique import Technique
 from runner.techniques.accumulation import Accumulation
 from runner.techniques.amp import Amp
 from runner.techniques.attention import Attention

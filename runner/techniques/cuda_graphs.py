@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.run import Draft, Evidence, Run, Technique
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 from runner.techniques.probe import operators
 
 if TYPE_CHECKING:

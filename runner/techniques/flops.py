@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from runner import modes
-from runner.run import Draft, call, count
+from runner.batch import call, count
+from runner.technique import Draft
 
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
 

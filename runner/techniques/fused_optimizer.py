@@ -6,7 +6,8 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.run import Draft, Evidence, Run, Technique
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 
 if TYPE_CHECKING:
     import torch

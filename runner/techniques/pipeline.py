@@ -7,8 +7,10 @@ from time import perf_counter
 from typing import Any
 
 from runner import modes
+from runner.batch import call
 from runner.errors import ConfigError
-from runner.run import Draft, Evidence, Run, Technique, call
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 
 TRIED = (0, 1, 2, 4)  # workers
 CLEARLY = 0.95  # of the time of a step: more workers have to be worth at least that

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from runner import compiler, modes
-from runner.run import Run, call, rows
+from runner.batch import call, rows
+from runner.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

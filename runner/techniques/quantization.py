@@ -14,8 +14,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from runner import modes
+from runner.batch import call
 from runner.errors import ConfigError
-from runner.run import Draft, Evidence, Quantized, Run, Technique, call
+from runner.run import Quantized, Run
+from runner.technique import Draft, Evidence, Technique
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.run import Draft, Evidence, Run, Technique
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks
 from runner.techniques.probe import rehearse
 
@@ -272,7 +273,7 @@ def _held(run: Run) -> int:
     """Bytes that a compiled step's graph saves for the backward, weights left out."""
     from torch import Tensor
 
-    from runner.run import call, rows
+    from runner.batch import call, rows
 
     try:
         batch = rows(run.train.peek(), slice(run.micro_batch))

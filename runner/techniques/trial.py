@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from runner import modes
-from runner.run import Batch, Draft, Inputs, call
+from runner.batch import Batch, Inputs, call
+from runner.technique import Draft
 
 
 def batch(draft: Draft, samples: int) -> Batch:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from runner.batch import Sizes
 from runner.data import infer
 from runner.data.config import DataConfig, Digits
 from runner.data.foreign import Foreign
@@ -17,7 +18,6 @@ from runner.data.loader import BatchLoader
 from runner.data.open import open_data
 from runner.data.order import sample_seeds
 from runner.errors import ConfigError, DataError
-from runner.run import Sizes
 
 Load = Callable[..., BatchLoader]
 

@@ -12,16 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.batch import Batch, Sizes
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.device.config import DeviceConfig
 from runner.device.device import select
+from runner.objective import Objective
 from runner.optim.config import StabilityConfig
 from runner.optim.update import Update
 from runner.reader import Reader
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
-from runner.run import Batch, Choice, Objective, Run, Sizes
+from runner.run import Run
 from runner.stopwatch import Stopwatch
+from runner.technique import Choice
 
 
 class Batches:

@@ -12,10 +12,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from runner.batch import Sizes
+from runner.hook import Evaluation, Report
 from runner.hooks import progress
 from runner.hooks.progress import Progress
 from runner.record.config import MonitoringConfig
-from runner.run import Evaluation, Report, Run, Sizes
+from runner.run import Run
 
 from .conftest import MakeRun
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from runner import build, compose, train
+from runner.batch import call, rows
 from runner.errors import CheckpointError, ConfigError
 from runner.evaluation import evaluate
 from runner.jobs import evaluate as job
-from runner.run import call, rows
 from runner.summary import Summary
 
 INT8 = "optimization.quantization.enabled=true"

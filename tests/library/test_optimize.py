@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runner import optimize, optimize_model
 from runner.errors import ConfigError, UsageError
 from runner.library.optimize import Optimized
-from runner.run import Engagement
+from runner.technique import Engagement
 
 BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 

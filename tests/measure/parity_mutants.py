@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.run import Draft, Evidence, Run, Technique, count
+from runner.batch import count
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
 
 
 @dataclass

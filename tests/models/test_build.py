@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from runner.batch import Sizes, call
 from runner.errors import ConfigError
 from runner.models.build import build_model
 from runner.models.config import OPTIONS, Classifier, Cnn, Gpt, Mlp, ModelConfig
-from runner.run import Sizes, call
 
 IMAGES = Sizes("classification", 64, in_channels=1, image_size=8, classes=10)
 TABLE = Sizes("regression", 30, classes=2)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.batch import call
 from runner.models.cnn import CNN
 from runner.models.mlp import MLP
-from runner.run import call
 
 
 def mlp(**changes: Any) -> MLP:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.batch import Sizes
 from runner.errors import ConfigError, DataError
+from runner.objective import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.classification import Classification
 from runner.objectives.config import ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
 from runner.objectives.regression import Regression
-from runner.run import Objective, Sizes
 
 LABELS = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
 NUMBERS = Sizes("regression", 4, classes=1)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError
+from runner.objective import Objective
 from runner.objectives.classification import Classification
-from runner.run import Objective
 
 CUTS = ([37], [16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples
 

@@ -13,7 +13,7 @@ from runner.device import memory
 from runner.errors import ConfigError
 from runner.loop import backward
 from runner.predict import predict
-from runner.run import Draft
+from runner.technique import Draft
 from runner.techniques import accumulation
 from runner.techniques.accumulation import Accumulation
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.run import Engagement
+from runner.technique import Engagement
 from runner.techniques import kernels
 
 QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2"]

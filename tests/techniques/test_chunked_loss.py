@@ -22,7 +22,7 @@ from runner.deferred import DeferredLogits, OutputLayer, defer
 from runner.errors import ConfigError, DataError
 from runner.loop import backward
 from runner.objectives.language_modelling import LanguageModelling
-from runner.run import Engagement
+from runner.technique import Engagement
 
 TOKENS, WIDTH, VOCAB = 50, 16, 301
 QUICK = ["training.steps=3", "monitoring.progress=false", "device=cpu", "device.threads=2"]

@@ -13,8 +13,8 @@ import pytest
 from runner import build, compose, train
 from runner.errors import DataError
 from runner.loop import make_step
-from runner.run import Engagement
 from runner.summary import Summary
+from runner.technique import Engagement
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs g++ here"

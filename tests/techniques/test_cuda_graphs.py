@@ -6,7 +6,7 @@ import pytest
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.run import Engagement
+from runner.technique import Engagement
 
 QUICK = [
     "training.steps=6", "monitoring.progress=false", "optimization=custom",

@@ -10,8 +10,8 @@ import torch
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.run import Engagement
 from runner.summary import Summary
+from runner.technique import Engagement
 
 QUICK = ["training.steps=4", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 

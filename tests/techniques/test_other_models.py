@@ -10,8 +10,8 @@ import torch
 
 from runner import build, compose, train
 from runner.errors import ConfigError, RunnerError
-from runner.run import Engagement
 from runner.summary import Summary
+from runner.technique import Engagement
 
 COMPILES = shutil.which("g++") is not None
 QUIET = ["monitoring.progress=false", "device=cpu", "device.threads=2", "training.steps=6"]

@@ -13,7 +13,10 @@ import torch
 from PIL import Image
 
 from runner import build, compose, train
-from runner.run import Batch, Engagement, Hook, Run, Step
+from runner.batch import Batch
+from runner.hook import Hook, Step
+from runner.run import Run
+from runner.technique import Engagement
 
 PIPELINE = [
     "monitoring.progress=false", "optimization=custom", "optimization.pipeline.enabled=true",

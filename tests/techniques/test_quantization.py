@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from runner import build, compose, train
 from runner.errors import ConfigError
 from runner.evaluation import evaluate, standalone
-from runner.run import Engagement, Run
+from runner.run import Run
 from runner.summary import Summary
+from runner.technique import Engagement
 from runner.techniques.int8 import (
     DynamicLinear,
     Int8Linear,

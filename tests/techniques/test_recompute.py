@@ -17,7 +17,8 @@ from runner.errors import ConfigError
 from runner.loop import backward
 from runner.models.transformer import Block
 from runner.predict import HOLES, predict
-from runner.run import Draft, Engagement, Run
+from runner.run import Run
+from runner.technique import Draft, Engagement
 from runner.techniques.recompute import Recompute, Recomputed, What
 
 QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",

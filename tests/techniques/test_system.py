@@ -16,8 +16,9 @@ import torch
 
 from runner import build, compose, train
 from runner.device import denormals, process
-from runner.run import Evidence, Run
+from runner.run import Run
 from runner.summary import Summary
+from runner.technique import Evidence
 from runner.techniques.system import WAITING
 
 QUICK = [

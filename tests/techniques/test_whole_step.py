@@ -12,9 +12,11 @@ from torch import Tensor
 
 from runner import build, compose, train
 from runner.errors import DataError
+from runner.hook import Hook, Report, Step
 from runner.loop import make_step
-from runner.run import Engagement, Hook, Report, Run, Step
+from runner.run import Run
 from runner.summary import Summary
+from runner.technique import Engagement
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 

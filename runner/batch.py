@@ -1,0 +1,85 @@
+"""What data are to a run: batches, where they come from, and what is known of their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from runner.technique import Choice
+
+Inputs = Any
+"""What a model is called with: a tensor, a tuple (positional) or a dict (by keyword)."""
+Batch = tuple[Inputs, Any]
+"""Inputs and target; the first dimension of every tensor in them is the sample."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the data states about itself; a model's constructor gets those that it names."""
+
+    task: str  # classification | language_modelling | regression
+    in_features: int | None = None  # values per sample, flattened
+    in_channels: int | None = None  # images
+    image_size: int | None = None  # images: height and width
+    classes: int | None = None  # outputs: classes, or the number of regression targets
+    vocab: int | None = None  # tokens: ids are below this
+    sequence: int | None = None  # tokens per sample
+    class_names: tuple[str, ...] = ()
+    target_mean: float = 0.0  # regression: what the objective takes off the targets …
+    target_deviation: float = 1.0  # … and divides them by, so that any unit can be learned
+
+    CONSTRUCTOR: ClassVar[tuple[str, ...]] = (
+        "in_features", "in_channels", "image_size", "classes", "vocab", "sequence",
+    )  # fmt: skip
+
+    def for_constructor(self) -> dict[str, int]:
+        """The sizes that are known, by the names a constructor may ask for."""
+        return {k: v for k in self.CONSTRUCTOR if (v := getattr(self, k)) is not None}
+
+
+class Loader(Protocol):
+    """Batches as a pure function of the step, so resuming anywhere costs nothing."""
+
+    steps_per_epoch: int
+    choices: list[Choice]
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Batches from step `start` (0 is the first) on, epoch after epoch, on the device."""
+
+    def peek(self) -> Batch:
+        """The first batch, fetched here, so that workers go on with what they are at."""
+
+    def samples(self, step: int) -> int:
+        """How many samples the batch of that step holds."""
+
+    def close(self) -> None:
+        """End every worker, at once."""
+
+
+def call(forward: Callable[..., Any], inputs: Inputs) -> Any:
+    """The model's output: inputs go in as one tensor, by position (tuple) or by name (dict)."""
+    if isinstance(inputs, dict):
+        output = forward(**inputs)
+    elif isinstance(inputs, tuple | list):
+        output = forward(*inputs)
+    else:
+        output = forward(inputs)
+    return output
+
+
+def count(target: Any) -> int:
+    """Samples in a batch, from its target."""
+    while isinstance(target, dict | tuple | list):
+        target = next(iter(target.values() if isinstance(target, dict) else target))
+    return int(target.shape[0])
+
+
+def rows(value: Any, which: slice) -> Any:
+    """The same rows of every tensor in a nest of tuples, lists and dicts; views, not copies."""
+    if isinstance(value, dict):
+        return {key: rows(item, which) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(rows(item, which) for item in value)
+    return value[which]

@@ -1,0 +1,94 @@
+"""What watches a run: the events, what they are given, and what may be asked of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from runner.run import Run
+
+
+class Verdict(IntEnum):
+    """What a hook asks of the loop; the worst one wins."""
+
+    KEEP = 0
+    SKIP = 1  # this update is not made; only from on_gradients
+    ROLLBACK = 2  # back to the last good checkpoint's weights, onwards with the next batch
+    STOP = 3
+
+
+@dataclass(slots=True)
+class Step:
+    """One step; its tensors are on the device, and reading one makes the host wait."""
+
+    number: int  # 1 is the first
+    loss: Tensor  # 0-d, mean over the batch
+    grad_norm: Tensor  # 0-d, before clipping; NaN or Inf when the step was not finite
+    skipped: Tensor  # 0-d, 1.0 when the update was not made, else 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What the host knows of a stretch of steps, read from the device in one go."""
+
+    first: int  # number of the first step in it
+    loss: list[float]
+    grad_norm: list[float]
+    skipped: list[bool]
+    lr: float  # at the last step
+    seconds: float  # wall time of the stretch
+    samples: int
+
+    @property
+    def last(self) -> int:
+        """Number of the last step in it."""
+        return self.first + len(self.loss) - 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one pass over the validation set says."""
+
+    step: int  # of training, at which it was made
+    metrics: dict[str, float]  # keys like `val/accuracy`
+    confusion: Tensor | None  # counts [true class, predicted class], on the host
+    improved: bool = False  # the monitored metric is the best so far
+
+
+class Hook:
+    """Something that watches a run. A subclass overrides the events it needs, and no others.
+
+    Events may return a `Verdict`; only the loop acts on it. `every` thins out `on_gradients`
+    and `on_step` to each n-th step. Hooks enter in order and leave in reverse, on Ctrl-C too.
+    """
+
+    every: int = 1
+    EVENTS: ClassVar[tuple[str, ...]] = ("on_gradients", "on_step", "on_report", "on_validation")
+
+    def __init_subclass__(cls) -> None:
+        unknown = [n for n in vars(cls) if n.startswith("on_") and n not in Hook.EVENTS]
+        if unknown:
+            raise TypeError(f"{cls.__name__}: no event {unknown[0]!r}; there are {Hook.EVENTS}")
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Set up before the first step and tear down after the last."""
+        yield
+
+    def on_gradients(self, run: Run, step: Step) -> Verdict | None:
+        """After backward, before the update; gradients are in `.grad`."""
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        """After the update."""
+
+    def on_report(self, run: Run, report: Report) -> Verdict | None:
+        """When the numbers of some steps have reached the host."""
+
+    def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
+        """After each pass over the validation set."""
