@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from runner.checkpoint.checkpointer import Checkpointer
@@ -38,6 +37,7 @@ from runner.optim.schedule import factors
 from runner.optim.update import Update
 from runner.optim.whole import WholeStep
 from runner.reader import Reader
+from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
@@ -82,8 +82,6 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
                 f"{folder} holds the checkpoints of a run; continue it with "
                 "checkpoint.resume=auto, or use another folder"
             )
-    if config.debug.anomaly:
-        scope.enter_context(torch.autograd.set_detect_anomaly(True))
     device = select(config.device, scope)
     memory.keep_to_one_heap(scope)
     if given.model is None:  # initial weights come from here; steps are seeded one by one
@@ -196,6 +194,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         monitor=training.monitor or objective.monitor,
         higher_is_better=objective.rises(training.monitor or objective.monitor),
         recorder=Recorder(folder, config.monitoring),
+        history=History(folder),
         checkpointer=checkpointer,
         whole=_whole_step(draft, update, fallen),
         fallen=fallen,

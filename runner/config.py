@@ -22,6 +22,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf rea
 from runner.checkpoint.config import CheckpointConfig
 from runner.data import config as data_config
 from runner.data.config import DataConfig
+from runner.debug.config import DebugConfig
 from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
 from runner.jobs.config import (
@@ -32,15 +33,16 @@ from runner.jobs.config import (
     VerifyConfig,
     VerifyKind,
 )
-from runner.loop_config import DebugConfig, TrainingConfig
+from runner.loop_config import TrainingConfig
 from runner.models import config as model_config
 from runner.models.config import ModelConfig
 from runner.objectives.config import ObjectiveConfig
-from runner.optim.config import OptimizerConfig, ScheduleConfig, StabilityConfig
+from runner.optim.config import OptimizerConfig, ScheduleConfig
 from runner.overrides.groups import CONF, FOREIGN
 from runner.record.config import MonitoringConfig
 from runner.security.config import SecurityConfig
 from runner.security.targets import nested, permit
+from runner.stability.config import StabilityConfig
 from runner.techniques.config import Optimization
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")

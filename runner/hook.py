@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -61,14 +61,25 @@ class Evaluation:
     improved: bool = False  # the monitored metric is the best so far
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a tool took and found: a row of the summary."""
+
+    name: str
+    looks: int
+    seconds: float  # in all, beyond what the steps would have taken
+    finding: str = ""  # in a few words
+
+
 class Hook:
     """Something that watches a run. A subclass overrides the events it needs, and no others.
 
-    Events may return a `Verdict`; only the loop acts on it. `every` thins out `on_gradients`
-    and `on_step` to each n-th step. Hooks enter in order and leave in reverse, on Ctrl-C too.
+    Events may return a `Verdict`; only the loop acts on it. Hooks enter in order and leave in
+    reverse, on Ctrl-C too.
     """
 
-    every: int = 1
+    every: int = 1  # `around`, `on_gradients` and `on_step` are for each n-th step (see `due`)
+    eager: bool = False  # the steps that it is around, or whose gradients it sees, run uncompiled
     EVENTS: ClassVar[tuple[str, ...]] = ("on_gradients", "on_step", "on_report", "on_validation")
 
     def __init_subclass__(cls) -> None:
@@ -81,6 +92,14 @@ class Hook:
         """Set up before the first step and tear down after the last."""
         yield
 
+    def due(self, step: int) -> bool:
+        """Whether that step is one of those it is for; asked twice or thrice a step."""
+        return step % self.every == 0
+
+    def around(self, run: Run) -> AbstractContextManager[None]:
+        """What forward, backward and update of such a step happen in."""
+        return nullcontext()
+
     def on_gradients(self, run: Run, step: Step) -> Verdict | None:
         """After backward, before the update; gradients are in `.grad`."""
 
@@ -92,3 +111,7 @@ class Hook:
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> Verdict | None:
         """After each pass over the validation set."""
+
+    def cost(self, run: Run) -> Cost | None:
+        """What it took and found so far, for the summary; None where it is not worth a row."""
+        return None

@@ -68,7 +68,7 @@ def train(run: Run) -> Summary:
 
 def _train(run: Run) -> None:
     progress, watch, update = run.progress, run.watch, run.update
-    gradient_hooks = [hook for hook in run.hooks if _has(hook, "on_gradients")]
+    watchers = [h for h in run.hooks if _has(h, "on_gradients") or _has(h, "around")]
     step_hooks = [hook for hook in run.hooks if _has(hook, "on_step")]
     run.model.train()
     with Interrupts() as interrupts:
@@ -84,7 +84,7 @@ def _train(run: Run) -> None:
                 interrupts.waiting = False
                 watch.split("data")
 
-                step, verdict = make_step(run, batch, gradient_hooks)
+                step, verdict = make_step(run, batch, watchers)
 
                 samples = run.train.samples(progress.step)
                 progress.step += 1
@@ -136,11 +136,27 @@ def _whereabouts(run: Run) -> str:
 
 def make_step(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> tuple[Step, Verdict]:
     """One step, its update included, and what `hooks` say to its gradients."""
-    due = [hook for hook in hooks if (run.progress.step + 1) % hook.every == 0]
-    if run.whole is not None and not due and run.whole.takes(batch):
+    due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
+    if due:
+        return _watched(run, batch, due)
+    if run.whole is not None and run.whole.takes(batch):
         step = _whole(run, run.whole, batch)
         if step is not None:
             return step, Verdict.KEEP
+    return _ordinary(run, batch, due)
+
+
+def _watched(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
+    """A step that hooks are around, or whose gradients they see: never in one graph."""
+    with ExitStack() as stack:
+        if any(hook.eager for hook in due):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for hook in due:
+            stack.enter_context(hook.around(run))
+        return _ordinary(run, batch, [hook for hook in due if _has(hook, "on_gradients")])
+
+
+def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     step, verdict = _attempt(run, batch), Verdict.KEEP
     overflow = step.skipped
     if due:
@@ -303,11 +319,15 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         progress.skipped += sum(report.skipped)
         report.lr = run.update.lr_at(report.last - 1 - progress.skipped)
         if any(broken):
-            progress.faults["non_finite"] = progress.faults.get("non_finite", 0) + sum(broken)
-            log.warning(
-                "steps %d to %d: in %d of them loss or gradients were not finite",
-                report.first, report.last, sum(broken),
-            )  # fmt: skip
+            for offset, bad in enumerate(broken):
+                if bad:
+                    run.history.add(
+                        "non_finite",
+                        "loss or gradients were not finite",
+                        step=report.first + offset,
+                        category="numerics",
+                        action="skipped" if report.skipped[offset] else "",
+                    )
         if run.strict:
             _prove(run)
         verdict = max(verdict, _ask(run.hooks, "on_report", run, report))
@@ -349,7 +369,7 @@ def _ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluati
     """The worst of the hooks' verdicts."""
     worst = Verdict.KEEP
     for hook in hooks:
-        if isinstance(what, Step) and what.number % hook.every:
+        if isinstance(what, Step) and not hook.due(what.number):
             continue
         worst = max(worst, getattr(hook, event)(run, what) or Verdict.KEEP)
     return worst

@@ -1,4 +1,4 @@
-"""What can be asked of the loop: the `training` and `debug` groups."""
+"""What can be asked of the loop: the `training` group."""
 
 from __future__ import annotations
 
@@ -35,10 +35,3 @@ class TrainingConfig:
                 f"{self.micro_batch} is more than training.batch_size={self.batch_size}",
                 "use a part of it",
             )
-
-
-@dataclass
-class DebugConfig:
-    """Tools that watch for faults, and what each may cost."""
-
-    anomaly: bool = False  # autograd's anomaly mode on every step: names the op that made a NaN

@@ -15,7 +15,7 @@ from runner.technique import Engagement, Evidence
 def summarise(run: Run, status: str, reason: str = "") -> Summary:
     """How the run stands; written to its folder as `summary.json`."""
     progress = run.progress
-    faults = Counter(progress.faults)
+    faults = Counter(run.history.counts)
     faults.update(run.recorder.faults)
     faults.update(run.checkpointer.faults)
     summary = Summary(
@@ -36,6 +36,7 @@ def summarise(run: Run, status: str, reason: str = "") -> Summary:
             run.predicted_bytes,
         ),
         techniques=engagements(run),
+        tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
         skipped_steps=progress.skipped,
         faults=dict(faults),
         checkpoint=CheckpointPaths(run.checkpointer.last, run.checkpointer.best),
@@ -48,6 +49,7 @@ def summarise(run: Run, status: str, reason: str = "") -> Summary:
         choices=list(run.choices),
         git=provenance.git_state() or {},
     )
+    run.history.write()
     if run.folder is not None:
         summary.write(run.folder)
     return summary

@@ -55,18 +55,17 @@ def use_less_memory(run: Run, error: Exception) -> bool:
     samples = run.train.samples(run.progress.step)
     size = min(run.micro_batch, samples)
     starved = "Expected more than 1 value per channel" in str(error) and size < samples
-    if not is_out_of_memory(error) and not (starved and run.progress.faults.get("out_of_memory")):
+    if not is_out_of_memory(error) and not (starved and run.history.counts.get("out_of_memory")):
         return False
     _let_go(run, error)
     at = f"step {run.progress.step + 1}"
-    faults = run.progress.faults
-    faults["out_of_memory"] = faults.get("out_of_memory", 0) + 1
     if starved:
         raise OutOfMemory(
             f"{at}: out of memory with more than {size} samples at a time, and BatchNorm needs "
             f"more; {LESS}"
         ) from None
     if size == 1:
+        _note(run, f"ran out of memory{_asked(error)} with one sample", "the run ends", error)
         raise OutOfMemory(f"{at}: out of memory{_asked(error)} with one sample; {LESS}") from None
     run.micro_batch = (size + 1) // 2
     reason = f"{at} ran out of memory{_asked(error)} with {size}"
@@ -74,7 +73,8 @@ def use_less_memory(run: Run, error: Exception) -> bool:
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
     # replaced, not changed: a checkpoint may be on its way out
     run.checkpointer.choices = {**run.checkpointer.choices, MICRO_BATCH: run.micro_batch}
-    log.warning("%s; the same batch again, %d samples at a time", reason, run.micro_batch)
+    _note(run, f"ran out of memory{_asked(error)} with {size} samples at a time",
+          f"the same batch again, {run.micro_batch} at a time", error)  # fmt: skip
     return True
 
 
@@ -84,17 +84,23 @@ def evaluate_less_at_once(run: Run, error: Exception, samples: int) -> bool:
     if not is_out_of_memory(error):
         return False
     _let_go(run, error)
-    run.progress.faults["out_of_memory"] = run.progress.faults.get("out_of_memory", 0) + 1
     if size == 1:
+        _note(run, f"validation ran out of memory{_asked(error)} with one sample", "the run ends",
+              error)  # fmt: skip
         raise OutOfMemory(
             f"validation: out of memory{_asked(error)} with one sample; {LESS}"
         ) from None
     run.evaluation_batch = (size + 1) // 2
-    log.warning(
-        "validation ran out of memory%s with %d samples at a time; with %d from here on",
-        _asked(error), size, run.evaluation_batch,
-    )  # fmt: skip
+    _note(run, f"validation ran out of memory{_asked(error)} with {size} samples at a time",
+          f"{run.evaluation_batch} from here on", error)  # fmt: skip
     return True
+
+
+def _note(run: Run, message: str, action: str, error: Exception) -> None:
+    step = run.progress.step + 1
+    run.history.add(
+        "out_of_memory", message, step=step, category="memory", action=action, error=error
+    )
 
 
 @contextmanager
@@ -117,7 +123,7 @@ def _let_go(run: Run, error: Exception) -> None:
     _clear(error)
     for parameter in run.model.parameters():
         parameter.grad = None
-    if run.device.kind == "cpu" and "out_of_memory" not in run.progress.faults:
+    if run.device.kind == "cpu" and "out_of_memory" not in run.history.counts:
         memory.give_back_at_once(run.scope)
     memory.clean(run.device)
 

@@ -42,6 +42,7 @@ def _state(run: Run) -> dict[str, Any]:
         "progress": asdict(run.progress),
         "update": run.update.state(),
         "reader": run.reader.state(),
+        "history": run.history.state(),
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -69,6 +70,7 @@ def restore(run: Run, where: Path | None) -> bool:
     _load_weights(run, restored.path, restored.model, state["update"])
     run.progress = Progress(**state["progress"])
     run.reader.load(state["reader"])
+    run.history.load(state["history"])
     if state["config_hash"] != run.config_hash:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]
@@ -124,11 +126,13 @@ def roll_back(run: Run) -> None:
     update.back_off(run.backoff)
     progress.rollbacks += 1
     progress.consecutive_skips = 0
-    progress.faults["rollback"] = progress.faults.get("rollback", 0) + 1
-    log.warning(
-        "step %d: rolled back to %s, learning rate times %g",
-        progress.step, f"step {restored.step}" if restored else "the start", update.backoff,
-    )  # fmt: skip
+    run.history.add(
+        "rollback",
+        f"rolled back to {f'step {restored.step}' if restored else 'the start'}, "
+        f"learning rate times {update.backoff:g}",
+        step=progress.step,
+        category="numerics",
+    )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, str]:

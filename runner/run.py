@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runner.optim.update import Update
     from runner.optim.whole import WholeStep
     from runner.reader import Reader
+    from runner.record.history import History
     from runner.record.recorder import Recorder
     from runner.stopwatch import Stopwatch
     from runner.technique import (
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         Compilation,
         Engagement,
         Evidence,
-        Recovery,
         Technique,
     )
     from runner.techniques.recompute import Recomputed
@@ -54,7 +54,6 @@ class Progress:
     stale_validations: int = 0  # in a row, without improvement
     validated_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # latest, `val/…`
-    faults: dict[str, int] = field(default_factory=dict)  # counts by kind
 
 
 @dataclass
@@ -83,6 +82,7 @@ class Run:
     monitor: str
     higher_is_better: bool
     recorder: Recorder
+    history: History
     checkpointer: Checkpointer
     hooks: list[Hook]
     techniques: list[tuple[str, Technique]]  # those applied, in order
@@ -124,3 +124,7 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.scope.close()
+
+
+Recovery = Callable[[Run, Exception], bool]
+"""Makes a step that raised possible: True when the same step is worth another try."""

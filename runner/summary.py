@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.errors import StorageError
+from runner.hook import Cost
 from runner.technique import Choice, Engagement
 
 FILE = "summary.json"
@@ -62,6 +63,7 @@ class Summary:
     throughput: Throughput = field(default_factory=Throughput)
     memory: MemoryPeaks = field(default_factory=MemoryPeaks)
     techniques: list[Engagement] = field(default_factory=list)
+    tools: list[Cost] = field(default_factory=list)  # debug tools: what each took and found
     skipped_steps: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     checkpoint: CheckpointPaths = field(default_factory=CheckpointPaths)
@@ -106,6 +108,7 @@ class Summary:
                 "memory": _make(MemoryPeaks, found.get("memory", {})),
                 "checkpoint": _make(CheckpointPaths, found.get("checkpoint", {})),
                 "techniques": [_make(Engagement, row) for row in found.get("techniques", [])],
+                "tools": [_make(Cost, row) for row in found.get("tools", [])],
                 "choices": [_make(Choice, row) for row in found.get("choices", [])],
             }
             return _make(cls, found | nested)

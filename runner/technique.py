@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runner.data.config import DataConfig
     from runner.device.device import Device
     from runner.objective import Objective
-    from runner.run import Run
+    from runner.run import Recovery, Run
     from runner.techniques.recompute import Recomputed
 
 
@@ -130,7 +130,3 @@ class Compilation(Protocol):
 
     def start(self) -> None:
         """Compile from the next call on."""
-
-
-Recovery = Callable[[Run, Exception], bool]
-"""Makes a step that raised possible: True when the same step is worth another try."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = (
     "checkpoint",
     "data",
+    "debug",
     "device",
     "jobs",
     "models",
@@ -23,6 +24,7 @@ CONFIGS = (
     "optim",
     "record",
     "security",
+    "stability",
 )
 LAYERS = f"""
 errors
@@ -33,13 +35,15 @@ checkpoint
 batch objective
 hook technique
 run
-compiler deferred modes predict reader recovery resume summary
+compiler deferred modes predict reader recovery resume stability summary
+captures
 evaluation outcome report stopwatch
-techniques hooks models objectives data optim loop
+techniques hooks debug models objectives data optim loop
 overrides
 config
 build
 doctor measure
+replay
 jobs
 library
 cli

@@ -35,11 +35,12 @@ class Cleaning(Hook):
         first = self.left is None
         memory.clean(run.device)
         self.left = memory.share_held(run.device)
-        faults = run.progress.faults
-        faults["memory_cleaned"] = faults.get("memory_cleaned", 0) + 1
-        if first:
-            log.warning(
-                "step %d: %.0f %% of the memory was held (device.clean_above=%g); %.0f %% after "
-                "cleaning",
-                report.last, 100 * held, self.above, 100 * self.left,
-            )  # fmt: skip
+        run.history.add(
+            "memory_cleaned",
+            f"{held:.0%} of the memory was held (device.clean_above={self.above:g}); "
+            f"{self.left:.0%} after cleaning",
+            step=report.last,
+            category="memory",
+            action="cleaned",
+            say=first,
+        )

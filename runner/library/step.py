@@ -16,10 +16,10 @@ from runner.library import batches
 from runner.library.assembly import check_loss_fn, check_model, check_optimizer, entered
 from runner.library.optimize import Optimized, placed
 from runner.optim.adopted import adopt, share_state
-from runner.optim.config import StabilityConfig
 from runner.optim.optimizer import Optimizer
 from runner.optim.update import Update
 from runner.run import Run
+from runner.stability.config import StabilityConfig
 from runner.techniques.fused_optimizer import fastest
 
 Loss = Callable[[Any, Any], Tensor]

@@ -10,6 +10,7 @@ from torch import nn
 
 from runner.build import build
 from runner.config import RunConfig
+from runner.debug.config import DebugConfig
 from runner.measure import chance
 from runner.run import Run
 from runner.techniques.config import Optimization
@@ -36,7 +37,8 @@ def only(config: RunConfig, names: Collection[str]) -> RunConfig:
 def quiet(config: RunConfig) -> RunConfig:
     """The same run with nothing to show and nothing to write."""
     config = deepcopy(config)
-    config.monitoring.progress = config.checkpoint.enabled = config.debug.anomaly = False
+    config.monitoring.progress = config.checkpoint.enabled = False
+    config.debug = DebugConfig()
     if config.checkpoint.resume == "auto":
         config.checkpoint.resume = "none"
     return config

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.optim.config import StabilityConfig
 from runner.optim.kernel import FusedKernel
 from runner.optim.optimizer import Optimizer
+from runner.stability.config import StabilityConfig
 
 
 class LossScale:

@@ -17,12 +17,13 @@ from runner.checkpoint.checkpointer import Checkpointer
 from runner.device.config import DeviceConfig
 from runner.device.device import select
 from runner.objective import Objective
-from runner.optim.config import StabilityConfig
 from runner.optim.update import Update
 from runner.reader import Reader
 from runner.record.config import MonitoringConfig
+from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.run import Run
+from runner.stability.config import StabilityConfig
 from runner.stopwatch import Stopwatch
 from runner.technique import Choice
 
@@ -92,7 +93,8 @@ def make_run() -> Iterator[MakeRun]:
             update=Update(model, optimizer, StabilityConfig(), 0.1, [1.0]),
             train=Batches(batch), validation=Batches(batch), micro_batch=4, total_steps=100,
             validate_every=10, checkpoint_every=10, patience=None, monitor="val/accuracy",
-            higher_is_better=True, recorder=recorder, checkpointer=Checkpointer(None, 1), hooks=[],
+            higher_is_better=True, recorder=recorder, history=History(None),
+            checkpointer=Checkpointer(None, 1), hooks=[],
             techniques=[], engagements=[], choices=[], scope=scope, started=time.monotonic(),
             watch=Stopwatch(device.torch), reader=Reader(device.torch),
         )  # fmt: skip

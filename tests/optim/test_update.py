@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind, StabilityConfig
+from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.schedule import factors
 from runner.optim.update import Update
+from runner.stability.config import StabilityConfig
 
 OPTIMIZERS = [
     ("AdamW", {}, {"fused": True}),

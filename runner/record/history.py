@@ -1,0 +1,110 @@
+"""What went wrong in a run, and what was done about it: `debug/history.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("runner")
+
+FILE = "debug/history.json"
+LONGEST = 500  # different faults; what comes after is only counted
+STEPS = 20  # of one fault, that are named
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*")
+
+
+@dataclass
+class Fault:
+    """One thing that went wrong, as often as it did."""
+
+    kind: str  # non_finite | spike | weights | buffers | out_of_memory | leak | slow | …
+    category: str  # numerics | memory | data | performance | resources | compile | storage
+    severity: str  # info | warning | error
+    message: str
+    action: str  # what was done about it
+    steps: list[int] = field(default_factory=list)  # the first twenty
+    last_step: int = 0
+    count: int = 0
+    traceback: str = ""  # of the first
+    capture: str = ""  # folder for job=replay, relative to the run's
+
+
+class History:
+    """Every fault of a run. One that repeats, but for its numbers, is counted and said once."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.faults: dict[tuple[str, str, str], Fault] = {}
+        self.counts: dict[str, int] = {}  # by kind, those without a place here too
+        self.unwritten = False
+
+    def add(
+        self,
+        kind: str,
+        message: str,
+        *,
+        step: int,
+        category: str,
+        severity: str = "warning",
+        action: str = "",
+        error: BaseException | None = None,
+        capture: str = "",
+        say: bool = True,
+    ) -> Fault:
+        """Take note, and say so the first time; nothing is written before `write`."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.unwritten = True
+        key = (kind, action, NUMBER.sub("#", message))
+        fault = self.faults.get(key)
+        if fault is None:
+            fault = Fault(kind, category, severity, message, action)
+            if error is not None:
+                fault.traceback = "".join(traceback.format_exception(error))
+            if len(self.faults) < LONGEST:
+                self.faults[key] = fault
+            if say:
+                then = f"; {action}" if action else ""
+                log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
+        fault.count += 1
+        fault.last_step = step
+        if len(fault.steps) < STEPS:
+            fault.steps.append(step)
+        fault.capture = fault.capture or capture
+        return fault
+
+    def write(self) -> None:
+        """Replace `debug/history.json`, if there is anything new; a full disk is no fault of it."""
+        if not self.unwritten or self.folder is None:
+            return
+        path = self.folder / FILE
+        temporary = path.with_name(".history.json.tmp")
+        text = json.dumps({"counts": self.counts, "faults": self._rows()}, indent=2)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+            os.replace(temporary, path)
+        except OSError as error:
+            log.debug("no history.json: %s", error)
+        self.unwritten = False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"counts": dict(self.counts), "faults": self._rows()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.counts = dict(state["counts"])
+        rows = [Fault(**row) for row in state["faults"]]
+        self.faults = {(f.kind, f.action, NUMBER.sub("#", f.message)): f for f in rows}
+        self.unwritten = bool(rows)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [asdict(fault) for fault in self.faults.values()]

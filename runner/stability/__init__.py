@@ -1,0 +1,1 @@
+"""What keeps a bad step from ruining the run."""
