@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from runner.optim.update import LossScale
+from runner.optim.scale import LossScale
 from runner.run import Run
 from runner.techniques.amp import Amp
 
@@ -93,7 +93,7 @@ def to_double(run: Run) -> None:
     """Let a plain run compute in fp64: weights, buffers, optimizer state; batches are apart."""
     run.model.double()
     update = run.update
-    update.saved = [double(saved) for saved in update.saved]
+    update.buffers.saved = [double(saved) for saved in update.buffers.saved]
     update.average = [double(average) for average in update.average]
     for state in update.optimizer.state.values():
         for key, value in state.items():

@@ -115,6 +115,8 @@ def _told(run: Run, step: Step) -> dict[str, Tensor]:
     Adam's is (1 - beta1) * g, SGD's is g; both after clipping, which the norm undoes. Coupled
     weight decay would be in it, and such groups are left out.
     """
+    if run.update.clip is not None:
+        return {}  # other kinds of clipping cannot be undone
     clip = run.update.clip_norm
     excess = 1.0 if clip is None else max(float(step.grad_norm) / clip, 1.0)
     names = {parameter: name for name, parameter in run.model.named_parameters()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.optim.optimizer import Optimizer, fill_momentum
+from runner.optim.optimizer import Optimizer, fill_momentum, fit_state
 from runner.optim.update import Update
 
 
@@ -31,10 +31,8 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
         return optimizer
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
+    fit_state(optimizer)  # counters may lie on the host
     if options.get("fused"):
-        for parameter, state in optimizer.state.items():
-            if isinstance(state.get("step"), Tensor):  # unfused, it may lie on the host
-                state["step"] = state["step"].to(parameter.device)
         fill_momentum(optimizer)
     return optimizer
 
@@ -54,9 +52,9 @@ def share_state(update: Update, options: Mapping[str, Any], scope: ExitStack) ->
             update.kernel = None
 
     def loaded(*_: object) -> None:
-        if update.in_kernel:  # the state may be from an optimizer that was not fused
+        if update.in_kernel or update.undo is not None:  # the state may be of another kind
             _set_options(optimizer, [options] * len(optimizer.param_groups))
-        update.match_layout()
+        fit_state(optimizer)
         take_over()
 
     for handle in (

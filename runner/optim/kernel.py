@@ -35,6 +35,7 @@ class FusedKernel:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.count = torch.zeros((), dtype=torch.float32, device=device)  # updates made
+        self.one = torch.ones_like(self.count)
         self.adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
         self.groups: list[Group] = []
         self._collect()
@@ -48,11 +49,11 @@ class FusedKernel:
         plain = plain and all(len({(p.dtype, p.device) for p in g["params"]}) == 1 for g in groups)
         return known and plain and hasattr(torch, "_fused_adamw_") and hasattr(torch, "_fused_sgd_")
 
-    def step(self, divisor: Tensor | None, skipped: Tensor) -> None:
-        """Update, unless `skipped` is 1; gradients are divided by `divisor`."""
-        self.count.add_(1.0)
+    def step(self, divisors: list[Tensor | None], skipped: Tensor) -> None:
+        """Update, unless `skipped` is 1; the gradients of each group are divided by its divisor."""
+        self.count.add_(self.one)
         with torch.no_grad():
-            for group in self.groups:
+            for group, divisor in zip(self.groups, divisors, strict=True):
                 (self._adam if self.adam else self._sgd)(group, divisor, skipped)
         self.count.sub_(skipped)
 

@@ -91,3 +91,23 @@ def fill_momentum(optimizer: Optimizer) -> None:
                 if optimizer.state[parameter].get("momentum_buffer") is not None:
                     continue  # it was used before
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def fit_state(optimizer: Optimizer) -> None:
+    """Bring state that was loaded to where an update takes it for granted to be.
+
+    That is, moments in their weights' memory order for fused kernels, and counters on the device
+    for all that never make the host wait.
+    """
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                dense = value.layout is torch.strided and value.shape == parameter.shape
+                if dense and value.stride() != parameter.stride():
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                elif on_device and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)

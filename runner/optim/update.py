@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runner.optim import gradients
+from runner.optim.buffers import LARGEST, Buffers
+from runner.optim.clip import Clip
+from runner.optim.gradients import norms
 from runner.optim.kernel import FusedKernel
-from runner.optim.optimizer import Optimizer
+from runner.optim.optimizer import Optimizer, fit_state
+from runner.optim.scale import LossScale
+from runner.optim.undo import Undo
 from runner.stability.config import StabilityConfig
-
-
-class LossScale:
-    """A dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
-
-    The rule is that of torch.amp.GradScaler; its own object reads the flag on the host.
-    """
-
-    def __init__(self, first: float, device: torch.device) -> None:
-        self.value = torch.full((), first, device=device)
-        self.grown = torch.zeros((), dtype=torch.int32, device=device)
-
-    def update(self, skipped: Tensor) -> None:
-        """Learn from one step; `skipped` is 1.0 when it overflowed."""
-        torch._amp_update_scale_(self.value, self.grown, skipped, 2.0, 0.5, 2000)
 
 
 class Update:
     """One optimizer update, made or skipped without the host knowing which.
 
     A fused optimizer takes the flag (`found_inf`) and the clipping (`grad_scale`) into its kernel,
-    so nothing waits. Any other optimizer needs the host to read the flag, once a step; on a CPU
+    so nothing waits. On an accelerator other optimizers of torch make the update, and it is taken
+    back on the device (`Undo`). Where that cannot be the host reads the flag once a step; on a CPU
     that costs nothing. After a skipped step parameters, buffers, optimizer state, schedule and
     average are what they were before it.
 
     The gradient norm is over the whole model: a NaN or an Inf anywhere, in a gradient or in the
-    loss, makes it non-finite, so one number is both the norm and the flag.
+    loss, makes it non-finite. A step is skipped when its loss or norm is not finite or above
+    `limits`, or when a buffer is no longer finite.
     """
 
     def __init__(
@@ -53,7 +46,8 @@ class Update:
         ema: float | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
         # the fused kernels of MPS take the flag and the scale, and look at neither (torch 2.13)
         fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -62,101 +56,123 @@ class Update:
         self.kernel = FusedKernel(optimizer, self.device) if fits else None
         self.guard = config.guard
         self.clip_norm = config.clip_norm
+        more = Clip.needed(config)
+        self.clip = Clip(config, model, self.groups) if more else None
         self.scale = LossScale(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
-        self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
+        read = self.in_kernel or self.device.type == "cpu"  # there a look at the flag is free
+        undone = not read and Undo.fits(optimizer, model, self.scheduled)
+        self.undo = Undo(optimizer) if undone else None
+        counted_at = "cpu" if self.host_waits else self.device  # one read a step is enough
+        self.updates = torch.zeros((), dtype=torch.int64, device=counted_at)
         self.following = 1 - ema if ema else 0.0
         self.average = [p.detach().clone() for p in self.parameters] if ema else []
-        # what a forward changes, such as BatchNorm's statistics, goes back with a skipped step
-        self.owners = [
-            (module._buffers, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self.saved = [buffer.clone() for buffer in self.buffers()]
+        self.buffers = Buffers(model, self.device)
         self.never = torch.zeros((), device=self.device)
+        self.always = torch.ones((), device=self.device)
+        self.limits = torch.full((2,), LARGEST, device=self.device)  # of the loss and of the norm
+        self.loss_limit, self.norm_limit = self.limits.unbind()  # views
         self.begun = False
         self._set_schedule()
 
     @property
     def host_waits(self) -> bool:
         """Whether the host reads the flag at every step, and so waits on an accelerator."""
-        return not self.in_kernel and self.device.type != "cpu"
+        return not self.in_kernel and self.undo is None and self.device.type != "cpu"
+
+    def set_limits(self, loss: float, grad_norm: float) -> None:
+        """From here on skip steps above them; Inf is no limit. The host does not wait."""
+        self.loss_limit.fill_(min(LARGEST, loss))
+        self.norm_limit.fill_(min(LARGEST, grad_norm))
 
     def begin(self) -> None:
         """Before forward: drop the old gradients, remember the buffers."""
         for parameter in self.parameters:
             parameter.grad = None
-        if self.saved:
-            torch._foreach_copy_(self.saved, self.buffers())
+        self.buffers.remember()
         self.begun = True
 
     def abandon(self) -> None:
         """Forget a step that was begun and not applied."""
-        if self.begun and self.saved:
-            torch._foreach_copy_(self.buffers(), self.saved)
+        if self.begun:
+            self.buffers.put_back()
         self.begun = False
 
     def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d."""
-        return self.judge(loss, list(torch._foreach_norm(self._gradients())))
+        return self.judge(loss, norms(gradients.values(self.parameters)))
 
-    def judge(self, loss: Tensor, norms: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def judge(self, loss: Tensor, each: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same from the norm of each gradient."""
-        norms = [*norms, loss * 0.0]  # NaN if the loss is not finite, else nothing
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        # NaN if the loss is not finite, else nothing; a tensor costs a third of a Python number
+        each = [*each, loss * self.never]
+        norm = torch.linalg.vector_norm(torch.stack(each))
         if self.scale:
             norm = norm / self.scale.value
-        if not self.guard and not self.scale:
-            return norm, self.never
-        return norm, (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
+        if not self.guard:
+            return norm, self.overflowed(norm) if self.scale else self.never
+        good = (loss <= self.loss_limit).logical_and_(norm <= self.norm_limit)  # NaN is not
+        if self.buffers.watched:
+            good.logical_and_(self.buffers.are_sound())
+        return norm, torch.where(good, self.never, self.always)
 
-    def apply(self, norm: Tensor, skipped: Tensor, overflow: Tensor | None = None) -> None:
+    def overflowed(self, norm: Tensor) -> Tensor:
+        """1.0 if the norm is not finite, which is when a loss scale is too large."""
+        return (norm - norm).ne(0.0).to(torch.float32)  # NaN - NaN, Inf - Inf are NaN
+
+    def apply(self, norm: Tensor, skipped: Tensor) -> None:
         """Make the update that `measure` looked at, unless it is to be skipped.
 
-        `overflow` is the flag as it was measured, where a hook skips what is finite.
+        A step may be skipped for another reason; the loss scale goes by the norm alone.
         """
         if self.in_kernel:
             self._in_kernel(norm, skipped)
+        elif self.undo is not None:
+            self._undone(self.undo, norm, skipped)
         else:
             self._by_host(norm, skipped)
         if self.scale:
-            self.scale.update(skipped if overflow is None else overflow)
+            self.scale.update(self.overflowed(norm))
         self.begun = False
 
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
-        if self.scheduled and self.lr is not None:
-            torch.take(self.table, self.updates, out=self.lr_now)
+        self._look_up_rate()
         if self.kernel is not None and any(p.grad is None for p in self.parameters):
             self.kernel.hand_back()  # parameters now differ in their number of updates
             self.kernel = None
+        divisors = self.divisors(norm)
         if self.kernel is not None:
-            self.kernel.step(self.divisor(norm), skipped)
+            self.kernel.step(divisors, skipped)
         else:
             optimizer: Any = self.optimizer
-            optimizer.grad_scale = self.divisor(norm)
+            optimizer.grad_scale = divisors[0]
+            if any(divisor is not divisors[0] for divisor in divisors):
+                gradients.divide(self.groups, divisors)  # the kernel takes but one
+                optimizer.grad_scale = None
             optimizer.found_inf = skipped
             optimizer.step()
+        self._settle(skipped)
+
+    def _undone(self, undo: Undo, norm: Tensor, skipped: Tensor) -> None:
+        self._look_up_rate()
+        gradients.divide(self.groups, self.divisors(norm))
+        undo.step([p for p in self.parameters if p.grad is not None], skipped)
+        self._settle(skipped)
+
+    def _settle(self, skipped: Tensor) -> None:
+        """All that is not the optimizer's: counter, average, buffers."""
         if self.scheduled:
             self.updates.add_(skipped == 0)
         if self.average:
             self._follow((1 - skipped) * self.following)
-        if self.saved:
-            skip = skipped.bool()
-            with torch.no_grad():
-                for buffer, saved in zip(self.buffers(), self.saved, strict=True):
-                    buffer.copy_(torch.where(skip, saved, buffer))
+        self.buffers.put_back_if(skipped)
 
     def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
         if skipped.item():  # waits for the device
-            if self.saved:
-                torch._foreach_copy_(self.buffers(), self.saved)
+            self.buffers.put_back()
             return
-        divisor = self.divisor(norm)
-        if divisor is not None:
-            torch._foreach_div_(self._gradients(), divisor)
+        gradients.divide(self.groups, self.divisors(norm))
         if self.scheduled:
             self._set_rate(self.lr_at(int(self.updates.item())))
         self.optimizer.step()
@@ -165,27 +181,28 @@ class Update:
         if self.average:
             self._follow(torch.full_like(norm, self.following))
 
+    def divisors(self, norm: Tensor, given: Sequence[Tensor] | None = None) -> list[Tensor | None]:
+        """Clip the gradients by all but a norm; what each group's are yet to be divided by.
+
+        They are in `.grad`, or `given`.
+        """
+        if self.clip is None:
+            return [self.divisor(norm)] * len(self.groups)
+        each = iter(gradients.coalesced(self.parameters) if given is None else given)
+        pairs = [[(next(each), parameter) for parameter in group] for group in self.groups]
+        with torch.no_grad():
+            scale = self.scale.value if self.scale else None
+            return self.clip.limit(pairs, self.clip_norm, scale)
+
     def divisor(self, norm: Tensor) -> Tensor | None:
         """What the gradients are divided by: the loss scale, and the excess over the clip norm."""
         divisor = None
         if self.clip_norm is not None:
             excess = norm if self.clip_norm == 1.0 else norm / self.clip_norm
-            divisor = excess.clamp(min=1.0)
+            divisor = torch.maximum(excess, self.always)
         if self.scale:
             divisor = self.scale.value if divisor is None else divisor * self.scale.value
         return divisor
-
-    def buffers(self) -> list[Tensor]:
-        """The buffers as they are now: some models put new tensors in their place."""
-        return [buffers[name].detach() for buffers, name in self.owners]  # type: ignore[union-attr]
-
-    def _gradients(self) -> list[Tensor]:
-        """The gradients there are; of sparse ones (embeddings) the values."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        for i, gradient in enumerate(gradients):
-            if gradient.is_sparse:
-                gradients[i] = _coalesced(self.parameters, gradient).values()
-        return gradients
 
     def _follow(self, weight: Tensor) -> None:
         steps = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
@@ -214,12 +231,12 @@ class Update:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.lr * self.backoff * self.factors[min(updates, len(self.factors) - 1)]
 
-    def back_off(self, factor: float) -> None:
-        """Multiply the learning rate by `factor` from here on."""
-        self.backoff *= factor
+    def set_backoff(self, share: float) -> None:
+        """From here on the learning rate is that share of what the schedule has."""
         if self.lr is None:
             for group in self.optimizer.param_groups:
-                group["lr"] *= factor
+                group["lr"] *= share / self.backoff
+        self.backoff = share
         self._set_schedule()
 
     def schedule_on_device(self) -> None:
@@ -227,8 +244,12 @@ class Update:
         self.scheduled = True
         self._set_schedule()
 
+    def _look_up_rate(self) -> None:
+        if self.scheduled and self.lr is not None:
+            torch.take(self.table, self.updates, out=self.lr_now)
+
     def _set_schedule(self) -> None:
-        if self.scheduled and self.in_kernel:
+        if self.scheduled and (self.in_kernel or self.undo is not None):
             rates = [self.lr_at(u) for u in range(len(self.factors) + 1)]
             self.table = torch.tensor(rates, dtype=torch.float32, device=self.device)
             self.lr_now = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -273,7 +294,7 @@ class Update:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)  # the config decides, not what the state was saved under
-        self.match_layout()
+        fit_state(self.optimizer)
         if self.kernel is not None and not self.kernel.take_over():
             self.kernel = None
         self.updates.copy_(state["updates"])
@@ -286,20 +307,3 @@ class Update:
         if self.scale:
             self.scale.value.copy_(state["scale"][0])
             self.scale.grown.copy_(state["scale"][1])
-
-    def match_layout(self) -> None:
-        """Bring moments into their weights' memory order, which fused kernels take for granted."""
-        for parameter in self.parameters:
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor) or value.shape != parameter.shape:
-                    continue
-                if value.stride() != parameter.stride():
-                    like = torch.empty_like(parameter, dtype=value.dtype)
-                    self.optimizer.state[parameter][key] = like.copy_(value)
-
-
-def _coalesced(parameters: list[Tensor], gradient: Tensor) -> Tensor:
-    """A sparse gradient with each index once, put back in its place so that edits reach it."""
-    owner = next(p for p in parameters if p.grad is gradient)
-    owner.grad = gradient.coalesce()
-    return owner.grad

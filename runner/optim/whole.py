@@ -18,6 +18,7 @@ from runner import compiler
 from runner.batch import Batch, call, count
 from runner.errors import DataError
 from runner.objective import Objective
+from runner.optim.gradients import norms
 from runner.optim.kernel import Group
 from runner.optim.update import Update
 
@@ -147,7 +148,8 @@ def _stay_in_place(update: Update, targets: Targets) -> None:
     state = [t for group in groups for t in (*group.first, *group.second)]
     counters = [update.updates, targets.wrong, targets.value]
     counters += [] if kernel is None else [kernel.count]
-    for tensor in (*state, *counters, *update.average):  # the model's own are known to stay
+    flags = [update.loss_limit, update.norm_limit, update.never, update.always]
+    for tensor in (*state, *counters, *flags, *update.average):  # the model's own are known to stay
         torch._dynamo.mark_static_address(tensor)
 
 
@@ -175,30 +177,29 @@ def _traced(
         if kernel is None:
             raise RuntimeError("parameters differ in their number of updates")
         target, veto = targets.checked(target, veto)
-        before = [buffer.clone() for buffer in update.buffers()]
+        before = [buffer.detach().clone() for buffer in update.buffers.now()]
         loss = objective(call(forward, inputs), target)
         scaled = loss if update.scale is None else loss * update.scale.value
-        gradients = torch.autograd.grad(scaled, parameters)
+        gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():
             loss = loss.detach()
-            # one by one: the compiler has no kernel for the list
-            norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-            norm, overflow = update.judge(loss, norms)
-            skipped = torch.maximum(overflow, veto)
+            norm, skipped = update.judge(loss, norms(gradients))
+            overflow = update.overflowed(norm) if update.scale else skipped
+            skipped = torch.maximum(skipped, veto)
             made = skipped == 0
-            divisor = update.divisor(norm)
+            divisors = update.divisors(norm, gradients)
             at = update.updates.clamp(max=len(update.table) - 1).reshape(1)
             lr = update.table.index_select(0, at).squeeze(0)
             kernel.count.add_(made)
             update.updates.add_(made)
             each = iter(gradients)
-            for group in kernel.groups:
+            for group, divisor in zip(kernel.groups, divisors, strict=True):
                 adam_or_sgd = _adam if kernel.adam else _sgd
                 mine = [next(each) for _ in group.parameters]
                 adam_or_sgd(group, mine, lr, divisor, kernel.count, made)
             for average, parameter in zip(update.average, parameters, strict=False):
                 average.add_((parameter - average) * (update.following * made))
-            for buffer, old in zip(update.buffers(), before, strict=True):
+            for buffer, old in zip(update.buffers.now(), before, strict=True):
                 buffer.copy_(torch.where(made, buffer, old))
         return loss, norm, skipped, overflow
 

@@ -22,7 +22,7 @@ def not_worth_it(min_steps: int | None, draft: Draft) -> str | None:
     if min_steps is not None:
         short = draft.total_steps < min_steps
         return f"{draft.total_steps:,} steps, and min_steps={min_steps}" if short else None
-    needed = int(draft.choose("optimization.compile.break_even_steps", partial(_break_even, draft)))
+    needed = int(draft.choose("optimization.compile.min_steps", partial(_break_even, draft)))
     if draft.total_steps >= needed:
         return None
     return f"{draft.total_steps:,} steps do not pay it back; that takes {needed:,} or more"
@@ -36,7 +36,12 @@ def _break_even(draft: Draft) -> tuple[int, str]:
         f"forward and backward take {1e3 * seconds:.3g} ms; compiling takes up to {COLD_S:.0f} s "
         f"and saves some {GAIN:.0%}"
     )
-    return round(worth / seconds), reason
+    return _rounded(worth / seconds), reason
+
+
+def _rounded(steps: float) -> int:
+    """To two digits: the timing is no better."""
+    return int(float(f"{steps:.1e}"))
 
 
 def _step_seconds(draft: Draft, enough: float) -> float:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from runner.optim.update import Update
+
 Options = dict[str, bool]
 
 
@@ -32,7 +34,7 @@ class FusedOptimizer(Technique):
         ran = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "loop"
         facts = {
             "implementation": ran,
-            "guard": "in the kernel" if run.update.in_kernel else "host reads a flag",
+            "guard": _guard(run.update),
         }
         reason = (
             ""
@@ -40,6 +42,12 @@ class FusedOptimizer(Technique):
             else f"{type(run.update.optimizer).__name__} has no fused kernel: {ran}"
         )
         return Evidence(ran == "fused", reason, facts)
+
+
+def _guard(update: Update) -> str:
+    if update.in_kernel:
+        return "in the kernel"
+    return "taken back on the device" if update.undo is not None else "host reads a flag"
 
 
 def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[Options, str | None]:
@@ -53,5 +61,8 @@ def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[O
     if "fused" in accepted and all(p.is_floating_point() for p in model.parameters()):
         return {"fused": True}, None
     if "foreach" in accepted:
-        return {"foreach": True}, None
+        # with its counters on the device, a bad update is taken back without the host
+        on_cuda = any(p.device.type == "cuda" for p in model.parameters())
+        more = {"capturable": True} if on_cuda and "capturable" in accepted else {}
+        return {"foreach": True, **more}, None
     return {}, f"{optimizer.__name__} has neither a fused nor a foreach implementation"

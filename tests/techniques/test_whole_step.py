@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner import build, compose, train
+from runner import build, compiler, compose, train
 from runner.errors import DataError
 from runner.hook import Hook, Report, Step
 from runner.loop import make_step
@@ -106,6 +107,43 @@ def test_rehearsing_changes_nothing() -> None:
         assert run.whole is not None
         run.whole.rehearse(batch)
         assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+
+
+def test_limits_that_change_are_seen_and_nothing_is_compiled_anew() -> None:
+    with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
+        batch = next(run.train.batches(0))
+        step, _ = make_step(run, batch)
+        graphs = compiler.facts()["graphs"]
+        for loss, norm in ((0.5, math.inf), (math.inf, 0.5), (0.25, 0.25)):
+            before = weights(run)
+            run.update.set_limits(loss * float(step.loss), norm * float(step.grad_norm))
+            made, _ = make_step(run, batch)
+            assert made.skipped.item() == 1
+            assert made.loss.isfinite() and made.grad_norm.isfinite()
+            assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+        run.update.set_limits(math.inf, math.inf)
+        assert make_step(run, batch)[0].skipped.item() == 0
+        assert compiler.facts()["graphs"] == graphs
+        assert run.whole is not None and run.whole.steps == 5
+
+
+@pytest.mark.parametrize("per_group", [False, True])
+def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside(per_group: bool) -> None:
+    kinds = [
+        "stability.clip_value=0.01", "stability.clip_adaptive=0.05", "stability.clip_norm=0.1",
+        f"stability.clip_per_group={per_group}", "optimizer=sgd", "optimizer.lr=1.0",
+    ]  # fmt: skip
+    eager, _, expected = trained(*TINY, "training.steps=9", *kinds)
+    whole, summary, losses = trained(*TINY, "training.steps=9", *WHOLE, *kinds)
+    plain, _, _ = trained(*TINY, "training.steps=9", "optimizer=sgd", "optimizer.lr=1.0")
+    assert row(summary, "whole_step").evidence["steps_in_one_graph"] == 9
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for name, value in weights(eager).items():
+        torch.testing.assert_close(weights(whole)[name], value, atol=1e-5, rtol=1e-4)
+    assert not all(
+        torch.allclose(weights(plain)[name], value, atol=1e-3)
+        for name, value in weights(eager).items()
+    )
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_never_stopped(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Limits on gradients beyond the norm of the whole model: by unit, by value, by parameter group."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from runner.optim.gradients import norms
+from runner.stability.config import StabilityConfig
+
+EPSILON = 1e-3  # of Brock et al.: weights that start at zero can still move
+
+
+@final
+class Clip:
+    """What limits gradients, in this order: adaptive, by value, by the norm of what is left.
+
+    Adaptive is AGC (Brock et al. 2021, arXiv:2102.06171, section 4.1): the norm of an output
+    unit's gradient is at most `clip_adaptive` times the norm of its weights, or 1e-3 where that is
+    less. A unit is what lies under one index of dimension 0; vectors and scalars are one unit. As
+    in the paper the last linear layer is left out, which is the last `nn.Linear` that the model
+    registers, unless it is the only layer with weights.
+
+    Limits are about gradients without the loss scale. Nothing is read back. It costs one pass over
+    the gradients for each kind of limit and one for the norm of what is left.
+    """
+
+    def __init__(
+        self, config: StabilityConfig, model: nn.Module, groups: list[list[Tensor]]
+    ) -> None:
+        self.value, self.adaptive = config.clip_value, config.clip_adaptive
+        self.per_group = config.clip_per_group
+        out = _last_linear(model)
+        self.bounded = [[parameter not in out for parameter in group] for group in groups]
+
+    @staticmethod
+    def needed(config: StabilityConfig) -> bool:
+        """Whether there is more to it than the norm of the whole model."""
+        return bool(config.clip_value or config.clip_adaptive or config.clip_per_group)
+
+    def limit(
+        self,
+        groups: list[list[tuple[Tensor | None, Tensor]]],  # gradient and weight
+        clip_norm: float | None,
+        scale: Tensor | None,
+    ) -> list[Tensor | None]:
+        """Change the gradients in place; return what those of each group are yet to be divided by.
+
+        `scale` is what they were multiplied by. Sparse gradients must be coalesced.
+        """
+        gradients = [[_values(g) for g, _ in group if g is not None] for group in groups]
+        every = [gradient for group in gradients for gradient in group]
+        if scale is not None and (self.adaptive or self.value):
+            torch._foreach_div_(every, scale)
+            scale = None
+        if self.adaptive:
+            self._adapt(groups, self.adaptive)
+        if self.value:
+            torch._foreach_clamp_min_(every, -self.value)
+            torch._foreach_clamp_max_(every, self.value)
+        if clip_norm is None:
+            return [scale] * len(groups)
+        if not self.per_group:
+            return [_divisor(every, clip_norm, scale)] * len(groups)
+        return [_divisor(group, clip_norm, scale) if group else None for group in gradients]
+
+    def _adapt(self, groups: list[list[tuple[Tensor | None, Tensor]]], factor: float) -> None:
+        gradients, weights = [], []
+        for group, flags in zip(groups, self.bounded, strict=True):
+            for (gradient, weight), bounded in zip(group, flags, strict=True):
+                if gradient is None or not bounded:
+                    continue
+                gradients.append(_values(gradient))
+                rows = gradient.indices()[0] if gradient.is_sparse else None
+                weights.append(weight.detach() if rows is None else weight.detach()[rows])
+        if not gradients:
+            return
+        shares = _unit_norms(weights)
+        torch._foreach_clamp_min_(shares, EPSILON)
+        torch._foreach_mul_(shares, factor)
+        torch._foreach_div_(shares, _unit_norms(gradients))  # Inf where there is no gradient
+        torch._foreach_clamp_max_(shares, 1.0)
+        torch._foreach_mul_(gradients, shares)
+
+
+def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients)))
+    if norm.dtype in (torch.float16, torch.bfloat16):
+        norm = norm.float()  # what fused kernels take
+    if scale is None:
+        return (norm / clip_norm).clamp(min=1.0)
+    return (norm / (scale * clip_norm)).clamp(min=1.0) * scale
+
+
+def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """There is no kernel for norms of rows of a list, so one by one."""
+    return [
+        torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)) if t.ndim > 1 else None,
+                                 keepdim=t.ndim > 1)
+        for t in tensors
+    ]  # fmt: skip
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.values() if gradient.is_sparse else gradient
+
+
+def _last_linear(model: nn.Module) -> set[Tensor]:
+    weighty = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+    linear = [module for module in weighty if isinstance(module, nn.Linear)]
+    return set(linear[-1].parameters(recurse=False)) if linear and len(weighty) > 1 else set()

@@ -1,0 +1,446 @@
+"""A step that is bad leaves no trace, whatever updates the weights; and nobody waits to know it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner import build, compose, train
+from runner.batch import Batch
+from runner.hook import Hook, Step
+from runner.loop import make_step
+from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
+from runner.optim.optimizer import build_optimizer, find_optimizer
+from runner.optim.schedule import factors
+from runner.optim.undo import Undo
+from runner.optim.update import Update
+from runner.run import Run
+from runner.stability.config import StabilityConfig
+
+FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
+MOMENTUM = {"momentum": 0.9, "nesterov": True}
+OPTIMIZERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *[(name, {}, how) for name in ("AdamW", "Adam", "Adagrad") for how in (FUSED, LISTS, LOOP)],
+    ("Adam", {"amsgrad": True}, FUSED),
+    *[("SGD", options, how) for options in (MOMENTUM, {}) for how in (FUSED, LISTS, LOOP)],
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}, LISTS),
+    *[
+        (name, {}, how)
+        for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "Adafactor")
+        for how in (LISTS, LOOP)
+    ],
+    *[("RMSprop", {"momentum": 0.9, "centered": True}, how) for how in (LISTS, LOOP)],
+    ("Muon", {}, {}),
+]
+FLOAT_LIMIT = torch.finfo(torch.float32).max
+
+
+def model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    plain = name != "Muon"  # which is for matrices only
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=plain), nn.BatchNorm1d(8, affine=plain), nn.ReLU(),
+        nn.Linear(8, 3, bias=plain),
+    )  # fmt: skip
+
+
+def batches(count: int) -> list[Batch]:
+    noise = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 6, generator=noise), torch.randint(0, 3, (16,), generator=noise))
+        for _ in range(count)
+    ]
+
+
+def make(net: nn.Module, name: str, options: Any, how: Any, steady: bool, **more: Any) -> Update:
+    config = OptimizerConfig(name=name, lr=0.02, options=options)
+    optimizer = build_optimizer(config, find_optimizer(name), net, how)
+    rates = [1.0] * 20 if steady else factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 20)
+    return Update(net, optimizer, StabilityConfig(), 0.02, rates, **more)
+
+
+def step(
+    net: Callable[..., Tensor], update: Update, batch: Batch, beside: float = 0.0, parts: int = 1
+) -> tuple[float, bool]:
+    """A step whose loss has `beside` added to it, which gradients know nothing of."""
+    update.begin()
+    total = torch.zeros(())
+    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
+        loss = nn.functional.cross_entropy(net(x), y) / parts
+        (loss if update.scale is None else loss * update.scale.value).backward()
+        total += loss.detach()
+    norm, skipped = update.measure(total + beside)
+    update.apply(norm, skipped)
+    return float(norm), bool(skipped)
+
+
+def flat(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [x for key in tree for x in flat(tree[key])]
+    if isinstance(tree, list | tuple):
+        return [x for item in tree for x in flat(item)]
+    return [tree.to_dense() if isinstance(tree, Tensor) else tree]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    ones, others = flat(one), flat(other)
+    assert len(ones) == len(others)
+    for a, b in zip(ones, others, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def bad_ones(like: Batch) -> dict[str, tuple[Batch, float]]:
+    """A batch and what is added to its loss, by what is wrong with it."""
+    return {
+        "input": ((torch.full_like(like[0], math.nan), like[1]), 0.0),
+        "loss": (like, math.inf),
+        "negative loss": (like, -math.inf),
+        "spike of the loss": (like, 1000.0),
+        "buffers": ((1e20 * like[0], like[1]), 0.0),
+    }
+
+
+# fused kernels take the flag and need no undoing; lists take a rate on the device on CUDA only
+WAYS = {"steady": (FUSED, LISTS, LOOP, {}), "scheduled": (FUSED, LISTS, LOOP, {}),
+        "undone": (LISTS, LOOP, {}), "undone scheduled": (LOOP, {})}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "options", "how"),
+    [(way, *case) for way, fits in WAYS.items() for case in OPTIMIZERS if case[2] in fits],
+)
+@pytest.mark.parametrize("at", [0, 2], ids=["first", "middle"])
+def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
+    way: str, name: str, options: Any, how: Any, at: int
+) -> None:
+    good = batches(5)
+    results = []
+    for bad in (False, True):
+        net = model(name)
+        update = make(net, name, options, how, "scheduled" not in way, ema=0.9)
+        if "undone" in way:  # as on an accelerator
+            update.undo = Undo(update.optimizer)
+        if way == "undone scheduled":
+            update.schedule_on_device()
+        update.set_limits(100.0, math.inf)
+        for i, batch in enumerate(good):
+            if bad and i == at:
+                for cause, (spoiled, beside) in bad_ones(batch).items():
+                    assert step(net, update, spoiled, beside, parts=2)[1], cause
+            assert not step(net, update, batch, parts=2)[1]
+        results.append([net.state_dict(), update.state(), update.lr_at(int(update.updates))])
+    assert_same(*results)
+
+
+SPARSE = [("SGD", {"momentum": 0.9}, {}), ("SGD", {}, LISTS), ("Adagrad", {}, {}),
+          ("SparseAdam", {}, {})]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes sparse tensors
+@pytest.mark.parametrize(("name", "options", "how"), SPARSE)
+@pytest.mark.parametrize("at", [0, 2], ids=["first", "middle"])
+@pytest.mark.parametrize("cause", [math.nan, math.inf, 1000.0])
+def test_so_it_is_with_sparse_gradients(
+    name: str, options: Any, how: Any, at: int, cause: float
+) -> None:
+    noise = torch.Generator().manual_seed(1)
+    ids, classes = torch.Size([8, 3]), torch.Size([8])
+    good = [
+        (torch.randint(0, 9, ids, generator=noise), torch.randint(0, 4, classes, generator=noise))
+        for _ in range(4)
+    ]
+    results = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        net = nn.EmbeddingBag(9, 4, sparse=True, mode="sum")
+        config = OptimizerConfig(name=name, lr=0.05, options=options, weight_decay=0.0)
+        optimizer = build_optimizer(config, find_optimizer(name), net, how)
+        update = Update(net, optimizer, StabilityConfig(), 0.05, [1.0], ema=0.9)
+        update.set_limits(math.inf, 100.0)
+        for i, batch in enumerate(good):
+            if bad and i == at:
+                update.begin()
+                loss = nn.functional.cross_entropy(net(batch[0]), batch[1]) * cause
+                loss.backward()
+                norm, skipped = update.measure(loss.detach())
+                update.apply(norm, skipped)
+                assert skipped.item()
+                assert math.isfinite(cause) == math.isfinite(float(norm))
+            assert not step(net, update, batch)[1]
+        results.append([net.state_dict(), update.state()])
+    assert_same(*results)
+
+
+RUNS = [
+    ["optimizer.name=AdamW", "optimization.fused_optimizer.enabled=true"],
+    ["optimizer.name=RAdam", "optimization.fused_optimizer.enabled=true"],
+    ["optimizer=sgd", "optimizer.lr=0.05"],
+    pytest.param(
+        ["optimizer.name=AdamW", "optimization.fused_optimizer.enabled=true",
+         "optimization.whole_step.enabled=true", "optimization.whole_step.cpp_wrapper=false"],
+        marks=[pytest.mark.slow,
+               pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", RUNS)
+def test_so_it_is_in_a_real_run(overrides: list[str]) -> None:
+    whole = "optimization.whole_step.enabled=true" in overrides
+    config = compose([
+        "device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none",
+        "data=digits", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1",
+        "optimizer.ema=0.9", "schedule=cosine", "training.steps=9", "training.batch_size=16",
+        f"training.micro_batch={16 if whole else 4}", *overrides,
+    ])  # fmt: skip
+    results = []
+    for bad in (False, True):
+        with build(config) as run:
+            run.model.train()
+            run.update.set_limits(1000.0, 1000.0)
+            source = run.train.batches(0)
+            for i in range(4):
+                batch = next(source)
+                if bad and i in (0, 2):
+                    for factor in (math.nan, 1e20):  # the latter spoils nothing but buffers
+                        made, _ = make_step(run, (batch[0] * factor, batch[1]))
+                        assert made.skipped.item() == 1
+                        assert math.isfinite(float(made.loss)) == math.isfinite(factor)
+                made, _ = make_step(run, batch)
+                assert made.skipped.item() == 0
+            assert (run.whole.steps if run.whole else 0) == (0 if not whole else 8 if bad else 4)
+            results.append([run.model.state_dict(), run.update.state()])
+    assert_same(*results)
+
+
+def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_infinity() -> None:
+    config = compose([
+        "device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none",
+        "data=digits", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1",
+        "training.batch_size=16", "training.steps=9", "stability.guard=false",
+    ])  # fmt: skip
+    for guard in (False, True):
+        with build(config) as run:
+            run.update.guard = guard
+            run.model.train()
+            batch = next(run.train.batches(0))
+            made, _ = make_step(run, (batch[0] * 1e20, batch[1]))
+            assert math.isfinite(float(made.loss)) and math.isfinite(float(made.grad_norm))
+            sound = all(bool(b.isfinite().all()) for b in run.model.buffers())
+            assert sound == guard
+            assert bool(made.skipped) == guard
+
+
+def test_a_buffer_that_is_infinite_from_the_start_is_left_alone() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("mask", torch.tensor([0.0, -math.inf, 0.0]))
+            self.register_buffer("nothing", torch.zeros(0))
+            self.register_buffer("seen", torch.zeros(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + x.square().mean()  # not in place, and it has a graph
+            return self.layer(x * self.seen.mean().detach().clamp(max=1.0))
+
+    net = Masked()
+    update = make(net, "AdamW", {}, FUSED, True)
+    batch = batches(1)[0]
+    batch = (batch[0], batch[1])
+    assert not step(net, update, batch)[1]
+    assert float(net.seen.sum()) > 0  # type: ignore[operator,arg-type]
+    before = net.seen.clone()  # type: ignore[operator]
+    assert step(net, update, (batch[0] * 1e19 * 3, batch[1]))[1]
+    assert torch.equal(net.seen, before)  # type: ignore[arg-type]
+
+
+def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> None:
+    for name, how in (("AdamW", FUSED), ("RAdam", LISTS), ("SGD", LISTS)):
+        net = model(name)
+        update = make(net, name, {}, how, True, loss_scale=1024.0)
+        if name == "SGD":
+            update.undo = Undo(update.optimizer)
+        assert update.scale is not None
+        batch = batches(1)[0]
+        norm, skipped = step(net, update, batch)
+        assert not skipped
+        update.set_limits(math.inf, norm / 2)
+        assert step(net, update, batch)[1]
+        assert float(update.scale.value) == 1024.0
+        assert step(net, update, (batch[0] * math.nan, batch[1]))[1]
+        assert float(update.scale.value) == 512.0
+        update.set_limits(math.inf, math.inf)
+        assert not step(net, update, batch)[1]
+
+
+def test_without_the_guard_limits_are_for_nothing() -> None:
+    net = model("AdamW")
+    update = make(net, "AdamW", {}, FUSED, True)
+    update.set_limits(0.0, 0.0)
+    assert step(net, update, batches(1)[0])[1]
+    update.guard = False
+    assert not step(net, update, batches(1)[0])[1]
+
+
+def test_no_limit_is_the_largest_number_there_is() -> None:
+    update = make(model("AdamW"), "AdamW", {}, FUSED, True)
+    assert update.limits.tolist() == [FLOAT_LIMIT, FLOAT_LIMIT]
+    update.set_limits(3.0, 4.0)
+    assert update.limits.tolist() == [3.0, 4.0]
+    update.set_limits(math.inf, math.nan)
+    assert update.limits.tolist() == [FLOAT_LIMIT, FLOAT_LIMIT]
+
+
+def test_an_update_that_is_taken_back_is_the_one_that_the_host_would_let_be() -> None:
+    data, results = batches(4), []
+    for undone in (False, True):
+        net = model("NAdam")
+        update = make(net, "NAdam", {}, LISTS, True)
+        if undone:
+            update.undo = Undo(update.optimizer)
+        for batch in data:
+            step(net, update, batch)
+        results.append([net.state_dict(), copy.deepcopy(update.state())])
+    assert_same(*results)
+
+
+def test_what_makes_the_host_wait_is_known() -> None:
+    def fits(
+        name: str, scheduled: bool = False, net: nn.Module | None = None, **options: Any
+    ) -> bool:
+        net = net or model(name)
+        kind = find_optimizer(name)
+        return Undo.fits(kind(net.parameters(), **options), net, scheduled)  # type: ignore[call-arg]
+
+    assert not fits("RAdam")
+    assert not fits("Adagrad") and not fits("Adafactor")  # a counter on the host
+    assert fits("RAdam", capturable=True, scheduled=True)
+    assert not fits("RMSprop", capturable=True, foreach=False, scheduled=True)
+    assert fits("SGD", momentum=0.9) and not fits("SGD", scheduled=True)
+    assert fits("Muon")
+    assert not fits("SGD", net=nn.Embedding(4, 2, sparse=True))
+
+    class Own(torch.optim.SGD):
+        pass
+
+    net = model("SGD")
+    assert not Undo.fits(Own(net.parameters(), lr=0.1), net, False)
+
+
+# -- nobody waits ----------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes a host wait for an accelerator: numbers that leave a tensor."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "_to_dense", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    """What no dispatcher sees, since on a CPU nothing is to be done for it, is counted too."""
+    reads = Reads()
+    for name in ("tolist", "numpy", "cpu", "__array__"):
+        own = getattr(Tensor, name)
+
+        def read(self: Tensor, *args: Any, own: Any = own, **kwargs: Any) -> Any:
+            reads.count += 1
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, read)
+    with reads:
+        yield reads
+
+
+class Between(Hook):
+    """How many numbers were read from one step to the next, reports left out."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads, self.before, self.found = reads, 0, {}  # type: ignore[var-annotated]
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number > 1 and (step.number - 1) % run.report_every:
+            self.found[step.number] = self.reads.count - self.before
+        self.before = self.reads.count
+
+
+LOOP_OF = [
+    "device.threads=2", "monitoring.progress=false", "monitoring.every=6", "training.steps=24",
+    "training.batch_size=16", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1",
+    "data=digits", "optimization=none", "training.validate_every=1000", "optimizer.ema=0.9",
+]  # fmt: skip
+QUICK = "optimization.fused_optimizer.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "undone"),
+    [
+        ([QUICK, "schedule=cosine"], False),
+        ([QUICK, "stability.clip_value=0.1", "stability.clip_adaptive=0.1"], False),
+        ([QUICK, "training.micro_batch=4"], False),
+        (["optimizer=sgd", "schedule=constant"], True),
+    ],
+)
+def test_nothing_is_read_between_reports(
+    overrides: list[str], undone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build(compose(["device=cpu", *LOOP_OF, *overrides])) as run:
+        if undone:
+            run.update.undo = Undo(run.update.optimizer)
+        with counted(monkeypatch) as reads:
+            between = Between(reads)
+            run.hooks.append(between)
+            train(run)
+        assert reads.count > 0  # reports do read, so the count counts
+        assert len(between.found) == 20
+        made_state = 2 if undone else 0  # the first step reads whether to keep what it made
+        assert {n: c for n, c in between.found.items() if c and n > made_state} == {}
+
+
+def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with build(compose(["device=cpu", *LOOP_OF, "optimizer=sgd", "schedule=constant"])) as run:
+        assert not run.update.host_waits  # since it is free there
+        with counted(monkeypatch) as reads:
+            between = Between(reads)
+            run.hooks.append(between)
+            train(run)
+        assert set(between.found.values()) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["AdamW", "RAdam", "Adamax", "RMSprop"])
+def test_cuda_raises_nothing_between_reports(optimizer: str) -> None:
+    class Strict(Hook):
+        def on_step(self, run: Run, step: Step) -> None:
+            free = step.number > 6 and step.number % run.report_every
+            torch.cuda.set_sync_debug_mode("error" if free else "default")
+
+    overrides = ["device=cuda", QUICK, f"optimizer.name={optimizer}", "schedule=cosine"]
+    try:
+        with build(compose([*LOOP_OF, *overrides])) as run:
+            assert not run.update.host_waits
+            run.hooks.append(Strict())
+            summary = train(run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert summary.status == "done"
