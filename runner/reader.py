@@ -11,6 +11,9 @@ from torch import Tensor
 
 from runner.hook import Report, Step
 
+KEPT = 4  # stretches whose numbers stay at hand after they were reported
+SKIPPED = 10_000  # steps that are remembered not to have been made
+
 
 @dataclass
 class _Window:
@@ -39,6 +42,8 @@ class Reader:
         self.samples = 0
         self.seconds = 0.0
         self.windows: deque[_Window] = deque()
+        self.known: deque[tuple[int, list[list[float]]]] = deque(maxlen=KEPT)
+        self.skipped: deque[int] = deque(maxlen=SKIPPED)  # steps, as far as they were reported
 
     def add(self, step: Step, samples: int) -> None:
         """Take note of a step; nothing is read."""
@@ -70,6 +75,8 @@ class Reader:
             if window.ready is not None:
                 window.ready.synchronize()  # waits: one stretch late, so hardly ever
             rows = window.earlier + window.rows.tolist()
+            self.known.append((window.first, rows))
+            self.skipped += [n for n, row in enumerate(rows, window.first) if row[2] > 0]
             arrived.append(
                 Report(
                     first=window.first,
@@ -82,6 +89,30 @@ class Reader:
                 )
             )
         return arrived
+
+    @property
+    def unread(self) -> int | None:
+        """The first step whose numbers the host has not seen; None where it has seen all."""
+        if self.windows:
+            return self.windows[0].first
+        return self.first if self.steps or self.earlier else None
+
+    def since(self, step: int) -> list[list[float]] | None:
+        """Loss, gradient norm and skip flag of that step and each one after it.
+
+        None where the step is long gone. What is still on its way is waited for.
+        """
+        numbered: dict[int, list[float]] = {}
+        for first, rows in self.known:
+            numbered.update(enumerate(rows, first))
+        for window in self.windows:
+            if window.ready is not None:
+                window.ready.synchronize()  # waits; only a fault asks
+            numbered.update(enumerate(window.earlier + window.rows.tolist(), window.first))
+        in_hand = self.state()
+        numbered.update(enumerate(in_hand["rows"], in_hand["first"]))
+        wanted = range(step, max(numbered, default=0) + 1)
+        return [numbered[n] for n in wanted] if wanted and wanted.start in numbered else None
 
     def _rows(self) -> Tensor:
         if not self.steps:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.checkpoint.folder import Restored
+from runner.checkpoint.sound import broken
 from runner.errors import CheckpointError
 from runner.run import Progress, Run
 from runner.technique import Choice
@@ -24,14 +26,21 @@ OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export")
 
 
 def save(run: Run, best: bool = False, final: bool = False) -> None:
-    """Write a checkpoint of the run as it stands between two steps.
+    """Write a checkpoint of the run as it stands between two steps; not of ruined weights.
 
-    `final` waits until it is safe on disk, and raises StorageError if it cannot be.
+    `final` waits until it is safe on disk, and raises StorageError if it cannot be; it is written
+    in any case, since nothing comes after it.
 
     The host waits for the device while weights are copied; files are written in the background.
     """
     if run.saved_step < run.progress.step or best:
-        run.checkpointer.save(run.progress.step, run.model.state_dict(), _state(run), best)
+        if not final and not run.guardian.sound():
+            log.warning("step %d: not saved: the weights are not finite", run.progress.step)
+            return
+        run.checkpointer.unread = run.reader.unread if run.captures is not None else None
+        planned = best or run.progress.step % run.checkpoint_every == 0
+        state = {**_state(run), "planned": planned}
+        run.checkpointer.save(run.progress.step, run.model.state_dict(), state, best)
         run.saved_step = run.progress.step
     if final:
         run.checkpointer.close()
@@ -43,6 +52,7 @@ def _state(run: Run) -> dict[str, Any]:
         "update": run.update.state(),
         "reader": run.reader.state(),
         "history": run.history.state(),
+        "stability": run.guardian.state(),
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -67,10 +77,11 @@ def restore(run: Run, where: Path | None) -> bool:
     if restored is None:
         return False
     state = restored.state
-    _load_weights(run, restored.path, restored.model, state["update"])
+    load_weights(run, restored.path, restored.model, state["update"])
     run.progress = Progress(**state["progress"])
     run.reader.load(state["reader"])
     run.history.load(state["history"])
+    run.guardian.load(state["stability"], run.progress.step)
     if state["config_hash"] != run.config_hash:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]
@@ -93,13 +104,16 @@ def restore(run: Run, where: Path | None) -> bool:
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
         adopt_config(run.folder)
-    # last, since anything before it may draw
-    noise = state["random"]
-    torch.set_rng_state(noise["torch"])
-    version, numbers, gauss = noise["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(noise["numpy"])
+    set_random(state["random"])  # last, since anything before it may draw
     return True
+
+
+def set_random(state: Mapping[str, Any]) -> None:
+    """Put the global generators where a checkpoint found them."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
 
 
 def adopt_config(folder: Path) -> None:
@@ -110,36 +124,65 @@ def adopt_config(folder: Path) -> None:
         new.rename(old)
 
 
-def roll_back(run: Run) -> None:
-    """Weights, buffers and optimizer back to the last checkpoint, with a lower learning rate.
+def roll_back(run: Run, factor: float) -> bool:
+    """Weights, buffers and optimizer back to the last good checkpoint; the learning rate is next.
 
-    The data goes on from where it is, so the batches that broke the run are not met again.
+    The data goes on from where it is, so the batches that broke the run are not met again, and so
+    does the schedule. False, and nothing has changed, where there is nothing good to go back to.
     """
     progress, update = run.progress, run.update
-    backoff, updates = update.backoff, update.updates.clone()
     run.checkpointer.wait()
-    restored = run.checkpointer.restore()
-    if restored is not None:
-        _load_weights(run, restored.path, restored.model, restored.state["update"])
-    update.updates.copy_(updates)  # the schedule goes on
+    restored = _last_good(run)
+    if restored is None:
+        return False
+    backoff, updates = update.backoff, update.updates.clone()
+    load_weights(run, restored.path, restored.model, restored.state["update"])
+    update.updates.copy_(updates)
     update.backoff = backoff
-    update.back_off(run.backoff)
     progress.rollbacks += 1
-    progress.consecutive_skips = 0
     run.history.add(
         "rollback",
-        f"rolled back to {f'step {restored.step}' if restored else 'the start'}, "
-        f"learning rate times {update.backoff:g}",
+        f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}",
         step=progress.step,
         category="numerics",
     )
+    return True
+
+
+def _last_good(run: Run) -> Restored | None:
+    """The newest checkpoint in which everything is finite; says which ones are not.
+
+    One that an interruption left comes after those that were due: a run goes back to the same
+    step whether or not it was interrupted.
+    """
+    where: Path | None = None  # the newest
+    unplanned: Restored | None = None
+    while True:
+        try:
+            restored = run.checkpointer.restore(where)
+            step = None if restored is None else restored.step
+        except CheckpointError as error:
+            log.warning("%s", error)
+            restored, step = None, None if where is None else int(where.name.rpartition("_")[2])
+        if restored is not None:
+            odd = broken(restored.model, restored.state["update"], run.guardian.odd)
+            if odd is not None:
+                log.warning("the checkpoint of step %d is of no use: %s is not finite", step, odd)
+            elif restored.state["planned"]:
+                return restored
+            else:
+                unplanned = unplanned or restored
+        where = None if step is None else run.checkpointer.before(step)
+        if where is None:
+            return unplanned
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
     return {k: str(v) for k, v in settings.items() if k not in OF_NO_CONSEQUENCE}
 
 
-def _load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
+def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
+    """Into the run's model and optimizer; CheckpointError naming `path` where they do not fit."""
     try:
         run.model.load_state_dict(model)
         run.update.load(update)

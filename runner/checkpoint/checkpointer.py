@@ -38,6 +38,7 @@ class Checkpointer:
     def __init__(self, folder: Path | None, keep: int, config_hash: str = "") -> None:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
+        self.unread: int | None = None  # a step of which nobody knows yet whether it was good
         self._root = None if folder is None else folder / FOLDER
         self._keep = keep
         self._config_hash = config_hash
@@ -116,6 +117,16 @@ class Checkpointer:
             log.warning("checkpoint: %s", warning)
         return restored
 
+    def before(self, step: int) -> Path | None:
+        """The folder of the newest complete checkpoint of an earlier step, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+        found = {} if self._root is None else folders.steps(self._root)
+        for earlier in sorted((n for n in found if n < step), reverse=True):
+            if folders.is_checkpoint(found[earlier]):
+                return found[earlier]
+        return None
+
     def recorded(self, where: Path | None = None) -> dict[str, Any]:
         """The choices in the newest readable manifest of what `restore` would read, if any."""
         if where is not None and _is_step(where):
@@ -164,7 +175,7 @@ class Checkpointer:
             self._fill(temporary, step, snapshot, best or _was_best(root, step))
             storage.put_folder(temporary, root / folders.step_name(step))
             folders.set_aside(root, step)
-            folders.prune(root, self._keep, {step, folders.link(root)})
+            folders.prune(root, self._keep, {step, folders.link(root), self._start(root)})
             self._failures, self._trouble = 0, None
         except OSError as error:
             self._failures, self._trouble = self._failures + 1, error
@@ -177,6 +188,11 @@ class Checkpointer:
             self._fault = error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _start(self, root: Path) -> int | None:
+        """The checkpoint that leads to the step that may turn out to be bad; it stays so long."""
+        earlier = [n for n in folders.steps(root) if self.unread is not None and n < self.unread]
+        return max(earlier, default=None)
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         fills = {manifest.MODEL: write_tensors, manifest.STATE: write_state}

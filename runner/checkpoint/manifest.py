@@ -35,13 +35,19 @@ class Manifest:
 
     def write(self, file: HashedFile) -> None:
         """Write it with its own digest, so that no flipped bit goes unseen."""
-        body = asdict(self)
-        file.write(_text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()}))
+        file.write(sealed(asdict(self)))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder; CheckpointError says in what way it is not good."""
-    path = folder / NAME
+def sealed(body: dict[str, Any]) -> bytes:
+    """Plain values as JSON, with the digest of it all."""
+    return _text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()})
+
+
+def read_sealed(path: Path, newest: int) -> dict[str, Any]:
+    """What was `sealed` in that file, of the format `newest`.
+
+    CheckpointError says in what way it is not good.
+    """
     data = read_file(path)
     try:
         body = json.loads(data)
@@ -53,10 +59,18 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: damaged, or not a manifest ({len(data)} bytes)") from None
     if not whole:
         raise CheckpointError(f"{path}: damaged: its contents do not match its own checksum")
-    if version != FORMAT:
+    if version != newest:
         raise CheckpointError(
-            f"{path}: has format {version!r}, and this version of the runner reads {FORMAT}"
+            f"{path}: has format {version!r}, and this version of the runner reads {newest}"
         )
+    found: dict[str, Any] = body
+    return found
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; CheckpointError says in what way it is not good."""
+    path = folder / NAME
+    body = read_sealed(path, FORMAT)
     try:
         files = {name: Written(**entry) for name, entry in body.pop("files").items()}
         manifest = Manifest(files=files, **body)

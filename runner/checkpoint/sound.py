@@ -1,0 +1,53 @@
+"""Whether what is kept of a run, or would be, is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is no NaN and no Inf in any of them; the host waits for the device once.
+
+    The largest magnitude does not overflow where a sum of squares would.
+    """
+    floats = [tensor for tensor in tensors if _counts(tensor)]
+    if not floats:
+        return True
+    with torch.no_grad():
+        largest = torch._foreach_norm(floats, float("inf"))
+        where = largest[0].device
+        return bool(torch.stack([x.to(where, torch.float32) for x in largest]).isfinite().all())
+
+
+def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) -> str | None:
+    """The name of something in a checkpoint that is not finite, or None.
+
+    `model` is a state_dict and `update` the state of the optimizer and what goes with it; some
+    buffers, such as masks, hold an Inf from the start and are `exempt`.
+    """
+    weights = {n: t for n, t in model.items() if isinstance(t, Tensor) and n not in exempt}
+    if not finite(weights.values()):
+        return next((name for name, t in weights.items() if not finite([t])), "the model")
+    if not finite(_leaves(update)):
+        return "the optimizer's state"
+    return None
+
+
+def _counts(tensor: Tensor) -> bool:
+    numbers = tensor.is_floating_point() or tensor.is_complex()
+    return numbers and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value.detach()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)

@@ -1,0 +1,278 @@
+"""Looks at the numbers of each step, says what is wrong with it, and decides what to do."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from runner.checkpoint.sound import finite
+from runner.errors import GaveUp
+from runner.hook import Report
+from runner.run import Run
+from runner.stability.anomalies import Anomalies, Anomaly
+from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.policy import Table
+from runner.stability.spike import Spikes
+from runner.stability.words import Decision, last_words, remedy, what
+
+if TYPE_CHECKING:
+    from runner.optim.update import Update
+
+FATAL = (Kind.non_finite, Kind.weights, Kind.buffers)  # what debug.on_anomaly=raise raises at
+NEVER = sys.maxsize
+
+
+class Guardian:
+    """What keeps a bad step from ruining the run, as far as the host is in it.
+
+    The device skips a bad step by itself, spikes too: their limits are written there. The numbers
+    come to the host a stretch at a time, and on an accelerator one stretch late; so that a run
+    goes the same way wherever it is and however often it is resumed, limits made from a stretch
+    hold from the end of the next one.
+    """
+
+    def __init__(
+        self, config: StabilityConfig, update: Update, model: nn.Module, raises: bool = False
+    ) -> None:
+        """With `raises` the first step that is not finite ends the run."""
+        self.config, self.update, self.raises = config, update, raises
+        self.spikes = Spikes(config.spike, config.guard)
+        self.table = Table.of(config)
+        self.anomalies = Anomalies()
+        self.decision: Decision | None = None
+        self.settled = 0  # up to this step, nothing was done after the last remedy
+        self.forgotten = 0  # up to this step, numbers are about weights or data of before
+        self.share = 1.0  # of the learning rate, since the roll-backs
+        self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
+        self.ruined = False  # whether the weights were found not finite, and still are
+        self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
+        self.due = NEVER  # the step after which `turn` has something to do
+        self.model = model
+        # buffers that are not finite by design, such as masks, say nothing of a checkpoint
+        self.odd = {name for name, buffer in model.named_buffers() if not finite([buffer])}
+
+    # -- what the loop calls -------------------------------------------------------------------
+
+    def look(self, run: Run, report: Report) -> None:
+        """Take a stretch's numbers in, and decide; nothing is carried out yet."""
+        progress = run.progress
+        progress.skipped += sum(report.skipped)
+        kinds = self._kinds(run, report)
+        for i, kind in enumerate(kinds):
+            step, loss, norm = report.first + i, report.loss[i], report.grad_norm[i]
+            limits = self.spikes.of(step)
+            if kind is not None:
+                self._respond(run, kind, Anomaly(
+                    step, kind.name, loss, norm, limits.loss, limits.grad_norm, report.skipped[i]
+                ))  # fmt: skip
+            elif step > self.forgotten:
+                progress.consecutive_skips = 0
+            if step > self.forgotten:
+                self.spikes.add(step, {"loss": loss, "grad_norm": norm})
+        self.spikes.move(report.last, report.last + run.report_every)
+        self._reckon(run.progress.step - 1)
+        self.vetoed = [step for step in self.vetoed if step > report.last]
+        self.anomalies.write(run.folder)
+
+    def turn(self, step: int) -> None:
+        """What is due after that step: other limits, a learning rate that is as before."""
+        if self.spikes.usual:
+            limits = self.spikes.of(step + 1)
+            self.update.set_limits(limits.loss, limits.grad_norm)
+        if any(last <= step for last, _ in self.lowered):
+            self.lowered = [row for row in self.lowered if row[0] > step]
+            self._set_rate()
+        self._reckon(step)
+
+    def ask(self, run: Run) -> None:
+        """A hook wants a roll-back: the first row that is one says how, but for its kind."""
+        rows = [i for i, rule in enumerate(self.table.rules) if rule.action is Action.rollback]
+        left = run.progress.rollbacks < self.table.max_rollbacks
+        row = (rows[0] if rows else -1) if left else None
+        self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
+
+    def carry_out(self, run: Run) -> Rule | None:
+        """Do what was decided; a roll-back is left to the loop, and how it is to be is returned.
+
+        Raises GaveUp where nothing is left to be done.
+        """
+        decision = self.decision
+        if decision is None:
+            return None
+        rule = self._rule(decision)
+        if rule is None or rule.action is Action.stop:
+            self.decision = None  # a run that goes on from here, under another table, may
+            raise GaveUp(
+                last_words(decision, self.table, run.progress.consecutive_skips, run.folder)
+            )
+        if rule.action is Action.rollback:
+            return rule
+        step = run.progress.step
+        self.table.note(decision.row or 0, decision.step)
+        self.decision, self.settled = None, step
+        if rule.action is Action.lower_lr:
+            self.lowered.append((step + rule.for_steps, rule.factor))
+            self._set_rate()
+        elif rule.action is Action.lower_scale and self.update.scale is not None:
+            self.update.scale.lower(rule.factor)
+        elif rule.action is Action.accept:
+            self._begin_anew(run)
+        self.turn(step)
+        return None
+
+    def rolled_back(self, run: Run) -> None:
+        """The weights are those of before."""
+        decision, self.decision = self.decision, None
+        if decision is None:
+            return
+        rule = self._rule(decision) or Rule()
+        if decision.row is not None and decision.row >= 0:
+            self.table.note(decision.row, run.progress.step)
+        else:
+            self.table.tell(Action.rollback, run.progress.step)
+        self.ruined = False
+        self.share *= rule.factor
+        self._set_rate()
+        self.settled = run.progress.step
+        self._begin_anew(run)
+        self.turn(run.progress.step)
+
+    def stuck(self, run: Run) -> None:
+        """There is nothing to go back to: on to the next row that fits."""
+        decision = self.decision
+        if decision is None:
+            return
+        decision.message += "; there is no good checkpoint to go back to"
+        if decision.kind == "asked" or decision.row is None:
+            decision.row = None
+        else:
+            decision.row = self._fitting(run, Kind[decision.kind], decision.row + 1)
+
+    def sound(self) -> bool:
+        """Whether weights, averages and buffers are finite; the host waits for the device."""
+        if not self.config.guard:
+            return True
+        buffers = [b for name, b in self.model.named_buffers() if name not in self.odd]
+        return finite([*self.update.parameters, *self.update.average, *buffers])
+
+    # -- what is wrong with a step -------------------------------------------------------------
+
+    def _kinds(self, run: Run, report: Report) -> list[Kind | None]:
+        numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
+        kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
+        if any(kind in (Kind.non_finite, Kind.overflow) for kind in kinds):
+            # the host waits for the device, here and nowhere else
+            if not finite(self.update.parameters):
+                first = len(kinds)  # since when, the losses say
+                while first and kinds[first - 1] in (Kind.non_finite, Kind.overflow):
+                    first -= 1
+                if first < len(kinds) and not report.skipped[first] and not self.ruined:
+                    first += 1  # the one that ruined them
+                kinds[first:] = [Kind.weights] * (len(kinds) - first)
+                self.ruined = True
+        return kinds
+
+    def _kind(self, step: int, loss: float, norm: float, skipped: bool) -> Kind | None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            if not skipped or step in self.vetoed:
+                return None
+            limits = self.spikes.of(step)
+            if loss > limits.loss or norm > limits.grad_norm:
+                return Kind.spike
+            return Kind.buffers if self.update.buffers.watched else None
+        overflow = self.update.scale is not None and math.isfinite(loss)
+        return Kind.overflow if overflow else Kind.non_finite
+
+    # -- what is done about it -----------------------------------------------------------------
+
+    def _respond(self, run: Run, kind: Kind, found: Anomaly) -> None:
+        """Decide, capture and record; nothing is carried out yet."""
+        if found.step > self.forgotten:
+            run.progress.consecutive_skips += 1
+        message = what(kind, found, self.spikes)
+        fatal = self.raises and kind in FATAL
+        free = self.decision is None and found.step > self.settled
+        row: int | None = None
+        action = "skipped" if found.skipped else ""
+        if free and fatal:
+            self.decision = Decision(None, kind.name, found.step, message, raises=True)
+            action = "the run ends"
+        elif free and self.config.guard:
+            row = self._fitting(run, kind)
+            rule = None if row is None else self.table.rules[row]
+            if rule is not None and rule.action is Action.skip:
+                self.table.note(row or 0, found.step)
+            else:
+                self.decision = Decision(row, kind.name, found.step, message)
+                action = remedy(rule)
+        # an overflow that is merely skipped is how a loss scale finds its place
+        if run.captures is not None and not (kind is Kind.overflow and action == "skipped"):
+            found.capture = run.captures.take(run, found.step, kind.name, message) or ""
+        if self.decision is not None and self.decision.step == found.step:
+            self.decision.capture = found.capture
+        found.action = action
+        self.anomalies.add(found)
+        run.history.add(
+            kind.name, message, step=found.step, category="numerics", action=action,
+            severity="error" if kind is Kind.weights else "warning", capture=found.capture,
+        )  # fmt: skip
+
+    def _fitting(self, run: Run, kind: Kind, start: int = 0) -> int | None:
+        progress, scaled = run.progress, self.update.scale is not None
+        in_a_row = max(progress.consecutive_skips, 1)
+        return self.table.first(kind, in_a_row, progress.rollbacks, scaled, start)
+
+    def _rule(self, decision: Decision) -> Rule | None:
+        if decision.row is None:
+            return None
+        if decision.row < 0:  # a hook asked, and the table has no row for it
+            return Rule(action=Action.rollback)
+        return self.table.rules[decision.row]
+
+    # -- limits and rates ----------------------------------------------------------------------
+
+    def _begin_anew(self, run: Run) -> None:
+        """What was usual is so no more."""
+        run.progress.consecutive_skips = 0
+        self.forgotten = run.progress.step
+        self.spikes.forget(run.progress.step)
+
+    def _set_rate(self) -> None:
+        self.update.set_backoff(self.share * math.prod(factor for _, factor in self.lowered))
+
+    def _reckon(self, step: int) -> None:
+        """When `turn` is due next."""
+        times = self.spikes.coming(step) + [last for last, _ in self.lowered]
+        self.due = min(times, default=NEVER)
+
+    # -- checkpoint ----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: all that later decisions depend on."""
+        return {
+            "spikes": self.spikes.state(),
+            "table": self.table.state(),
+            "anomalies": self.anomalies.state(),
+            "decision": None if self.decision is None else asdict(self.decision),
+            "settled": self.settled,
+            "forgotten": self.forgotten,
+            "share": self.share,
+            "lowered": [list(row) for row in self.lowered],
+            "ruined": self.ruined,
+            "vetoed": self.vetoed,
+        }
+
+    def load(self, state: dict[str, Any], step: int) -> None:
+        """Go on from there, after that step."""
+        self.spikes.load(state["spikes"])
+        self.table.load(state["table"])
+        self.anomalies.load(state["anomalies"])
+        self.decision = None if state["decision"] is None else Decision(**state["decision"])
+        self.settled, self.forgotten = state["settled"], state["forgotten"]
+        self.share, self.lowered = state["share"], [(n, x) for n, x in state["lowered"]]
+        self.ruined, self.vetoed = state["ruined"], list(state["vetoed"])
+        self.turn(step)

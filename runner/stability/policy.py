@@ -1,0 +1,99 @@
+"""The table of what is done about a bad step, and which of its rows fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.stability.config import Action, Kind, Rule, StabilityConfig
+
+MILD = (Action.skip, Action.lower_lr, Action.lower_scale)
+NAMED = 5  # steps of an action that are named when the run gives up
+
+
+@dataclass
+class Table:
+    """The rows, read from the top, and how often each was used."""
+
+    rules: Sequence[Rule]
+    max_consecutive_skips: int
+    max_rollbacks: int
+    used: list[int] = field(default_factory=list)  # by row
+    steps: dict[str, list[int]] = field(default_factory=dict)  # by action, the first few
+    counts: dict[str, int] = field(default_factory=dict)  # by action
+
+    def __post_init__(self) -> None:
+        self.used = self.used or [0] * len(self.rules)
+
+    @classmethod
+    def of(cls, config: StabilityConfig) -> Table:
+        """The one that is asked for."""
+        return cls(config.recovery, config.max_consecutive_skips, config.max_rollbacks)
+
+    def first(
+        self, kind: Kind, in_a_row: int, rollbacks: int, scaled: bool = False, start: int = 0
+    ) -> int | None:
+        """The first row from `start` on that fits; None where nothing is left to be done.
+
+        `in_a_row` counts this step too, `rollbacks` those of the run so far; `scaled` says
+        whether there is a loss scale.
+        """
+        for row in range(start, len(self.rules)):
+            rule = self.rules[row]
+            if rule.kind not in (Kind.any, kind) or in_a_row < rule.in_a_row:
+                continue
+            if rule.at_most is not None and self.used[row] >= rule.at_most:
+                continue
+            if rule.action in MILD and in_a_row > self.max_consecutive_skips:
+                continue
+            if rule.action is Action.rollback and rollbacks >= self.max_rollbacks:
+                continue
+            if rule.action is Action.lower_scale and not scaled:
+                continue
+            return row
+        return None
+
+    def note(self, row: int, step: int) -> None:
+        """Take down that the row's action was taken at that step."""
+        self.used[row] += 1
+        self.tell(self.rules[row].action, step)
+
+    def tell(self, action: Action, step: int) -> None:
+        """The same for an action that no row asked for."""
+        name = action.name
+        self.counts[name] = self.counts.get(name, 0) + 1
+        steps = self.steps.setdefault(name, [])
+        if len(steps) < NAMED:
+            steps.append(step)
+
+    def tried(self) -> str:
+        """What was done in the run, in words."""
+        parts = []
+        for name, count in self.counts.items():
+            steps = ", ".join(str(step) for step in self.steps[name])
+            more = ", …" if count > len(self.steps[name]) else ""
+            times = f"{count} times (steps" if count > 1 else "once (step"
+            parts.append(f"{WORDS[Action[name]]} {times} {steps}{more})")
+        return "; ".join(parts) or "nothing"
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"used": list(self.used), "steps": self.steps, "counts": self.counts}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from there; with another table its rows begin anew."""
+        if len(state["used"]) == len(self.rules):
+            self.used = list(state["used"])
+        self.steps = {name: list(steps) for name, steps in state["steps"].items()}
+        self.counts = dict(state["counts"])
+
+
+WORDS = {
+    Action.skip: "skipped a step",
+    Action.lower_lr: "lowered the learning rate",
+    Action.lower_scale: "lowered the loss scale",
+    Action.rollback: "rolled back",
+    Action.accept: "took a spike for the new normal",
+    Action.stop: "stopped",
+}

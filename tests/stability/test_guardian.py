@@ -1,0 +1,348 @@
+"""What is done about a bad step, each in a real run that has one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import train
+from runner.errors import GaveUp, Interrupted
+from runner.hook import Hook, Step, Verdict
+from runner.reader import Reader
+from runner.resume import save
+from runner.run import Run
+from runner.summary import Summary
+from tests.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder, rows
+
+pytestmark = pytest.mark.usefixtures("my_package")
+
+WARM = [*LINE, "training.steps=60"]
+
+
+def times(factor: float):  # type: ignore[no-untyped-def]
+    return lambda output: output * factor
+
+
+def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
+    at = {11: times(math.nan), 22: times(1e30), 45: louder, 53: lambda x: x + 1e4}
+    with faulty([*WARM, *WATCHFUL], tmp_path, at) as run:
+        summary = train(run)
+        assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    assert (summary.status, summary.skipped_steps) == ("done", 4)
+    assert summary.faults == {"non_finite": 2, "spike": 2}
+    assert [(f["kind"], f["steps"], f["message"].split(",")[0]) for f in faults(tmp_path)] == [
+        ("non_finite", [11], "the loss was nan"),
+        ("non_finite", [22], "the loss was inf"),
+        ("spike", [45], faults(tmp_path)[2]["message"].split(",")[0]),
+        ("spike", [53], faults(tmp_path)[3]["message"].split(",")[0]),
+    ]
+    third, fourth = (fault["message"] for fault in faults(tmp_path)[2:])
+    assert third.startswith("the gradient norm was")
+    assert fourth.startswith("the loss was 1")
+    assert "times what is usual" in fourth
+    found = anomalies(tmp_path)
+    assert [(row["step"], row["kind"], row["action"]) for row in found] == [
+        (11, "non_finite", "skipped"), (22, "non_finite", "skipped"),
+        (45, "spike", "skipped"), (53, "spike", "skipped"),
+    ]  # fmt: skip
+    assert found[0]["nonfinite"] == {"loss": "nan", "grad_norm": "nan"}
+    assert found[2]["grad_norm"] > found[2]["grad_norm_limit"]
+
+
+def test_a_run_with_a_spike_is_that_without_the_batch(tmp_path: Path) -> None:
+    """The device skips it in the very step: nothing of it is left, bit for bit."""
+
+    class Veto(Hook):
+        def due(self, step: int) -> bool:
+            return step == 45
+
+        def on_gradients(self, run: Run, step: Step) -> Verdict:
+            return Verdict.SKIP
+
+    weights = []
+    for at, hooks in (({45: louder}, []), ({}, [Veto()])):
+        with faulty([*WARM, *WATCHFUL], None, at) as run:  # type: ignore[arg-type]
+            run.hooks += hooks
+            summary = train(run)
+            weights.append([p.detach().clone() for p in run.model.parameters()])
+            assert summary.skipped_steps == 1
+    assert summary.faults == {}
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) -> None:
+    off = [*WARM, *WATCHFUL, "stability=off"]
+    with faulty(off, tmp_path, {45: louder}) as run:
+        assert train(run).faults == {}
+    with faulty([*off, "debug.capture.enabled=false"], tmp_path / "b", {45: times(1e30)}) as run:
+        summary = train(run)
+    assert (summary.status, summary.skipped_steps) == ("done", 0)
+    assert summary.faults["non_finite"] == 1
+    assert summary.faults["weights"] == 15
+
+
+class Ruin(Hook):
+    """Writes NaN into the weights, again and again."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def due(self, step: int) -> bool:
+        return step in self.steps
+
+    def on_step(self, run: Run, step: Step) -> None:
+        with torch.no_grad():
+            next(iter(run.model.parameters())).fill_(math.nan)
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path) -> None:
+    """The checkpoint of step 15 would have been one of NaN."""
+    folder = tmp_path if where == "disk" else None
+    with faulty([*WARM, "checkpoint.every=5", "monitoring.every=10"], folder) as run:
+        run.hooks.append(Ruin(12))
+        summary = train(run)
+        assert math.isfinite(summary.metrics["val/loss"])
+        steps = {k: sum((f.steps for f in run.history.faults.values() if f.kind == k), [])
+                 for k in run.history.counts}  # fmt: skip
+        messages = [f.message for f in run.history.faults.values()]
+        assert run.update.lr_at(0) == pytest.approx(0.5 * 0.01)
+    assert summary.faults == {"weights": 8, "rollback": 1}
+    assert steps == {"weights": list(range(13, 21)), "rollback": [20]}
+    assert messages[-1].startswith("rolled back to step 10")
+    assert summary.skipped_steps == 8
+
+
+def test_a_checkpoint_of_nan_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*WARM, "checkpoint.every=5"]
+    with faulty(overrides, tmp_path) as run:
+        run.hooks += [Ruin(12), CutOff(13)]
+        with pytest.raises(Interrupted):
+            train(run)  # its last state is saved in any case
+    assert (tmp_path / "checkpoints/step_00000013").is_dir()
+    with faulty([*overrides, "checkpoint.resume=auto"], tmp_path) as run:
+        summary = train(run)
+    assert summary.status == "done"
+    assert summary.faults["rollback"] == 1
+    assert "step 13 is of no use" in caplog.text
+    assert "rolled back to step 10" in caplog.text
+
+
+def test_with_nothing_good_to_go_back_to_the_next_row_is_read() -> None:
+    with faulty(WARM) as run:
+        with torch.no_grad():
+            next(iter(run.model.parameters())).fill_(math.nan)
+        with pytest.raises(GaveUp, match="no good checkpoint to go back to"):
+            train(run)
+    assert run.progress.step == 10
+
+
+def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
+    fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30",
+            "optimization.amp.initial_scale=1e8"]  # fmt: skip
+    with faulty([*NOISY, *fp16], tmp_path, {25: times(math.nan)}) as run:
+        summary = train(run)
+        scale = float(run.update.scale.value)  # type: ignore[union-attr]
+    assert set(summary.faults) == {"overflow", "non_finite"}
+    assert 5 < summary.faults["overflow"] < 11
+    assert summary.faults["non_finite"] == 1
+    assert summary.skipped_steps == sum(summary.faults.values())
+    assert scale == 1e8 * 0.5**summary.skipped_steps
+
+
+def test_the_scale_is_lowered_where_the_table_says_so() -> None:
+    fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30",
+            "optimization.amp.initial_scale=1e8", "monitoring.every=1",
+            "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]"]  # fmt: skip
+    with faulty([*NOISY, *fp16]) as run:
+        summary = train(run)
+        scale = float(run.update.scale.value)  # type: ignore[union-attr]
+    assert scale == 1e8 / 16**summary.skipped_steps
+    assert 0 < summary.skipped_steps < 4
+
+
+class CutOff(Hook):
+    """As if the machine were wanted for something else."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Rates(Hook):
+    """The learning rate of each update."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen[step.number] = run.update.lr_at(0)
+
+
+def test_a_lowered_rate_is_taken_back_after_its_steps() -> None:
+    table = "stability.recovery=[{action:lower_lr,factor:0.3,for_steps:7}]"
+    with faulty([*WARM, table], None, {11: times(math.nan), 13: times(math.nan)}) as run:
+        run.hooks.append(rates := Rates())
+        train(run)
+    low = [step for step, rate in rates.seen.items() if rate != 0.01]
+    assert low == list(range(21, 28))  # noticed at step 20, and once for both
+    assert rates.seen[21] == pytest.approx(0.003)
+
+
+def test_a_change_of_regime_is_accepted_after_one_roll_back(tmp_path: Path) -> None:
+    at = dict.fromkeys(range(61, 201), lambda x: x + 1e3)
+    steps = "training.steps=200"
+    with faulty([*LINE, *WATCHFUL, steps, "checkpoint.every=20"], tmp_path, at) as run:
+        summary = train(run)
+    assert summary.status == "done"
+    assert summary.faults["rollback"] == 1
+    found = anomalies(tmp_path)
+    assert {row["kind"] for row in found} == {"spike"}
+    assert (found[0]["step"], found[-1]["step"]) == (61, 80)
+
+
+def test_strict_stops_at_the_first_bad_step_with_a_checkpoint(tmp_path: Path) -> None:
+    with faulty([*WARM, "stability=strict"], tmp_path, {14: times(math.nan)}) as run:
+        with pytest.raises(GaveUp, match="step 14: the loss was nan; row 2 of stability.recovery"):
+            train(run)
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert (record["status"], record["steps"]) == ("failed", 20)
+    assert (tmp_path / "checkpoints/step_00000020").is_dir()
+
+
+@pytest.mark.parametrize("stability", ["default", "off"])
+def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(
+    stability: str, tmp_path: Path
+) -> None:
+    overrides = [*WARM, *WATCHFUL, f"stability={stability}", "debug.on_anomaly=raise"]
+    with faulty(overrides, tmp_path, {35: louder, 44: times(math.nan)}) as run:
+        with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
+            train(run)
+    assert (tmp_path / "checkpoints/step_00000050").is_dir()
+
+
+def test_a_hook_that_asks_too_often_is_refused() -> None:
+    class Back(Hook):
+        def on_step(self, run: Run, step: Step) -> Verdict:
+            return Verdict.ROLLBACK
+
+    with faulty(WARM) as run:
+        run.hooks.append(Back())
+        with pytest.raises(GaveUp, match="a hook asked for a roll-back.*rolled back 2 times"):
+            train(run)
+    assert run.progress.step == 3
+
+
+def poisoned(output: Tensor) -> Tensor:
+    return output * math.nan
+
+
+ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5",
+         "stability.recovery=[{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,"
+         "action:rollback},{action:skip}]"]  # fmt: skip
+TROUBLE = {37: louder, 38: louder, 52: poisoned, 61: poisoned, 62: poisoned, 63: louder, 77: louder}
+
+
+class Late(Reader):
+    """Stretches arrive when the next one is closed, as they do from an accelerator."""
+
+    class Arrived:
+        def synchronize(self) -> None:
+            pass
+
+    def close(self, seconds: float) -> None:
+        super().close(seconds)
+        self.windows[-1].ready = self.Arrived()  # type: ignore[assignment]
+
+
+Outcome = tuple[Summary, str, dict[str, Tensor]]
+
+
+def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outcome | None:
+    with faulty([*ROUGH, *more], folder, TROUBLE) as run:
+        if late:
+            reader = Late(run.device.torch)
+            reader.load(run.reader.state())
+            run.reader = reader
+        if cut is not None:
+            run.hooks.append(CutOff(cut))
+            with pytest.raises(Interrupted):
+                train(run)
+            return None
+        summary = train(run)
+        return summary, repr(run.guardian.state()), run.model.state_dict()  # NaN is itself
+
+
+CUTS = [(cut, False) for cut in (36, 37, 38, 53, 62, 65, 77)]
+CUTS += [(cut, True) for cut in (38, 43, 51, 66, 71)]
+
+
+@pytest.mark.parametrize(("cut", "late"), CUTS)
+def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
+    cut: int, late: bool, tmp_path: Path
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    summary, state, weights = rough(whole, late)  # type: ignore[misc]
+    assert summary.faults["rollback"] == 1
+    assert summary.faults["spike"] > 2
+    rough(resumed, late, cut)
+    _, after, again = rough(resumed, late, None, "checkpoint.resume=auto")  # type: ignore[misc]
+    assert after == state
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert rows(whole) == rows(resumed)
+
+
+def test_a_spike_is_one_however_late_the_numbers_come(tmp_path: Path) -> None:
+    """A limit holds from a fixed step on: where nothing else is done, the runs are the same."""
+    found = []
+    for late in (False, True):
+        with faulty(
+            [*WARM, *WATCHFUL, "checkpoint.every=7"], None, {34: louder, 45: louder}
+        ) as run:
+            if late:
+                run.reader = Late(run.device.torch)
+            assert train(run).faults == {"spike": 2}
+            weights = [p.detach().clone() for p in run.model.parameters()]
+            found.append((repr(run.guardian.state()), weights))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None:
+    poison = f"+data.poison={list(range(120))}".replace(" ", "")
+    command = [sys.executable, "-m", "runner", f"hydra.run.dir={tmp_path / 'run'}", *NOISY, poison,
+               "training.steps=200", "stability.max_consecutive_skips=4"]  # fmt: skip
+    here = Path(__file__).parents[1]
+    path = os.pathsep.join([str(here), str(here.parent)])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == GaveUp.exit_code == 4
+    assert "no row of stability.recovery is left" in done.stderr
+    assert "tried: skipped a step" in done.stderr
+    assert "rolled back 2 times" in done.stderr
+    assert "job=replay replay.path=" in done.stderr
+    assert list((tmp_path / "run/checkpoints").glob("step_*"))
+
+
+def test_the_state_of_a_checkpoint_is_what_it_was_made_of(tmp_path: Path) -> None:
+    with faulty(ROUGH, tmp_path, TROUBLE) as run:
+        train(run)
+        save(run, best=True, final=True)
+        before = run.guardian.state()
+    with faulty([*ROUGH, "checkpoint.resume=auto"], tmp_path) as run:
+        assert repr(run.guardian.state()) == repr(before)

@@ -1,0 +1,112 @@
+"""The table: the first row that fits counts, and each has its bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner import compose
+from runner.errors import ConfigError
+from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.policy import Table
+
+
+def table(*rules: Rule, skips: int = 3, rollbacks: int = 2) -> Table:
+    return Table(rules, skips, rollbacks)
+
+
+def chosen(found: Table, kind: Kind, in_a_row: int = 1, rollbacks: int = 0) -> Action | None:
+    row = found.first(kind, in_a_row, rollbacks, scaled=True)
+    return None if row is None else found.rules[row].action
+
+
+def test_the_first_row_of_its_kind_counts() -> None:
+    rules = table(Rule(Kind.spike, action=Action.stop), Rule(), Rule(action=Action.rollback))
+    assert chosen(rules, Kind.spike) is Action.stop
+    assert chosen(rules, Kind.non_finite) is Action.skip
+
+
+def test_so_many_in_a_row_and_the_next_row_has_its_turn() -> None:
+    rules = table(
+        Rule(Kind.spike, in_a_row=3, action=Action.lower_lr), Rule(), Rule(action=Action.rollback)
+    )
+    actions = [chosen(rules, Kind.spike, n) for n in range(1, 6)]
+    mild, end = [Action.skip, Action.skip, Action.lower_lr], [Action.rollback] * 2
+    assert actions == mild + end  # lower_lr is bounded by max_consecutive_skips=3 as skip is
+    assert [chosen(rules, Kind.overflow, n) for n in (3, 4)] == [Action.skip, Action.rollback]
+
+
+def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
+    rules = table(Rule(action=Action.lower_lr, at_most=2), Rule(action=Action.rollback))
+    for _ in range(2):
+        assert chosen(rules, Kind.spike) is Action.lower_lr
+        rules.note(0, 7)
+    assert chosen(rules, Kind.spike, rollbacks=1) is Action.rollback
+    assert chosen(rules, Kind.spike, rollbacks=2) is None
+    assert chosen(table(), Kind.spike) is None
+
+
+def test_a_loss_scale_is_lowered_where_there_is_one() -> None:
+    rules = table(Rule(action=Action.lower_scale), Rule())
+    assert rules.first(Kind.overflow, 1, 0, scaled=True) == 0
+    assert rules.first(Kind.overflow, 1, 0, scaled=False) == 1
+
+
+def test_it_says_what_was_tried() -> None:
+    rules = table(Rule(), Rule(action=Action.rollback))
+    assert rules.tried() == "nothing"
+    for step in range(4, 11):
+        rules.note(0, step)
+    rules.note(1, 12)
+    said = "skipped a step 7 times (steps 4, 5, 6, 7, 8, …); rolled back once (step 12)"
+    assert rules.tried() == said
+    other = table(Rule(), Rule(action=Action.rollback))
+    other.load(rules.state())
+    assert (other.tried(), other.used) == (said, [7, 1])
+
+
+def test_the_shipped_tables_are_what_they_say() -> None:
+    default = Table.of(compose([]).stability)
+    assert chosen(default, Kind.weights) is Action.rollback
+    assert chosen(default, Kind.weights, rollbacks=2) is Action.stop
+    assert chosen(default, Kind.non_finite, 10) is Action.skip
+    assert chosen(default, Kind.non_finite, 11) is Action.rollback
+    assert chosen(default, Kind.non_finite, 11, rollbacks=2) is None
+    assert chosen(default, Kind.spike, 11, rollbacks=2) is Action.accept
+    strict = Table.of(compose(["stability=strict"]).stability)
+    assert chosen(strict, Kind.overflow) is Action.skip
+    assert chosen(strict, Kind.spike) is chosen(strict, Kind.non_finite) is Action.stop
+    off = compose(["stability=off"]).stability
+    assert (off.guard, off.spike.enabled, off.recovery) == (False, False, [])
+
+
+def test_a_table_comes_from_the_command_line() -> None:
+    typed = "stability.recovery=[{kind:spike,action:lower_lr,for_steps:7},{action:stop}]"
+    first, second = compose([typed]).stability.recovery
+    assert first == Rule(Kind.spike, action=Action.lower_lr, for_steps=7)
+    assert second == Rule(action=Action.stop)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("stability.recovery=[{kind:spyke}]", "'spyke' is not one of .*spike"),
+        ("stability.recovery=[{action:rolback}]", "'rolback' is not one of .*rollback"),
+        ("stability.recovery=[{on:spike}]", "^on: .*kind, in_a_row, action"),
+        ("stability.recovery=[{factor:0}]", "factor=0.* use 0 to 1"),
+        ("stability.recovery=[{in_a_row:0}]", "in_a_row=0 .*use 1 or more"),
+        ("stability.recovery=[{kind:weights,action:accept}]", "accept is for kind: spike"),
+        ("stability.recovery=[{kind:spike,action:lower_scale}]", "is for kind: overflow"),
+        ("stability.recovery=skip", "is a list"),
+        ("stability.spike.window=1", r"^stability\.spike\.window: "),
+        ("stability.spike.at_least=101", r"use 2 to stability\.spike\.window=100"),
+        ("stability.spike.ratio=0.5", r"^stability\.spike\.ratio: "),
+        ("stability.spike.watch=lossy", "did you mean stability.spike.watch=loss"),
+    ],
+)
+def test_a_wrong_row_is_refused_with_the_way_out(typed: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        compose([typed])
+
+
+def test_what_needs_no_config_file_has_a_table_too() -> None:
+    assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]
