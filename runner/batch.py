@@ -51,6 +51,12 @@ class Loader(Protocol):
     def peek(self) -> Batch:
         """The first batch, fetched here, so that workers go on with what they are at."""
 
+    def at(self, step: int) -> Batch:
+        """The batch of that step, fetched here, so that workers go on with what they are at."""
+
+    def indices(self, step: int) -> list[int]:
+        """Which samples of the data set that batch holds."""
+
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds."""
 

@@ -30,6 +30,7 @@ KEYS = {
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
     "verify.what": "job=verify: parity of the techniques, or exactness of a resume",
+    "replay.path": "job=replay: a bad step of a run, in its debug/captures",
     "optimization.strict": "true: a technique that does not take hold is an error",
 }
 EXAMPLES = {

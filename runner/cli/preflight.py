@@ -11,6 +11,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, open_dict
 
 from runner.cli.arguments import Arguments
+from runner.cli.replay import with_captured
 from runner.cli.resume import Resumed, quoted, unfinished, with_recorded
 from runner.config import RunConfig, compose_raw, config_hash, typed
 from runner.errors import RunnerError
@@ -37,7 +38,7 @@ def check(arguments: Arguments) -> Request:
         compose_raw, config_name=arguments.config_name or "config", folders=arguments.folders
     )
     resumed = with_recorded(arguments.overrides, arguments.sweeps)
-    overrides = spelled(resumed.overrides, compose)
+    overrides = spelled(with_captured(resumed.overrides, compose), compose)
     request = Request([], arguments.sweeps)
     if arguments.only_shows:
         compose(overrides)

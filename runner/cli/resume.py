@@ -101,11 +101,12 @@ def _under(recorded: Sequence[str], user: Sequence[Typed]) -> list[str]:
     kept = []
     for text in recorded:
         key = read(text).key
-        # whom to trust is for the one who types to say: a folder may come from anywhere
+        # whom to trust is for the one who types to say: a folder may come from anywhere, and
+        # Hydra, which records none of its own keys there, can be told to call anything
         if (
             key in mine | gone
             or key == KEY
-            or key.startswith("security")
+            or key.startswith(("security", "hydra"))
             or any(key.startswith(group) for group in swapped)
         ):
             continue

@@ -134,6 +134,15 @@ class BatchLoader:
         """The first batch, fetched here, so that workers go on with what they are at."""
         return self._placed(self.fetch((0, 0)))
 
+    def at(self, step: int) -> Batch:
+        """The batch of that step, fetched here; workers and iterators are not disturbed."""
+        return self._placed(self.fetch(divmod(step, self.steps_per_epoch)))
+
+    def indices(self, step: int) -> list[int]:
+        """Which samples of the data set that batch holds."""
+        chosen: list[int] = self.fetch.order.batch(*divmod(step, self.steps_per_epoch))[0].tolist()
+        return chosen
+
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds."""
         size = self.fetch.order.batch_size

@@ -20,6 +20,7 @@ JOBS: dict[JobKind, str] = {
     JobKind.evaluate: "runner.jobs.evaluate",
     JobKind.doctor: "runner.jobs.doctor",
     JobKind.verify: "runner.jobs.verify",
+    JobKind.replay: "runner.jobs.replay",
 }
 """The module whose `main` does it."""
 

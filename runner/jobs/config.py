@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,6 +16,7 @@ class JobKind(Enum):
     evaluate = "evaluate"
     doctor = "doctor"
     verify = "verify"
+    replay = "replay"
 
 
 class ExportKind(Enum):
@@ -60,3 +62,16 @@ class VerifyConfig:
         least = 2 if self.what is VerifyKind.resume else 1  # before the middle and after it
         if self.steps is not None and self.steps < least:
             raise ConfigError("verify.steps", f"{self.steps} is too few", f"use {least} or more")
+
+
+@dataclass
+class ReplayConfig:
+    """Which bad step job=replay looks into, and how far."""
+
+    path: str | None = None  # debug/captures/step_…, or a run's folder: its first capture
+    attribute: bool = True  # look for the techniques that make it bad; a process for each try
+    timeout_s: float = 300.0  # that one try may take
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError("replay.timeout_s", f"{self.timeout_s} is no time", "use more than 0")

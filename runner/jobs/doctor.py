@@ -139,7 +139,7 @@ def show(report: Report) -> RenderableType:
 
     def section(heading: str, rows: list[tuple[str, Text | str]]) -> None:
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", min_width=15, max_width=26, overflow="fold")
+        table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
         table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
             table.add_row(Text(name), value if isinstance(value, Text) else Text(value))

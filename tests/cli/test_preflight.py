@@ -47,7 +47,7 @@ def ask(*typed: str) -> Request:
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a number"),
         ("optimization.strict=3.5", "optimization.strict: '3.5' is not true or false"),
         ("device.kind=gpu", "device.kind: 'gpu' is not one of auto, cpu, cuda, mps"),
-        ("optimization.compile=true", "set optimization.compile.<key>="),
+        ("optimization.compile=true", "set optimization.compile.enabled=true"),
         ("seed=null", "seed: null is no value for it"),
         ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
         ("seed=${oc.env:RUNNER_NOT_SET}", "RUNNER_NOT_SET"),

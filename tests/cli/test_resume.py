@@ -167,11 +167,12 @@ def test_auto_leaves_a_folder_that_was_chosen() -> None:
     assert auto("hydra.run.dir=outputs/here").arguments[-1] == "hydra.run.dir=outputs/here"
 
 
-def test_a_runs_folder_does_not_bring_its_own_trust(tmp_path: Path) -> None:
+def test_a_runs_folder_brings_neither_its_own_trust_nor_callbacks_for_hydra(tmp_path: Path) -> None:
     run = tmp_path / "downloaded"
     (run / "checkpoints").mkdir(parents=True)
     (run / ".hydra").mkdir()
     recorded = "- model._target_=theirs.Net\n- security.trusted=[theirs]\n"
+    recorded += "- +hydra.callbacks.own._target_=theirs.Callback\n"
     (run / ".hydra" / "overrides.yaml").write_text(recorded)
     found = with_recorded([f"checkpoint.resume={run}"], sweeps=False).overrides
     assert found == ["model._target_=theirs.Net", f"checkpoint.resume={run}"]

@@ -1,0 +1,82 @@
+"""A capture opened again: every byte of it verified before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runner.batch import Batch
+from runner.captures.manifest import CHECKPOINT, Manifest, Weights, read_manifest
+from runner.checkpoint import folder as checkpoints
+from runner.checkpoint.folder import Restored
+from runner.checkpoint.manifest import MODEL, STATE
+from runner.errors import CheckpointError
+from runner.security.files import read_state, read_tensors
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A bad step, as far as it was written down; tensors are on the CPU."""
+
+    path: Path
+    manifest: Manifest
+    batch: Batch  # before it is placed: contiguous
+    samples: list[int]  # indices in the data set
+    loss: float | None  # as the run recorded them; None where it ended in an exception
+    grad_norm: float | None  # before clipping
+    model: Mapping[str, Any] | None  # state_dict; None where only the checkpoint leads to it
+    buffers: Mapping[str, Tensor]  # those that are in no state_dict
+    update: Mapping[str, Any] | None  # state of `runner.optim.update.Update`
+    random: Mapping[str, Any]  # of torch, python and numpy
+    random_then: bool  # it is that of the step: nothing drew from python's or numpy's
+    progress: Mapping[str, Any]  # of the run when it was captured
+    remedy: int  # step after which something was last done about a fault, before this was captured
+    skipped: list[int]  # steps between the checkpoint and this one that were not made
+
+    @property
+    def step(self) -> int:
+        """1 is the first."""
+        return self.manifest.step
+
+    @property
+    def as_it_was(self) -> bool:
+        """Whether what the step began with is in the capture itself."""
+        return self.manifest.weights is Weights.then and self.random_then
+
+    def checkpoint(self) -> Restored | None:
+        """The linked checkpoint, verified; CheckpointError where it is not good."""
+        if self.manifest.checkpoint is None:
+            return None
+        restored = checkpoints.load(self.path / CHECKPOINT)
+        if restored.step != self.manifest.checkpoint:
+            raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
+        return restored
+
+
+def open_capture(path: Path) -> Capture:
+    """The capture in that folder (see `runner.captures.manifest.find`).
+
+    Raises CheckpointError naming the file that is damaged or missing, and SecurityError for one
+    that holds more than plain data.
+    """
+    manifest = read_manifest(path)
+    whole = read_state(path / STATE, manifest.files[STATE].sha256)
+    model: dict[str, Any] | None = None
+    if MODEL in manifest.files:
+        model = dict(read_tensors(path / MODEL, manifest.files[MODEL].sha256))
+    try:
+        state = whole["state"]
+        if model is not None:
+            model.update(whole["model"])
+        if len(state["batch"]) != 2:
+            raise ValueError
+        return Capture(
+            path, manifest, model=model,
+            **{**state, "batch": tuple(state["batch"])},
+        )  # fmt: skip
+    except (LookupError, TypeError, ValueError):
+        raise CheckpointError(f"{path / STATE}: not written by the runner") from None

@@ -1,0 +1,199 @@
+"""A captured step from end to end: made again, looked into, and traced to techniques."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.batch import Batch
+from runner.captures.opening import Capture
+from runner.replay import script
+from runner.replay.attempt import is_spike, same
+from runner.replay.attribution import COMPILING, Search
+from runner.replay.compiled import trace_compiled
+from runner.replay.findings import Attempt, Blame, Found, Phase, Replay
+from runner.replay.reopen import config_of, reopened
+from runner.replay.spike import spike
+from runner.replay.trace import trace, weights
+from runner.replay.trial import tried
+from runner.run import Run
+
+log = logging.getLogger("runner")
+
+REWRITING = ("chunked_loss", "recompute")  # they run modules in another way than these are written
+
+
+@dataclass
+class Look:
+    """How far to look, and on whose word."""
+
+    capture: Capture
+    folder: Path  # for what is written
+    trusted: Sequence[str] = ()
+    attribute: bool = True
+    timeout_s: float = 300.0  # for each try
+    techniques: list[str] = field(default_factory=list)  # of the run, by name
+
+    def all(self) -> Replay:
+        """Everything: reproduced, traced, attributed, and as a script."""
+        capture = self.capture
+        manifest = capture.manifest
+        log.info("replay: step %d of %s, as it was", manifest.step, manifest.name)
+        as_it_was = self.attempt()
+        self.techniques = as_it_was.techniques
+        found = self._weights()
+        blame = None
+        if found is None and self.attribute and as_it_was.bad:
+            blame = Search(as_it_was, self.attempt, seconds=6 * self.timeout_s).blame()
+        replay = Replay(
+            str(capture.path), manifest.name, manifest.step, manifest.kind, manifest.message,
+            capture.loss, capture.grad_norm, as_it_was, as_it_was.bad, same(as_it_was, capture),
+            found or Found(Phase.nowhere, ""), blame=blame,
+        )  # fmt: skip
+        self._trace(replay, found is not None)
+        within = [i for i in replay.found.samples if i < len(capture.samples)]
+        replay.samples = [int(capture.samples[i]) for i in within]
+        replay.advice = advice(replay)
+        return replay
+
+    def attempt(
+        self, without: Collection[str] = (), settings: Mapping[str, str] | None = None
+    ) -> Attempt:
+        """The step in a process of its own."""
+        return tried(self.capture.path, self.trusted, without, settings or {}, self.timeout_s)
+
+    def _weights(self) -> Found | None:
+        """What was bad before the step, which makes looking further pointless."""
+        off = self._named() if not self.techniques else self.techniques
+        with reopened(self.capture, trusted=self.trusted, without=off) as (run, _):
+            return weights(run.model)
+
+    def _named(self) -> list[str]:
+        """Every technique that the config asks for."""
+        config = config_of(self.capture, self.trusted)
+        return [name for name, technique in config.optimization.techniques() if technique.enabled]
+
+    def _trace(self, replay: Replay, known: bool) -> None:
+        """Look in the plainest run that is still bad, and write the script of that one."""
+        plans = self._plans(replay.blame)
+        for i, (without, compiled) in enumerate(plans):
+            with reopened(self.capture, trusted=self.trusted, without=without) as (run, batch):
+                if not known:
+                    replay.found = self._look(run, batch, compiled)
+                    left = [name for name in self.techniques if name not in without]
+                    replay.seen = f"with {', '.join(left)}" if left else "with no technique"
+                    if compiled:
+                        replay.seen += ", as the compiler traces it"
+                if replay.found.phase is not Phase.nowhere or i == len(plans) - 1:
+                    self._script(run, replay, compiled)
+                    return
+
+    def _look(self, run: Run, batch: Batch, compiled: bool) -> Found:
+        log.info("replay: looking at every operation of the step")
+        if is_spike(self.capture):
+            return spike(run, batch, self._healthy(run))
+        return trace_compiled(run, batch) if compiled else trace(run, batch)
+
+    def _healthy(self, run: Run) -> Batch | None:
+        """The batch before, or the one after where there is none."""
+        before = self.capture.step - 2  # the loader counts from 0
+        try:
+            return run.train.at(before if before >= 0 else self.capture.step)
+        except Exception as error:  # the data may be gone by now
+            log.info("replay: no other batch to hold it against: %s", error)
+            return None
+        finally:
+            run.train.close()
+
+    def _plans(self, blame: Blame | None) -> list[tuple[list[str], bool]]:
+        """Techniques to switch off, and whether the model is to be traced as the compiler does."""
+        names = self.techniques or self._named()
+        compiling = [name for name in names if name in COMPILING]
+        rewriting = [name for name in names if name in REWRITING]
+        if blame is not None and blame.needed:
+            without = [n for n in names if n not in blame.needed or n in COMPILING]
+            by_compiler = any(n in COMPILING for n in blame.needed)
+            return [(without, by_compiler)]
+        if blame is not None and blame.trials and blame.trials[0].attempt.bad:
+            return [(names, False)]
+        plans = [([*compiling, *rewriting], False)]
+        if rewriting:
+            plans.append((compiling, False))
+        if compiling:
+            plans.append(([*compiling, *rewriting], True))
+        return plans
+
+    def _script(self, run: Run, replay: Replay, compiled: bool) -> None:
+        """Write it, and run it, to say whether it does what it is for."""
+        config = config_of(self.capture, self.trusted)
+        try:
+            path = script.write(
+                run, self.capture, config, self.folder, replay.found.cause, compiled
+            )
+        except OSError as error:
+            log.warning("replay: no reproduce.py: %s", error)
+            return
+        if path is None:
+            replay.script_says = "none: the objective is one of the runner's own kind"
+            return
+        replay.script = path.name
+        code, replay.script_says = script.run_script(path, self.timeout_s)
+        replay.script_agrees = code == 1 and replay.reproduced
+
+
+def advice(replay: Replay) -> list[str]:
+    """What to do next, in plain words."""
+    found, blame = replay.found, replay.blame
+    if not replay.reproduced:
+        said = "The step came out good this time"
+        if replay.attempt.failed:
+            said = f"The step could not be made again: {replay.attempt.failed}"
+        return [
+            f"{said}. What differs is the machine, the versions, or something that draws random "
+            "numbers of its own; device.deterministic=true narrows it down."
+        ]
+    steps = []
+    if blame is not None and blame.techniques:
+        off = " ".join(f"optimization.{name}.enabled=false" for name in blame.techniques)
+        steps.append(f"To go on at once: {off}")
+        if "amp" in blame.techniques:
+            steps.append(
+                "Or keep amp, and compute that line in float32: "
+                "torch.autocast(x.device.type, enabled=False) around it, with x.float()."
+            )
+        if set(blame.techniques) & set(COMPILING):
+            steps.append("Or keep that module out of the graph: @torch.compiler.disable on it.")
+    steps += _by_phase(found, replay.samples)
+    return steps
+
+
+def _by_phase(found: Found, samples: Sequence[int]) -> list[str]:
+    if found.phase is Phase.input:
+        rows = ", ".join(map(str, samples[:10]))
+        which = f" Samples {rows} of the data set." if rows else ""
+        return [f"Look at these samples, and mend or drop them.{which}"]
+    if found.phase is Phase.weights:
+        return [
+            "The fault is in a step before this one: go back to a checkpoint whose weights are "
+            "finite, with stability.guard=true."
+        ]
+    if found.phase is Phase.forward or found.phase is Phase.loss:
+        return [
+            "Keep that operation away from where it is not finite: clamp its input, add a small "
+            "number under a log, a root or a quotient."
+        ]
+    if found.phase is Phase.backward:
+        return [
+            "The value is finite and its slope is not: add a small number inside the root, the "
+            "norm or the quotient, or choose the safe input before it (torch.where on the input, "
+            "not on the result)."
+        ]
+    if found.phase is Phase.spike:
+        return ["Lower stability.clip_norm or optimizer.lr, or drop the samples that stand out."]
+    if found.phase is Phase.norm:
+        largest = math.sqrt(3.4e38)
+        return [f"Gradients above {largest:.0e} overflow when squared; lower the loss's scale."]
+    return []

@@ -1,0 +1,232 @@
+"""A run put together again from a capture, standing right before the bad step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner import storage
+from runner.batch import Batch
+from runner.build import Given, build
+from runner.captures.manifest import Weights
+from runner.captures.opening import Capture, open_capture
+from runner.captures.taking import fill, noise
+from runner.checkpoint.folder import step_name
+from runner.checkpoint.snapshot import Copier
+from runner.config import RunConfig, from_plain
+from runner.data.loader import mover
+from runner.errors import CheckpointError, UsageError
+from runner.evaluation import evaluate
+from runner.hook import Hook, Step, Verdict
+from runner.loop import make_step
+from runner.measure.candidates import only, quiet
+from runner.resume import load_weights, set_random
+from runner.run import Progress, Run
+
+log = logging.getLogger("runner")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """All that a step begins with, but for its batch."""
+
+    model: Mapping[str, Any]
+    buffers: Mapping[str, Tensor]
+    update: Mapping[str, Any]
+    random: Mapping[str, Any]
+
+
+class _LeaveOut(Hook):
+    """Steps that the run did not make are not made again, whoever had asked for that."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = frozenset(steps)
+
+    def due(self, step: int) -> bool:
+        """Only those: any other may be made in one graph."""
+        return step in self.steps
+
+    def on_gradients(self, run: Run, step: Step) -> Verdict:
+        """Not this one."""
+        return Verdict.SKIP
+
+
+def config_of(capture: Capture, trusted: Sequence[str] = ()) -> RunConfig:
+    """The config of the run that it is from; whom to trust is for the one who asks to say."""
+    return from_plain(capture.manifest.config, trusted)
+
+
+@contextmanager
+def reopened(
+    capture: Capture,
+    config: RunConfig | None = None,
+    *,
+    without: Collection[str] = (),
+    trusted: Sequence[str] = (),
+    given: Given | None = None,
+) -> Iterator[tuple[Run, Batch]]:
+    """The run right before the bad step, and the step's batch on its device; nothing is written.
+
+    `loop.backward(run, batch)` computes the loss and the gradients that the run had computed, in
+    the same bits on the same machine, as long as nothing is drawn from python's or numpy's
+    generator in between. Techniques named in `without` are off; the weights are still those that
+    the run had with all of them. `config` is the capture's own unless it is handed in, and `given`
+    what the run's program had made itself. Raises what `build` does, and CheckpointError.
+    """
+    config = config_of(capture, trusted) if config is None else config
+    _check_given(capture, given)
+    standing = _standing(capture, config, given)
+    if without:
+        names = {name for name, technique in config.optimization.techniques() if technique.enabled}
+        names |= {target.rpartition(".")[2] for target in config.optimization.extra}
+        config = only(config, names - set(without))
+    with build(_still(config), given=_with_choices(capture, given)) as run:
+        run.model.train()
+        batch = _placed(run, capture.batch)
+        _stand(run, capture, standing)
+        yield run, batch
+
+
+def settled(
+    capture: Capture,
+    folder: Path,
+    config: RunConfig | None = None,
+    *,
+    trusted: Sequence[str] = (),
+    given: Given | None = None,
+) -> Capture:
+    """The same bad step with weights as they were, so that opening it runs no steps again.
+
+    Where these are not in `capture`, one that has them is written to `folder`/step_…. Raises
+    OSError when the disk makes trouble.
+    """
+    if capture.as_it_was or capture.manifest.checkpoint is None:
+        return capture
+    standing = _standing(capture, config_of(capture, trusted) if config is None else config, given)
+    final = folder / step_name(capture.step)
+    temporary = folder / f".tmp-{final.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    storage.make_folder(temporary)
+    manifest = replace(capture.manifest, weights=Weights.then, checkpoint=None, files={})
+    names = ("batch", "samples", "loss", "grad_norm", "progress", "remedy", "skipped")
+    state = {name: getattr(capture, name) for name in names}
+    state.update(
+        buffers=standing.buffers, update=standing.update, random=standing.random, random_then=True
+    )
+    fill(temporary, manifest, standing.model, state)
+    storage.put_folder(temporary, final)
+    return open_capture(final)
+
+
+def _check_given(capture: Capture, given: Given | None) -> None:
+    missing = [name for name in capture.manifest.given if getattr(given, name, None) is None]
+    if missing:
+        raise UsageError(
+            f"{capture.path}: the program that made this run handed in its own "
+            f"{', '.join(missing)}; open the capture from there: "
+            "runner.replay.reopen.reopened(capture, given=Given(…))"
+        )
+
+
+def _standing(capture: Capture, config: RunConfig, given: Given | None) -> Standing:
+    """From the capture itself where it has it all, else by making the steps before it again."""
+    there = capture.model is not None and capture.update is not None
+    if capture.as_it_was or (there and capture.manifest.checkpoint is None):
+        if not capture.as_it_was:
+            log.warning("%s: %s", capture.path, _apart(capture))
+        if capture.model is None or capture.update is None:
+            raise CheckpointError(f"{capture.path}: has no weights")
+        return Standing(capture.model, capture.buffers, capture.update, capture.random)
+    return _again(capture, config, given)
+
+
+def _apart(capture: Capture) -> str:
+    if capture.manifest.weights is Weights.later:
+        return "weights of a later step: there was no checkpoint before it to start from"
+    return "the model draws from python's or numpy's generator, whose state is of a later step"
+
+
+def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing:
+    """What the steps after the linked checkpoint, made again as they were, lead to."""
+    checkpoint = capture.checkpoint()
+    if checkpoint is None:
+        raise CheckpointError(f"{capture.path}: has neither weights nor a checkpoint")
+    state, before = checkpoint.state, capture.step - 1
+    if checkpoint.step < capture.remedy < capture.step:
+        log.warning(
+            "%s: after step %d something was done about a fault (debug/history.json says what), "
+            "which running steps again leaves out", capture.path, capture.remedy,
+        )  # fmt: skip
+    with build(_still(config), given=_with_choices(capture, given)) as run:
+        load_weights(run, checkpoint.path, checkpoint.model, state["update"])
+        run.progress = Progress(**state["progress"])
+        run.guardian.load(
+            state["stability"], checkpoint.step
+        )  # a learning rate lowered for a while
+        run.model.train()
+        batches = run.train.batches(run.progress.step)
+        set_random(state["random"])
+        hooks = [_LeaveOut(capture.skipped)]
+        while run.progress.step < before:
+            run.update.set_limits(math.inf, math.inf)  # what was a spike is among those left out
+            make_step(run, next(batches), hooks)
+            run.progress.step += 1
+            run.guardian.turn(run.progress.step)
+            # it draws from the global generators what the model draws, and nothing else is left
+            if not capture.random_then and run.progress.step % run.validate_every == 0:
+                evaluate(run)
+        model, update = run.model.state_dict(), run.update.state()
+        snapshot = Copier(reuse=False).take(
+            model,
+            {"update": update, "buffers": _unsaved(run.model, model), "random": noise()},
+        )
+        return Standing(snapshot.model, **snapshot.state)
+
+
+def _stand(run: Run, capture: Capture, standing: Standing) -> None:
+    """Weights, buffers, optimizer and random state as the step found them."""
+    # copied, since an optimizer goes on in the tensors that it loads
+    own = Copier(reuse=False).take(dict(standing.model), {"update": dict(standing.update)})
+    update = own.state["update"]
+    if run.update.scale is None:  # without amp there is no loss scale
+        update["scale"] = []
+    elif not update["scale"]:  # a type is tried that needs one
+        update["scale"] = [run.update.scale.value, run.update.scale.grown]
+    load_weights(run, capture.path, own.model, update)
+    for name, buffer in _unsaved(run.model, standing.model).items():
+        if name in standing.buffers:
+            buffer.copy_(standing.buffers[name])
+    run.progress = Progress(**{**deepcopy(dict(capture.progress)), "step": capture.step - 1})
+    set_random(standing.random)
+
+
+def _unsaved(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def _still(config: RunConfig) -> RunConfig:
+    """Nothing to show or to write, nothing to continue, and no tool in the way."""
+    config = quiet(config)
+    config.checkpoint.resume = "none"
+    return config
+
+
+def _with_choices(capture: Capture, given: Given | None) -> Given:
+    """What was chosen automatically then is not chosen anew."""
+    return replace(given or Given(), choices=capture.manifest.choices)
+
+
+def _placed(run: Run, batch: Batch) -> Batch:
+    move = mover(run.device.torch, pin=False, aside=False)
+    for place in [*([move] if move else []), *run.placements]:
+        batch = place(batch)
+    return batch

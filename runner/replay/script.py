@@ -1,0 +1,238 @@
+"""The bad step as a script that needs torch, safetensors and the model's own class, and no runner.
+
+reproduce.py               forward, loss and backward; says where it goes bad, exits with 1 if so
+reproduce/weights.safetensors, batch.pt, watch.py
+reproduce/model_code/      where the model is one of ours: the files it is made of
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from runner.captures.opening import Capture
+from runner.config import RunConfig
+from runner.replay import watch
+from runner.replay.construction import loss_code, model_code
+from runner.run import Run
+from runner.seeds import mix
+
+FILES = "reproduce"
+TEMPLATE = '''"""Makes step {step} of {name!r} again, without the runner; exits with 1 if it is bad.
+
+{about}
+"""
+
+import random
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+FILES = Path(__file__).resolve().parent / "{files}"
+sys.path[:0] = [str(FILES)]
+sys.path += {paths}
+from watch import Watch
+
+{imports}
+
+device = torch.device("{device}" if {available} else "cpu")
+torch.set_num_threads({threads})
+model = {model}
+model.load_state_dict(load_file(FILES / "weights.safetensors"), strict={strict})
+model.to(device).train()
+watch = {watch}
+saved = torch.load(FILES / "batch.pt", weights_only=True, map_location=device)
+inputs, target = saved["inputs"], saved["target"]
+
+
+def forward(inputs):
+    call = {call}
+{cast}    if isinstance(inputs, dict):
+        return call(**inputs)
+    return call(*inputs) if isinstance(inputs, (tuple, list)) else call(inputs)
+
+
+def logits_of(output):
+    """The tensor that the loss is taken of: the output, its `logits`, or the first of a tuple."""
+    if isinstance(output, dict):
+        output = output["logits"]
+    output = getattr(output, "logits", output)
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def loss_of(output, target):
+    return {loss}
+
+
+def rows(value, which):
+    if isinstance(value, dict):
+        return {{key: rows(item, which) for key, item in value.items()}}
+    if isinstance(value, (tuple, list)):
+        return tuple(rows(item, which) for item in value)
+    return value[which]
+
+
+{noise}torch.manual_seed({seed})  # what the run seeds this step with
+samples, loss = {samples}, 0.0
+try:
+    for start in range(0, samples, {micro}):  # a micro-batch at a time
+        part = slice(start, min(start + {micro}, samples))
+        with {autocast}:
+            one = loss_of(forward(rows(inputs, part)), rows(target, part))
+            one = one * ((part.stop - part.start) / samples)
+        (one * {scale}).backward()
+        loss += float(one.detach())
+except Exception as error:
+    print(f"{{type(error).__name__}}: {{error}}")
+    print((watch.verdict(inputs) if watch else "") or "raised outside the model's modules")
+    sys.exit(1)
+squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+norm = float(torch.stack(squares).sum().sqrt()) / {scale}
+print(f"loss {{loss:g}}, gradient norm {{norm:g}}")
+bad = {bad}
+said = watch.verdict(inputs, loss) if watch else ""
+print(said or ("bad: {found}" if bad else "all is finite"))
+sys.exit(int(bad))
+'''
+
+
+def write(
+    run: Run, capture: Capture, config: RunConfig, folder: Path, found: str, compiled: bool
+) -> Path | None:
+    """The script for a run that stands before the bad step; None where the loss needs the runner.
+
+    `found` is what the replay says, for faults that no hook can see; `compiled` compiles the model.
+    """
+    loss = loss_code(run, config)
+    if loss is None:
+        return None
+    files = folder / FILES
+    shutil.rmtree(files, ignore_errors=True)
+    files.mkdir(parents=True)
+    shutil.copyfile(str(watch.__file__), files / "watch.py")
+    state = run.model.state_dict()
+    kept = {n: t.detach().cpu().contiguous().clone() for n, t in state.items() if _tensor(t)}
+    save_file(kept, files / "weights.safetensors")
+    inputs, target = capture.batch
+    random_state = _plain_noise(capture.random)
+    torch.save({"inputs": inputs, "target": target, **random_state}, files / "batch.pt")
+    model = model_code(config, run.sizes, files)
+    imports = sorted({*model.imports, *loss.imports})
+    autocast, cast = _precision(run, config)
+    scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
+    path = folder / "reproduce.py"
+    path.write_text(
+        TEMPLATE.format(
+            step=capture.step, name=run.name, about=_about(capture, found), files=FILES,
+            paths=repr(sorted({*model.paths, *loss.paths})),
+            imports="\n".join(imports) or "# all of it is torch's",
+            device=run.device.torch.type,
+            available=_available(run.device.kind), threads=run.device.threads,
+            model=model.expression,
+            strict=len(kept) == len(state), watch="None" if compiled else "Watch(model)",
+            call="torch.compile(model)" if compiled else "model", cast=cast, loss=loss.expression,
+            noise=NOISE if random_state else "", seed=mix(run.seed, capture.step),
+            samples=len(_first(target)), micro=run.micro_batch, autocast=autocast, scale=scale,
+            found=found.replace('"', "'").replace("\\", "/").replace("{", "(").replace("}", ")"),
+            bad=_bad(capture),
+        ),
+        "utf-8",
+    )  # fmt: skip
+    return path
+
+
+def run_script(path: Path, timeout_s: float) -> tuple[int | None, str]:
+    """Its exit code (None: not done in time) and the last line of what it says."""
+    try:
+        done = subprocess.run(  # noqa: S603  # what was just written, by this very python
+            [sys.executable, str(path)], capture_output=True, text=True, timeout=timeout_s,
+            cwd=path.parent, stdin=subprocess.DEVNULL, check=False,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, f"not done within {timeout_s:g} s"
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return done.returncode, lines[-1] if lines else ""
+
+
+NOISE = """version, numbers, gauss = saved["python"]
+random.setstate((version, tuple(numbers), gauss))
+kind, keys, *rest = saved["numpy"]
+np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+"""
+
+
+def _plain_noise(noise: Mapping[str, Any]) -> dict[str, Any]:
+    """Python's and numpy's generators in lists and numbers."""
+    version, numbers, gauss = noise["python"]
+    kind, keys, *rest = noise["numpy"]
+    numbers, keys = [int(n) for n in numbers], [int(k) for k in keys]
+    return {"python": [version, numbers, gauss], "numpy": [kind, keys, *rest]}
+
+
+def _bad(capture: Capture) -> str:
+    norm = capture.grad_norm
+    if norm is not None and capture.loss is not None and norm - norm == 0.0:
+        if capture.loss - capture.loss == 0.0:
+            return f"not norm < {norm / 2!r}  # half of what the run recorded"
+    return "not (abs(loss) < float('inf') and norm < float('inf'))"
+
+
+def _about(capture: Capture, found: str) -> str:
+    said = f"The run recorded: {capture.manifest.message}."
+    text = f"{said}\nThe replay found: {found}." if found else said
+    return text.replace("\\", "/").replace('"""', "'''").replace("{", "(").replace("}", ")")
+
+
+def _available(kind: str) -> str:
+    return {"cuda": "torch.cuda.is_available()", "mps": "torch.mps.is_available()"}.get(
+        kind, "True"
+    )
+
+
+def _precision(run: Run, config: RunConfig) -> tuple[str, str]:
+    """What stands around forward and loss, and what is cast for `pure`."""
+    amp = config.optimization.amp
+    if not any(name == "amp" for name, _ in run.techniques):
+        return "nullcontext()", ""
+    if amp.pure:
+        return "nullcontext()", PURE
+    dtype = "float16" if run.update.scale is not None else "bfloat16"
+    return f"torch.autocast(device.type, dtype=torch.{dtype})", ""
+
+
+PURE = """    for module in model.modules():  # BatchNorm stays in float32
+        if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(torch.bfloat16)
+    inputs = rows(inputs, slice(None))
+    low = lambda x: x.bfloat16() if x.is_floating_point() else x
+    if isinstance(inputs, dict):
+        inputs = {key: low(item) for key, item in inputs.items()}
+    else:
+        inputs = tuple(map(low, inputs)) if isinstance(inputs, tuple) else low(inputs)
+"""
+
+
+def _tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _first(target: Any) -> Any:
+    while isinstance(target, dict | tuple | list):
+        target = next(iter(target.values() if isinstance(target, dict) else target))
+    return target

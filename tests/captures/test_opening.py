@@ -1,0 +1,92 @@
+"""A capture is read only if every byte is what was written, and runs no code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.captures.manifest import captures
+from runner.captures.opening import open_capture
+from runner.checkpoint.manifest import sealed
+from runner.errors import CheckpointError, SecurityError
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(captures(made)[1], tmp_path / captures(made)[1].name)
+
+
+FILES = ("state.pt", "model.safetensors", "manifest.json", "checkpoint/state.pt")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
+    path = folder / name
+    whole = path.read_bytes()
+    for data in (whole[:-1], b"", whole[: len(whole) // 2] + b"\0" + whole[len(whole) // 2 + 1 :]):
+        path.unlink()  # a link shares its bytes with the checkpoint
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=name.rpartition("/")[2].replace(".", r"\.")):
+            open_capture(folder).checkpoint()
+    path.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        open_capture(folder).checkpoint()
+
+
+def forge(folder: Path, **changes: object) -> None:
+    """Rewrite a manifest with its digest, as an attacker would."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["digest"]
+    (folder / "manifest.json").write_bytes(sealed({**body, **changes}))
+
+
+class Bomb:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.marker,)
+
+
+def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Path) -> None:
+    marker, path = folder / "marker", folder / "state.pt"
+    torch.save({"state": Bomb(str(marker)), "model": {}}, path)
+    data = path.read_bytes()
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    files["state.pt"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(folder, files=files)
+    with pytest.raises(SecurityError, match=r"state\.pt: refused.*mkdir"):
+        open_capture(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2}, {"step": 3}, {"step": "17"}, {"weights": "none"}, {"config": []},
+        {"files": {"../../x": {"size": 1, "sha256": ""}}}, {"files": {}}, {"surprise": 1},
+        {"weights": "again"},
+    ],
+)  # fmt: skip
+def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
+    forge(folder, **changes)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        open_capture(folder)
+
+
+def test_a_state_of_another_shape_is_refused(folder: Path) -> None:
+    path = folder / "state.pt"
+    for state in ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1]):
+        torch.save(state, path)
+        data = path.read_bytes()
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        files["state.pt"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        forge(folder, files=files)
+        with pytest.raises(CheckpointError, match="not written by the runner"):
+            open_capture(folder)

@@ -1,0 +1,156 @@
+"""A reopened step is the step: same weights, same batch, same draws, so the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner import compose
+from runner.captures.manifest import Weights, captures
+from runner.captures.opening import Capture, open_capture
+from runner.checkpoint.manifest import sealed
+from runner.errors import ConfigError, SecurityError
+from runner.loop import backward
+from runner.replay.reopen import config_of, reopened, settled
+
+CASES = {
+    "average, accumulation": [
+        "optimization=basic", "optimizer.ema=0.9", "training.micro_batch=7",
+    ],
+    "2 workers": ["optimization=basic", "optimizer.ema=0.9", "data.workers=2"],
+    "python's generator in the model": ["+model.draws=true", "data.workers=2"],
+    "fp16, momentum": ["optimization=amp", "optimization.amp.dtype=fp16", "optimizer=sgd"],
+}  # fmt: skip
+
+
+def kept(kit: Any, folder: Path, *overrides: str) -> tuple[Capture, Capture, Any]:
+    """Of step 13, after which weights moved on, and of step 17, after which they did not."""
+    hook = kit.Taker([13, 17], kit.SKIPPED)
+    kit.trained(folder, hook, *overrides)
+    moved, stayed = map(open_capture, captures(folder))
+    return moved, stayed, hook
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES.keys())
+def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(
+    kit: Any, overrides: list[str], tmp_path: Path
+) -> None:
+    moved, stayed, hook = kept(kit, tmp_path, *overrides)
+    assert (moved.manifest.weights, stayed.manifest.weights) == (Weights.again, Weights.then)
+    assert moved.skipped == [11]
+    draws = "+model.draws=true" in overrides
+    assert stayed.as_it_was is not draws  # then the state of the generator is of a later step
+    for capture in (moved, stayed):
+        random.seed(0)
+        with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
+            assert run.progress.step == capture.step - 1 and run.folder is None
+            for ours, theirs in zip(
+                run.model.parameters(), hook.weights[capture.step], strict=True
+            ):
+                assert torch.equal(ours, theirs)
+            step = backward(run, batch)
+            assert float(step.loss) == capture.loss
+            assert float(step.grad_norm) == capture.grad_norm
+        again = open_capture(capture.path)  # nothing of it was changed by looking
+        assert torch.equal(again.batch[0], capture.batch[0])
+
+
+def test_a_capture_can_be_opened_twice_in_one_process(kit: Any, made: Path) -> None:
+    stayed = open_capture(captures(made)[1])
+    for _ in range(2):
+        with reopened(stayed, trusted=kit.TRUSTED) as (run, batch):
+            step = backward(run, batch)
+            run.update.apply(step.grad_norm, step.skipped)
+            assert float(step.loss) == stayed.loss
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(kit: Any, tmp_path: Path) -> None:
+    hook = kit.Taker([17], kit.SKIPPED)
+    kit.trained(tmp_path, hook, "+model.saved=false")
+    (capture,) = map(open_capture, captures(tmp_path))
+    assert float(capture.buffers["seen"]) == 15
+    with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
+        assert float(backward(run, batch).loss) == capture.loss
+
+
+def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(
+    kit: Any, tmp_path: Path
+) -> None:
+    hook = kit.Taker([3])
+    kit.trained(
+        tmp_path, hook, "optimization=amp", "optimization.amp.dtype=fp16",
+        f"optimization.amp.initial_scale={2.0**60}",
+    )  # fmt: skip
+    capture = open_capture(captures(tmp_path)[0])
+    assert (capture.step, capture.manifest.weights) == (3, Weights.then)
+    with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
+        assert run.update.scale is not None
+        assert float(run.update.scale.value) == 2.0**58
+        step = backward(run, batch)
+        assert float(step.loss) == capture.loss and bool(step.skipped)
+
+
+def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(
+    kit: Any, tmp_path: Path
+) -> None:
+    overrides = ["optimization=basic", "optimization.amp.enabled=true"]
+    moved, stayed, hook = kept(kit, tmp_path, *overrides, "optimization.amp.dtype=fp16")
+    for capture in (moved, stayed):
+        with reopened(capture, without={"amp", "fused_optimizer"}, trusted=kit.TRUSTED) as (
+            run,
+            batch,
+        ):
+            assert not {"amp", "fused_optimizer"} & {name for name, _ in run.techniques}
+            weights = zip(run.model.parameters(), hook.weights[capture.step], strict=True)
+            assert all(torch.equal(a, b) for a, b in weights)
+            loss = float(backward(run, batch).loss)
+            assert loss == pytest.approx(capture.loss, rel=0.01) and loss != capture.loss
+
+
+def test_what_was_run_again_once_can_be_kept(kit: Any, made: Path, tmp_path: Path) -> None:
+    moved, stayed = map(open_capture, captures(made))
+    assert settled(stayed, tmp_path, trusted=kit.TRUSTED) is stayed
+    once = settled(moved, tmp_path / "settled", trusted=kit.TRUSTED)
+    assert once.as_it_was and once.path == tmp_path / "settled" / "step_00000013"
+    assert once.manifest.checkpoint is None
+    with reopened(once, trusted=kit.TRUSTED) as (run, batch):
+        step = backward(run, batch)
+        assert (float(step.loss), float(step.grad_norm)) == (moved.loss, moved.grad_norm)
+
+
+def test_the_config_comes_back_whole_and_trust_does_not(kit: Any, tmp_path: Path) -> None:
+    _, stayed, _ = kept(kit, tmp_path, "optimizer=sgd", "debug.every=7")
+    asked = compose([*kit.OURS, "optimizer=sgd", "debug.every=7"])
+    assert config_of(stayed, kit.TRUSTED) == asked
+    with pytest.raises(SecurityError, match="is refused"):
+        config_of(stayed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model": {"kind": "mlp", "_target_": "os.system"}}, SecurityError),
+        ({"security": {"trusted": ["os", "captured_models"]}}, SecurityError),
+        ({"model": {"kind": "nothing"}}, ConfigError),
+        ({"no_such_key": 1}, ConfigError),
+        ({"training": {"steps": "many"}}, ConfigError),
+    ],
+)
+def test_a_hostile_config_is_refused(
+    kit: Any, made: Path, changes: dict[str, object], error: type[Exception], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(captures(made)[1], tmp_path / captures(made)[1].name)
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["digest"]
+    body["config"] = {**body["config"], **changes}
+    path.write_bytes(sealed(body))
+    trusted = kit.TRUSTED if error is ConfigError else ["my_package"]
+    with pytest.raises(error), reopened(open_capture(folder), trusted=trusted):
+        raise AssertionError("it was opened")

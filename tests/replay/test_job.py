@@ -1,0 +1,177 @@
+"""job=replay from end to end: what it says, what it leaves behind, and the script on its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import build, compose
+from runner.captures.opening import open_capture
+from runner.errors import NotVerified
+from runner.jobs.replay import main
+from runner.replay import script
+from runner.replay.attempt import attempt
+from runner.replay.findings import Phase, Replay
+from runner.replay.reopen import config_of
+from runner.summary import Summary
+
+POISON = "+data.poison=[3,17,20,33,41,50]"
+AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+ALONE = (
+    "import sys, runpy; sys.modules['runner'] = None; sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def replay(capture: Path, folder: Path, *overrides: str) -> Replay:
+    folder.mkdir()
+    asked = ["job=replay", f"replay.path={capture}", "security.trusted=[faulty_models]"]
+    return main(compose([*asked, *overrides]), folder)
+
+
+def run_alone(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The script in a process in which the runner cannot be imported."""
+    return subprocess.run(  # noqa: S603  # what was just written
+        [sys.executable, "-c", ALONE, str(path)], cwd=folder, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
+    captured: Any, marked: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = captured(POISON, "+model.part=cancels", *AMP)
+    folder = tmp_path / "replay"
+    found = replay(path, folder)
+    assert found.reproduced
+    assert found.same
+    assert (found.found.module, found.found.kind) == ("part", "Cancels")
+    assert found.found.line is not None
+    assert found.found.line.number == marked("CANCELS")
+    assert found.blame is not None
+    assert found.blame.techniques == ["amp"]
+    assert found.blame.verdict == "amp (bfloat16); good in float16"
+    assert found.attempt.techniques == ["amp"]
+    assert set(found.samples) <= {3, 17, 20, 33, 41, 50}
+
+    page = (folder / "replay.md").read_text()
+    assert (path / "replay.md").read_text() == page
+    for told in ("part (Cancels)", "amp (bfloat16)", "# CANCELS", "optimization.amp.enabled"):
+        assert told in page.replace("\\", "")
+    data = json.loads((folder / "replay.json").read_text())
+    assert data["found"]["phase"] == "forward"
+    assert data["blame"]["techniques"] == ["amp"]
+    assert data["loss"] == "nan"  # as text: JSON has none
+    summary = Summary.read(folder)
+    assert (summary.status, summary.faults) == ("done", {"non_finite": 1})
+    screen = capsys.readouterr().out
+    assert all(len(text) <= 80 for text in screen.splitlines() if str(tmp_path) not in text)
+
+    assert found.script_agrees
+    done = run_alone(folder / "reproduce.py", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == "forward: part (Cancels)"
+
+
+def test_a_step_that_is_good_after_all_is_said_to_be(captured: Any, tmp_path: Path) -> None:
+    path = captured(POISON, "+model.part=log")
+    good = tmp_path / "good" / path.name
+    shutil.copytree(path, good)
+    with build(config_of(open_capture(path), ["faulty_models"]), tmp_path / "fine") as run:
+        run.recorder.open(0)
+        assert run.captures is not None
+        kept = run.captures.take(run, 1, "non_finite", "they said", _harmless(run))
+    with pytest.raises(NotVerified, match="does not reproduce"):
+        replay(tmp_path / "fine" / str(kept), tmp_path / "replay", "replay.attribute=false")
+    page = (tmp_path / "replay" / "replay.md").read_text()
+    assert "no: loss" in page
+    assert Summary.read(tmp_path / "replay").reason == "step 1 does not reproduce"
+
+
+def _harmless(run: Any) -> Any:
+    inputs, target = run.train.at(0)
+    inputs = inputs.clone()
+    inputs[:, -1] = 0
+    return inputs, target
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["+model.part=root"], "backward: part (Root)"),
+        (["+model.part=raises"], "raised in: part (Raises)"),
+        (["objective._target_=faulty_models.broken_loss"],
+         "loss: what the model returns is finite"),
+    ],
+    ids=["backward", "exception", "loss"],
+)  # fmt: skip
+def test_the_script_says_the_same_without_the_runner(
+    overrides: list[str], says: str, captured: Any, standing: Any, tmp_path: Path
+) -> None:
+    with standing(captured(POISON, *overrides)) as (run, _, capture):
+        config = config_of(capture, ["faulty_models"])
+        path = script.write(run, capture, config, tmp_path / "script", "", compiled=False)
+    assert path is not None
+    done = run_alone(path, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == says
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data=stdlib_text", "data.sequence=16", "model=gpt", "model.width=16", "model.depth=1",
+         "training.batch_size=4"],
+        pytest.param(["data=digits", "model=cnn", "model.width=4", "training.micro_batch=13"],
+                     marks=pytest.mark.slow),
+        pytest.param(["data=digits", "model=mlp", "model.dropout=0.5"], marks=pytest.mark.slow),
+        pytest.param(["data=stdlib_parts", "model=classifier", "model.width=16"],
+                     marks=pytest.mark.slow),
+    ],
+    ids=["gpt", "cnn", "mlp", "classifier"],
+)  # fmt: skip
+def test_the_script_of_a_model_of_ours_computes_the_runs_loss(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    quiet = ["optimization=none", "monitoring.progress=false", "device.threads=2"]
+    config = compose([*overrides, *quiet])
+    with build(config, tmp_path / "run") as run:
+        run.recorder.open(0)
+        assert run.captures is not None
+        kept = run.captures.take(run, 1, "non_finite", "none at all")
+        capture = open_capture(tmp_path / "run" / str(kept))
+        path = script.write(run, capture, config, tmp_path / "script", "", compiled=False)
+        run.model.train()
+        made = attempt(run, run.train.at(0), capture)
+    assert path is not None
+    done = run_alone(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert last == "all is finite"
+    loss, norm = (float(part.rpartition(" ")[2]) for part in first.split(", "))
+    assert loss == pytest.approx(made.loss, rel=1e-4)
+    assert norm == pytest.approx(made.grad_norm, rel=1e-3)
+
+
+@pytest.mark.slow  # four processes that compile
+def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
+    captured: Any, marked: Any, tmp_path: Path
+) -> None:
+    path = captured(
+        POISON, "+model.part=compiled", "optimization.compile.enabled=true",
+        "optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true",
+    )  # fmt: skip
+    found = replay(path, tmp_path / "replay")
+    assert found.reproduced
+    assert found.blame is not None
+    assert sorted(found.blame.techniques) == ["compile", "whole_step"]
+    assert (found.found.phase, found.found.module) == (Phase.forward, "part")
+    assert found.found.line is not None
+    assert found.found.line.number == marked("COMPILED")
+    assert found.script_agrees
