@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from runner.errors import ConfigError
 
@@ -35,12 +36,55 @@ class AnomalyConfig:
     enabled: bool = False
     every: int | None = None  # steps; None: every step, or debug.every under debug=full
 
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ConfigError("debug.anomaly.every", f"{self.every} is no pace", "use 1 or more")
+
+
+@dataclass
+class Bounds:
+    """Where a gradient is amiss; either may be null."""
+
+    absolute: float | None = None
+    relative: float | None = None
+
 
 @dataclass
 class GradientsConfig:
-    """Statistics of each layer's gradient and weight."""
+    """Each layer's gradient, weight and update: which vanish, explode, or belong to dead units.
+
+    A gradient vanishes when its root mean square is below 1e-8, where the `eps` that Adam adds
+    (Kingma and Ba 2015) outweighs it, or below 1e-4 of the median layer's; three looks in a row,
+    and only of weights, since the bias before a normalisation has none by its nature. It explodes
+    when its norm is above 1e3, or a hundred times its own median so far: Pascanu et al. (2013)
+    clip at half to ten times the average. A unit is dead when it was 0 for every sample of
+    `dead_after` looks.
+    """
 
     enabled: bool = False
+    every: int | None = None  # steps between two looks; None: debug.every
+    vanishing: Bounds = field(default_factory=lambda: Bounds(1e-8, 1e-4))  # of the median layer's
+    exploding: Bounds = field(default_factory=lambda: Bounds(1e3, 1e2))  # of its own median so far
+    dead_after: int = 3  # looks; 0: activations are not looked at, and those steps stay compiled
+    dead_share: float = 0.25  # of a layer's units, from which on that is a fault
+    histograms_every: int = 10  # looks, also between two pictures; 0: none, a picture at the end
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ConfigError("debug.gradients.every", f"{self.every} is no pace", "use 1 or more")
+        for name in ("vanishing", "exploding"):
+            for key, value in vars(getattr(self, name)).items():
+                if value is not None and not 0 <= value < math.inf:
+                    raise ConfigError(
+                        f"debug.gradients.{name}.{key}", f"{value} is no bound", "use > 0 or null"
+                    )
+        for key in ("dead_after", "histograms_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"debug.gradients.{key}", "is negative", "use 0 or more")
+        if not 0 < self.dead_share <= 1:
+            raise ConfigError(
+                "debug.gradients.dead_share", f"{self.dead_share} is no share", "use up to 1"
+            )
 
 
 @dataclass
@@ -48,20 +92,94 @@ class GradcheckConfig:
     """Backward passes held against differences, in float64, once at the start."""
 
     enabled: bool = False
+    modules: list[str] | None = None  # names (blocks.*) or classes; null: all but torch's own
+    skip: list[str] = field(default_factory=list)  # what is no derivative on purpose
+    samples: int = 4  # of the first batch
+    length: int = 16  # tokens of each, where the model takes fewer
+    budget_s: float = 10.0  # seconds for all checks, smallest first
+    tolerance: float = 1e-3  # relative
+
+    def __post_init__(self) -> None:
+        for key in ("samples", "length"):
+            value = getattr(self, key)
+            if value < 1:
+                raise ConfigError(f"debug.gradcheck.{key}", f"{value} is none", "use 1 or more")
+        if not 0 < self.budget_s < math.inf:
+            raise ConfigError(
+                "debug.gradcheck.budget_s", f"{self.budget_s} is no time", "use more than 0"
+            )
+        if not 0 < self.tolerance < 1:
+            raise ConfigError(
+                "debug.gradcheck.tolerance", f"{self.tolerance} is no share", "0 to 1, such as 1e-3"
+            )
 
 
 @dataclass
 class MemoryConfig:
-    """Where the memory is, and whether it leaks."""
+    """Where the memory is, module by module, how it goes over the run, and what grows."""
 
     enabled: bool = False
+    every: int | None = None  # steps between two looks; None: debug.every
+    rows: int = 30  # of the table of modules, the largest ones
+    census: bool = True  # count objects and tensors, so that a leak can be named; 50 ms, twice
+    snapshot: bool = True  # what CUDA's allocator did, for pytorch.org/memory_viz
+    snapshot_entries: int = 100_000  # events kept for it
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ConfigError("debug.memory.every", f"{self.every} is no pace", "use 1 or more")
+        for key in ("rows", "snapshot_entries"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"debug.memory.{key}", "shows nothing", "use 1 or more")
+
+
+ProfileHandler = Enum("ProfileHandler", ["trace", "table", "both"])
 
 
 @dataclass
 class ProfileConfig:
-    """torch.profiler over a few steps."""
+    """torch.profiler over a few steps, and in words what keeps the run from being faster.
+
+    Outside its windows no step is slower.
+    """
 
     enabled: bool = False
+    start: int = 20  # steps before the first window: the first ones are like no others
+    warmup: int = 1  # steps of a window that are traced and thrown away
+    steps: int = 5  # steps of a window that are kept
+    repeat_every: int | None = 1000  # steps from one window to the next; null: there is only one
+    at_most: int = 3  # windows a run
+    handler: ProfileHandler = ProfileHandler.both  # a trace for Perfetto, tables, or both
+    traces_mb: float = 256.0  # of disk for debug/traces; the oldest go
+    shapes: bool = False  # operators told apart by the sizes of their inputs
+    stacks: bool = False  # the lines of Python in the trace; those steps are much slower
+    memory: bool = False  # what each operator allocates
+    modules: bool = True  # time by module; not where the model is compiled
+    cuda_synchronize: bool = False  # sections wait for the device at both ends: honest, slower
+    drift: float | None = 1.5  # times the step, wait or memory of the run's first stretch; null: no
+    drift_after_s: float = 10.0  # a stretch that is compared: so many seconds of steps
+
+    def __post_init__(self) -> None:
+        for key, least in (("start", 1), ("warmup", 1), ("steps", 1), ("at_most", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(
+                    f"debug.profile.{key}",
+                    f"{getattr(self, key)} is too few",
+                    f"use {least} or more",
+                )
+        if self.repeat_every is not None and self.repeat_every <= self.warmup + self.steps:
+            raise ConfigError(
+                "debug.profile.repeat_every",
+                f"{self.repeat_every} is within a window of {self.warmup + self.steps} steps",
+                "use more, or null for one window",
+            )
+        for key in ("traces_mb", "drift_after_s"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"debug.profile.{key}", "is not positive", "use more than 0")
+        if self.drift is not None and not 1 < self.drift < math.inf:
+            raise ConfigError(
+                "debug.profile.drift", f"{self.drift} is no increase", "use more than 1, or null"
+            )
 
 
 @dataclass
@@ -78,7 +196,7 @@ class DebugConfig:
     gradcheck: GradcheckConfig = field(default_factory=GradcheckConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    hooks: list[str] = field(default_factory=list)  # classes of your own, `runner.Hook`s
+    hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
     def __post_init__(self) -> None:
         for key in ("every", "max_iterations", "timeout_s"):

@@ -35,6 +35,7 @@ class Progress(Hook):
         self.live: Live | None = None
         self.started = self.refreshed = self.told = 0.0
         self.first_step = 0
+        self.settled = (0.0, 0)  # when the first stretch was over, and its last step
         self.result = ""  # of the last validation
 
     @contextmanager
@@ -53,6 +54,8 @@ class Progress(Hook):
     def on_report(self, run: Run, report: Report) -> None:
         """Refresh the display, or say a line, if it is time."""
         now = time.monotonic()
+        if self.settled[1] == 0:
+            self.settled = (now, report.last)
         if self.live is not None and now - self.refreshed >= REFRESH_S:
             self.refreshed = now
             self._draw(run, report)
@@ -96,12 +99,17 @@ class Progress(Hook):
         return facts
 
     def _left(self, run: Run, report: Report) -> str:
-        """Time to the end, at the pace so far, validation and checkpoints included."""
-        done = report.last - self.first_step
-        if done <= 0:
+        """Time to the end, at the pace so far, validation and checkpoints included.
+
+        Without the first stretch as soon as there is another: something may be compiled in it.
+        """
+        now = time.monotonic()
+        first = self.settled[1] == report.last
+        since, step = (self.started, 0) if first else self.settled
+        done = report.last - max(step, self.first_step)
+        if done <= 0 or (first and (run.whole is not None or run.compilation is not None)):
             return "?"
-        pace = (time.monotonic() - self.started) / done
-        return _clock(pace * (run.total_steps - report.last))
+        return _clock((now - since) / done * (run.total_steps - report.last))
 
     def _draw(self, run: Run, report: Report) -> None:
         head = Table.grid(padding=(0, 1), expand=True)

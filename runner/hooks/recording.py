@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-import psutil
-
 from runner.device import memory
+from runner.device.resources import Machine
 from runner.errors import Interrupted
 from runner.hook import Evaluation, Hook, Report
+from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
 from runner.record import markdown, provenance
 from runner.record.config import MonitoringConfig
@@ -54,23 +54,28 @@ class Recording(Hook):
         config: MonitoringConfig,
         settings: Mapping[str, Any],
         domains: Mapping[str, Sequence[bool | int | float | str]] | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.config = config
+        self.machine = machine or Machine(every_s=config.system_every_s)
         self.domains = domains
         self.settings = settings
         self.predictions = Predictions()
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
+        self.epochs = Epochs(0, 1)
+        self.epoch_seconds: float | None = None  # of the latest that ended, until it is in a row
         self.row_due = self.load_due = self.pictures_due = 0.0
         self.unseen: Evaluation | None = None  # an improvement that came too soon after the last
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Open with where the run comes from; close with how it ended."""
-        psutil.cpu_percent(None)  # the first answer is about the time since this one
+        self.machine.open(run.device)
         now = time.monotonic()
         self.row_due, self.pictures_due = now + SYSTEM_ROW_S, now + PICTURES_S
         self._introduce(run)
+        self.epochs = Epochs(run.progress.step, run.train.steps_per_epoch)
         status = "failed"
         try:
             yield
@@ -95,6 +100,7 @@ class Recording(Hook):
         self.samples += report.samples
         self.steps += len(report.loss)
         self.last_step = report.last
+        self.epoch_seconds = self.epochs.seconds(run, report) or self.epoch_seconds
         if time.monotonic() >= self.row_due:
             self._system(run)
 
@@ -153,11 +159,13 @@ class Recording(Hook):
         }
         if run.objective.unit == "tokens" and run.sizes.sequence:
             values["tokens_per_second"] = values["samples_per_second"] * run.sizes.sequence
+        if self.epoch_seconds is not None:
+            values["epoch_seconds"], self.epoch_seconds = self.epoch_seconds, None
         if peak := memory.peak_device_bytes(run.device):
             values["device_peak_gib"] = peak / GIB
         if now >= self.load_due:
             self.load_due = now + self.config.system_every_s
-            values |= _load(run)
+            values |= self.machine.look().row()
         run.recorder.scalars(self.last_step, "system", values)
         self.seconds, self.samples, self.steps = 0.0, 0, 0
 
@@ -221,6 +229,7 @@ def _charts(run: Run) -> dict[str, list[str]]:
         **(tokens if run.objective.unit == "tokens" else {}),
         "samples per second": ["usage/samples_per_second"],
         "step time, ms": ["usage/step_ms"],
+        "epoch, seconds": ["usage/epoch_seconds"],
         "memory, GiB": ["usage/process_gib", "usage/device_peak_gib"],
     }
 
@@ -234,16 +243,3 @@ def _origin(origin: Mapping[str, Any]) -> str:
         code = f"{git['commit']} on {git['branch']}, {changes}, {git['untracked']} files untracked"
     rows = [("started", origin["started"]), ("code", code), *origin["versions"].items()]
     return f"{markdown.code(origin['command'], 'sh')}\n\n{markdown.table(('what', 'which'), rows)}"
-
-
-def _load(run: Run) -> dict[str, float]:
-    """What the machine is doing; a quarter of a millisecond."""
-    values = {
-        "cpu_percent": psutil.cpu_percent(None),
-        "ram_percent": psutil.virtual_memory().percent,
-    }
-    try:
-        values["disk_free_gib"] = psutil.disk_usage(str(run.folder or ".")).free / GIB
-    except OSError as error:
-        log.debug("no reading of the disk: %s", error)
-    return values

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from runner.errors import ConfigError
+
+
+class TableKind(Enum):
+    """Tables for other programs."""
+
+    csv = "csv"
+    parquet = "parquet"  # needs the extra of that name
 
 
 @dataclass
@@ -17,6 +25,7 @@ class MonitoringConfig:
     progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
     line_every_s: float = 5.0  # seconds between plain lines
     log_level: str = "info"
+    export: list[TableKind] = field(default_factory=list)  # the record also as tables, at the end
 
     def __post_init__(self) -> None:
         if self.every < 1:

@@ -7,11 +7,14 @@ import re
 import sys
 import time
 import warnings
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+
+from runner.record.history import alike
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 FORGING = re.compile(
@@ -44,11 +47,16 @@ def set_up_logging(level: str, folder: Path | None) -> None:
     Replaces what an earlier call set up. Other libraries' debug messages stay out.
     """
     close_logging()
-    root = logging.getLogger()
-    root.addHandler(_OnConsole())
+    root, repeats = logging.getLogger(), _Repeats()
+
+    def add(handler: logging.Handler) -> None:
+        handler.addFilter(repeats)
+        root.addHandler(handler)
+
+    add(_OnConsole())
     if folder is not None:
         try:
-            root.addHandler(_InFile(folder / "run.log"))
+            add(_InFile(folder / "run.log"))
         except OSError as error:
             logging.getLogger("runner").warning("no run.log: %s", error)
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -60,11 +68,37 @@ def set_up_logging(level: str, folder: Path | None) -> None:
 def close_logging() -> None:
     """Undo `set_up_logging`."""
     root = logging.getLogger()
-    for handler in root.handlers[:]:
-        if isinstance(handler, _OnConsole | _InFile):
-            root.removeHandler(handler)
-            handler.close()
+    ours = [handler for handler in root.handlers if isinstance(handler, _OnConsole | _InFile)]
+    for repeats in {one for handler in ours for one in handler.filters if type(one) is _Repeats}:
+        repeats.tell()
+    for handler in ours:
+        root.removeHandler(handler)
+        handler.close()
     logging.captureWarnings(False)
+
+
+class _Repeats(logging.Filter):
+    """Lets a warning pass the first time; one that is alike but for its numbers is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, str]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        known = vars(record)  # asked by each handler, to be counted once
+        if "repeats" not in known:
+            key = record.name, alike(_lines(record)[0])
+            known["repeats"] = self.seen[key] > 0
+            self.seen[key] += 1
+        return not known["repeats"]
+
+    def tell(self) -> None:
+        for (name, text), count in self.seen.items():
+            if count > 1:
+                logging.getLogger(name).info("%d times in all: %s", count, text)
+        self.seen.clear()
 
 
 def one_line(text: str) -> str:

@@ -18,7 +18,13 @@ FILE = "debug/history.json"
 LONGEST = 500  # different faults; what comes after is only counted
 STEPS = 20  # of one fault, that are named
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*")
+# the digits of a name, such as `blocks.3.norm1`, are no number
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
+
+
+def alike(text: str) -> str:
+    """What two messages share that differ in their numbers only."""
+    return NUMBER.sub("#", text)
 
 
 @dataclass
@@ -62,7 +68,7 @@ class History:
         """Take note, and say so the first time; nothing is written before `write`."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.unwritten = True
-        key = (kind, action, NUMBER.sub("#", message))
+        key = (kind, action, alike(message))
         fault = self.faults.get(key)
         if fault is None:
             fault = Fault(kind, category, severity, message, action)
@@ -70,9 +76,9 @@ class History:
                 fault.traceback = "".join(traceback.format_exception(error))
             if len(self.faults) < LONGEST:
                 self.faults[key] = fault
-            if say:
-                then = f"; {action}" if action else ""
-                log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
+                if say:
+                    then = f"; {action}" if action else ""
+                    log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
         fault.count += 1
         fault.last_step = step
         if len(fault.steps) < STEPS:
@@ -103,7 +109,7 @@ class History:
         """Go on from there."""
         self.counts = dict(state["counts"])
         rows = [Fault(**row) for row in state["faults"]]
-        self.faults = {(f.kind, f.action, NUMBER.sub("#", f.message)): f for f in rows}
+        self.faults = {(f.kind, f.action, alike(f.message)): f for f in rows}
         self.unwritten = bool(rows)
 
     def _rows(self) -> list[dict[str, Any]]:

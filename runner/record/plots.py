@@ -1,28 +1,33 @@
-"""Pictures for TensorBoard, drawn with Pillow: matplotlib takes half a second to import.
-
-TensorBoard shows them 320 pixels wide at first, so letters are drawn twice the usual size.
-"""
+"""Pictures of what a model makes of its data."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from runner.record.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    PAPER,
+    RED,
+    SIDE,
+    Font,
+    fit,
+    font,
+    shorten,
+    turned,
+    width,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
-SIDE = 640
 MOST_CLASSES = 24  # in one picture; more could not be read
-INK, GREY, PAPER = (33, 37, 41), (108, 117, 125), (255, 255, 255)
-BLUE, GREEN, RED = (13, 71, 161), (27, 122, 51), (192, 28, 40)
 
 
 def confusion_matrix(counts: NDArray[np.int64], names: Sequence[str]) -> NDArray[np.uint8]:
@@ -42,7 +47,7 @@ def confusion_matrix(counts: NDArray[np.int64], names: Sequence[str]) -> NDArray
 
     n = len(kept)
     size = 26 if n <= 12 else 18
-    widest = max(_width(label, size) for label in labels)
+    widest = max(width(label, size) for label in labels)
     margin = int(min(widest, 150)) + 52  # the turned axis title stands left of the labels
     cell = (SIDE - margin - 12) // n
     upright = widest < cell - 6
@@ -50,23 +55,23 @@ def confusion_matrix(counts: NDArray[np.int64], names: Sequence[str]) -> NDArray
     height = 52 + cell * n + foot + 40
     picture = Image.new("RGB", (SIDE, height), PAPER)
     draw = ImageDraw.Draw(picture)
-    draw.text((SIDE / 2, 26), title, INK, _fit(title, SIDE - 24, 28), anchor="mm")
-    inside = _font(max(10, min(30, int(cell * 0.42))))
+    draw.text((SIDE / 2, 26), title, INK, fit(title, SIDE - 24, 28), anchor="mm")
+    inside = font(max(10, min(30, int(cell * 0.42))))
     for row in range(n):
         for column in range(n):
             _cell(draw, margin + column * cell, 52 + row * cell, cell,
                   int(counts[row, column]), float(shares[row, column]), inside)  # fmt: skip
     for i, label in enumerate(labels):
-        label = _shorten(label, 150, size)
+        label = shorten(label, 150, size)
         middle = i * cell + cell / 2
-        draw.text((margin - 8, 52 + middle), label, INK, _font(size), anchor="rm")
+        draw.text((margin - 8, 52 + middle), label, INK, font(size), anchor="rm")
         below = 52 + n * cell + 6
         if upright:
-            draw.text((margin + middle, below), label, INK, _font(size), anchor="mt")
+            draw.text((margin + middle, below), label, INK, font(size), anchor="mt")
         else:
-            _turned(picture, label, size, INK, x=margin + middle, y=below)
-    draw.text((margin + n * cell / 2, height - 20), "predicted", GREY, _font(26), anchor="mm")
-    _turned(picture, "true", 26, GREY, x=18, y=52 + n * cell / 2 - 30)
+            turned(picture, label, size, INK, x=margin + middle, y=below)
+    draw.text((margin + n * cell / 2, height - 20), "predicted", GREY, font(26), anchor="mm")
+    turned(picture, "true", 26, GREY, x=18, y=52 + n * cell / 2 - 30)
     return np.asarray(picture)
 
 
@@ -99,8 +104,8 @@ def image_grid(
             box = (x + 1, y + 1, x + side - 2, y + side - 2)
             draw.rectangle(box, outline=RED, width=edge - 1)
         for k, line in enumerate(lines):
-            text, at = _shorten(line, side - 8, size), (x + side / 2, y + side + 2 + 25 * k)
-            draw.text(at, text, ink, _font(size), anchor="mt")
+            text, at = shorten(line, side - 8, size), (x + side / 2, y + side + 2 + 25 * k)
+            draw.text(at, text, ink, font(size), anchor="mt")
     return np.asarray(picture)
 
 
@@ -121,44 +126,3 @@ def _cell(
     if count and draw.textlength(text, font) < side - 2:  # zeros would only be noise
         ink = PAPER if share > 0.5 else INK
         draw.text((x + side / 2, y + side / 2), text, ink, font, anchor="mm")
-
-
-def _turned(
-    picture: Image.Image, text: str, size: int, ink: tuple[int, int, int], x: float, y: float
-) -> None:
-    """Text that reads upwards, its middle above `x` and its upper end at `y`."""
-    length = int(_width(text, size)) + 2
-    strip = Image.new("L", (length, size + 6), 0)
-    ImageDraw.Draw(strip).text((1, (size + 6) / 2), text, 255, _font(size), anchor="lm")
-    strip = strip.rotate(90, expand=True)
-    picture.paste(ink, (int(x - strip.width / 2), int(y)), strip)
-
-
-def _shorten(text: str, width: float, size: int) -> str:
-    if _width(text, size) <= width:
-        return text
-    while len(text) > 1 and _width(text + "…", size) > width:
-        text = text[:-1]
-    return text.rstrip() + "…"
-
-
-def _fit(text: str, width: float, size: int) -> Font:
-    """The largest font up to `size` in which the text fits."""
-    while size > 10 and _width(text, size) > width:
-        size -= 1
-    return _font(size)
-
-
-def _width(text: str, size: int) -> float:
-    return _font(size).getlength(text)
-
-
-@cache
-def _font(size: int) -> Font:
-    """DejaVu Sans, found in matplotlib without importing it; else Pillow's, which is ASCII."""
-    found = importlib.util.find_spec("matplotlib")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        path = Path(place, "mpl-data", "fonts", "ttf", "DejaVuSans.ttf")
-        if path.is_file():
-            return ImageFont.truetype(str(path), size)
-    return ImageFont.load_default(size)

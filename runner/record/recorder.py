@@ -82,6 +82,14 @@ class Recorder:
         group = "usage" if split == "system" else split  # TensorBoard sorts: train comes first
         self._show(lambda events: events.scalars(step, group, values))
 
+    def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
+        """Values for TensorBoard alone, under `<group>/<name>`: a tool has its own file."""
+        self._show(lambda events: events.scalars(step, group, values))
+
+    def histogram(self, tag: str, values: NDArray[np.floating], step: int) -> None:
+        """How `values`, of any shape, are distributed, for TensorBoard."""
+        self._show(lambda events: events.histogram(tag, values, step))
+
     def text(self, tag: str, markdown: str, step: int) -> None:
         """A text for TensorBoard."""
         self._show(lambda events: events.text(tag, markdown, step))
@@ -89,6 +97,19 @@ class Recorder:
     def image(self, tag: str, rgb: NDArray[np.uint8], step: int) -> None:
         """A picture [height, width, 3] for TensorBoard."""
         self._show(lambda events: events.image(tag, rgb, step))
+
+    def save_image(self, name: str, rgb: NDArray[np.uint8]) -> None:
+        """The same picture as a PNG file, `name` being its path below the run's folder."""
+        if self.folder is None:
+            return
+        from PIL import Image
+
+        path = self.folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rgb).save(path, "PNG")
+        except OSError as error:
+            log.warning("%s is not written: %s", name, error)
 
     def layout(self, charts: Mapping[str, Sequence[str]]) -> None:
         """TensorBoard's Custom Scalars: by title, the tags in one chart."""

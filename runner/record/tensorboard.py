@@ -22,7 +22,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_STRING
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Scalar = bool | int | float | str
 
 PREFIX = "events.out.tfevents."
+BUCKETS = 30  # of a histogram, as TensorBoard draws
 SESSION_START = "_hparams_/session_start_info"
 SESSION_END = "_hparams_/session_end_info"
 STATUS = {
@@ -95,6 +96,21 @@ class TensorBoard:
             string_val=[str(width).encode(), str(height).encode(), png.getvalue()],
         )
         self._value(step, tag, "images", b"", tensor)
+
+    def histogram(self, tag: str, values: NDArray[np.floating], step: int) -> None:
+        """Counts in buckets of equal width of what is finite in `values`; the Histograms tab."""
+        finite = values[np.isfinite(values)].astype(np.float64)
+        if not finite.size:
+            return
+        counts, edges = np.histogram(finite, BUCKETS)
+        rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
+        dimensions = [TensorShapeProto.Dim(size=size) for size in rows.shape]
+        tensor = TensorProto(
+            dtype=DT_DOUBLE,
+            tensor_shape=TensorShapeProto(dim=dimensions),
+            tensor_content=rows.tobytes(),
+        )
+        self._value(step, tag, "histograms", b"", tensor)
 
     def hparams(
         self,

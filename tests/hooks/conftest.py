@@ -24,6 +24,7 @@ from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.run import Run
 from runner.stability.config import StabilityConfig
+from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
 from runner.technique import Choice
 
@@ -45,6 +46,12 @@ class Batches:
 
     def peek(self) -> Batch:
         return self.batch
+
+    def at(self, step: int) -> Batch:
+        return self.batch
+
+    def indices(self, step: int) -> list[int]:
+        return list(range(len(self.batch[1])))
 
     def samples(self, step: int) -> int:
         return len(self.batch[1])
@@ -86,11 +93,12 @@ def make_run() -> Iterator[MakeRun]:
         recorder.open()
         scope.callback(recorder.close)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        update = Update(model, optimizer, StabilityConfig(), 0.1, [1.0])
         return Run(
             name="trial", seed=0, config_hash="", settings={}, folder=folder,
             device=device, sizes=sizes,
             model=model, forward=model, contexts=[], objective=objective,
-            update=Update(model, optimizer, StabilityConfig(), 0.1, [1.0]),
+            update=update, guardian=Guardian(StabilityConfig(), update, model),
             train=Batches(batch), validation=Batches(batch), micro_batch=4, total_steps=100,
             validate_every=10, checkpoint_every=10, patience=None, monitor="val/accuracy",
             higher_is_better=True, recorder=recorder, history=History(None),

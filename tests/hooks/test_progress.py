@@ -57,7 +57,7 @@ def test_a_line_now_and_then_and_one_per_validation(
             watcher.on_report(run, report(first))
         watcher.on_validation(run, evaluation(40))
     assert [r.getMessage() for r in caplog.records] == [
-        "step 30/100 (30%) · loss 0.5000 · lr 1.00e-03 · 2 ms/step · 16,000 samples/s · 0:12 left",
+        "step 30/100 (30%) · loss 0.5000 · lr 1.00e-03 · 2 ms/step · 16,000 samples/s · 0:14 left",
         "step 40: validation accuracy 0.8750, loss 0.4000 (best)",
     ]
 

@@ -126,3 +126,16 @@ def test_a_folder_that_takes_no_log_is_said(
 
 def test_ordinary_text_stays_as_it_is() -> None:
     assert one_line("größe: 5 µs · 漢字") == "größe: 5 µs · 漢字"
+
+
+def test_a_warning_that_repeats_is_counted_and_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("info", tmp_path)
+    for sample in range(40):
+        logging.getLogger("runner").warning("sample %d is %.2f wide", sample, sample / 3)
+        logging.getLogger("runner").info("line %d", sample)
+    close_logging()
+    for text in (capsys.readouterr().err, (tmp_path / "run.log").read_text()):
+        assert text.count("wide") == 2 and text.count("line ") == 40
+        assert "sample 0 is 0.00 wide" in text and "40 times in all: sample # is # wide" in text

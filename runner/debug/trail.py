@@ -1,0 +1,161 @@
+"""Where in the model a step is, and what was the first that is not finite, forward or backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A step of the backward pass; what comes in and what goes out are on the device."""
+
+    name: str
+    trace: str  # of its forward, as Python prints it
+    module: str | None  # None: of the loss
+    into: Tensor  # largest absolute value, 0-d
+    out: Tensor
+
+
+class Trail:
+    """While `followed`, knows the module whose backward is under way.
+
+    A module is entered when the gradient of its output is there, and left when that of its input
+    is. Forward costs a reduction over each module's output, and nothing is read before `culprit`.
+    While `digging` each operation's gradients are kept account of as well, for `origin`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inside: list[str] = []  # entered and not left; what is in another comes after it
+        self.outputs: list[tuple[str, Tensor]] = []  # largest absolute value, in order
+        self.digging = False
+        self.operations: list[Operation] = []  # in the order of backward
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Hooks on every module; what was seen stays afterwards."""
+        self.inside, self.outputs, self.operations, self.digging = [], [], [], False
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
+                stack.callback(module.register_forward_hook(self._after(name)).remove)
+            yield
+
+    def module(self) -> str | None:
+        """The innermost module whose backward is under way; None outside the model."""
+        return self.inside[-1] if self.inside else None
+
+    def culprit(self) -> tuple[str, str] | None:
+        """The first module with an output that is not finite, and whether NaN or Inf; waits."""
+        peaks = _read([largest for _, largest in self.outputs])  # waits
+        for (name, _), largest in zip(self.outputs, peaks, strict=True):
+            if not math.isfinite(largest):
+                return name, _kind(largest)
+        return None
+
+    def origin(self) -> tuple[Operation, str] | None:
+        """The first operation that made NaN or Inf of a finite gradient, and which; waits.
+
+        Anomaly mode itself looks for NaN alone, and so names the operation after the one that
+        made an Inf: that of `x * 0`, say, in place of that of its square root.
+        """
+        into = _read([operation.into for operation in self.operations])  # waits
+        out = _read([operation.out for operation in self.operations])  # waits
+        for operation, came, went in zip(self.operations, into, out, strict=True):
+            if not math.isfinite(came):
+                return None  # it is from the loss
+            if not math.isfinite(went):
+                return operation, _kind(went)
+        return None
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if module is self.model:  # the backward before, of another micro-batch, is over
+                self.inside.clear()
+            for tensor in _tensors(inputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._leave(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self.outputs.append((name, peak([tensor])))
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._enter(name))  # type: ignore[no-untyped-call]
+            if self.digging and module is self.model:
+                self._dig(output)
+
+        return hook
+
+    def _dig(self, output: Any) -> None:
+        """Keep account of all operations that lead to the model's output."""
+        waiting = [tensor.grad_fn for tensor in _tensors(output)]
+        seen: set[Any] = {None}
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            node.register_hook(self._account(node))
+            waiting.extend(next_ for next_, _ in node.next_functions)
+
+    def _account(self, node: Any) -> Any:
+        trace = "".join(node.metadata.get("traceback_", ()))  # anomaly mode puts it there
+
+        def hook(out: Any, into: Any) -> None:
+            peaks = peak(_tensors(into)), peak(_tensors(out))
+            self.operations.append(Operation(node.name(), trace, self.module(), *peaks))
+
+        return hook
+
+    def _enter(self, name: str) -> None:
+        """Put it before what is within it: of two with one output the inner is told first."""
+        if name in self.inside:
+            return
+        prefix = f"{name}." if name else ""
+        within = (i for i, other in enumerate(self.inside) if other.startswith(prefix))
+        self.inside.insert(next(within, len(self.inside)), name)
+
+    def _leave(self, name: str) -> None:
+        if name in self.inside:
+            self.inside.remove(name)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    """The tensors in a nest of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def peak(tensors: Iterable[Tensor]) -> Tensor:
+    """The largest absolute value in them, 0-d, on their device; NaN where there is one."""
+    values = [tensor.detach() for tensor in tensors if tensor.numel()]
+    largest = [
+        torch.linalg.vector_norm(value.coalesce().values() if value.is_sparse else value, math.inf)
+        for value in values
+    ]
+    return torch.stack([value.float() for value in largest]).amax() if values else torch.zeros(())
+
+
+def _read(peaks: Sequence[Tensor]) -> list[float]:
+    if not peaks:
+        return []
+    device = peaks[-1].device
+    return torch.stack([value.to(device) for value in peaks]).tolist()
+
+
+def _kind(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Inf"

@@ -1,0 +1,80 @@
+"""Which hooks a config asks for, in the order in which they are entered; they leave in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.config import RunConfig
+from runner.debug.shortage import Shortage
+from runner.device.resources import Machine
+from runner.errors import ConfigError
+from runner.hook import Hook
+from runner.hooks.faults import Faults
+from runner.hooks.progress import Progress
+from runner.hooks.recording import Recording
+from runner.hooks.resources import Resources
+from runner.record.export import check
+from runner.security.targets import assembled
+
+OWN = "debug.hooks"
+
+
+def watchers(
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    folder: Path | None,
+    look_up: Callable[[str, str], Any],
+) -> list[Hook]:
+    """The hooks of a run in `folder`; `settings` is the config, flat. Raises ConfigError."""
+    hooks: list[Hook] = []
+    machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
+    if folder is not None:
+        check(config.monitoring.export)
+        hooks.append(Recording(config.monitoring, settings, machine=machine))
+        hooks.append(Faults(config.monitoring.export))  # around the tools: it exports what they say
+    if config.device.clean_above is not None or config.stability.watch.enabled:
+        hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
+    if not config.debug.memory.enabled:  # which does the same, and knows more
+        hooks.append(Shortage())
+    hooks += _tools(config)
+    hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(config.debug.hooks)]
+    if config.monitoring.progress:
+        hooks.append(Progress(config.monitoring))
+    return hooks
+
+
+def _tools(config: RunConfig) -> list[Hook]:
+    """The debug tools asked for; each is imported only then, since most runs have none."""
+    debug = config.debug
+    tools: list[Hook] = []
+    if debug.gradcheck.enabled:
+        from runner.debug.gradcheck import Gradcheck
+
+        tools.append(Gradcheck(debug))
+    if debug.memory.enabled:
+        from runner.debug.memory import MemoryTool
+
+        tools.append(MemoryTool(debug))
+    if debug.profile.enabled:
+        from runner.debug.profile import Profile
+
+        tools.append(Profile(debug))
+    if debug.gradients.enabled:
+        from runner.debug.gradients import Gradients
+
+        tools.append(Gradients(debug))
+    if debug.anomaly.enabled:
+        from runner.debug.anomaly import Anomaly
+
+        tools.append(Anomaly(debug))
+    return tools
+
+
+def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
+    """A hook of the user's: `package.Class`, or `{_target_: package.Class, argument: …}`."""
+    hook = assembled({"_target_": item} if isinstance(item, str) else item, look_up, key)
+    if not isinstance(hook, Hook):
+        raise ConfigError(key, f"{type(hook).__name__} is no Hook", "inherit from runner.Hook")
+    return hook

@@ -1,0 +1,267 @@
+"""Anomaly mode: the operation, line and module of a NaN are named, and the run survives or ends."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import build, compose, train
+from runner.build import Given
+from runner.debug.anomaly import line_of
+from runner.debug.trail import Trail
+from runner.errors import ConfigError, GaveUp
+from runner.run import Run
+from runner.summary import Summary
+
+DIGITS = ["data=digits", "device.threads=2", "monitoring.progress=false", "training.batch_size=32",
+          "training.steps=8", "training.validate_every=100"]  # fmt: skip
+ANOMALY = [*DIGITS, "debug=anomaly"]
+
+
+class Root(nn.Module):
+    """The square root of what it gets; that of 0 has no finite slope."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()  # here
+
+
+HERE = f"test_anomaly.py:{next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith('# here'))}"  # noqa: E501
+
+
+class Net(nn.Module):
+    """At the steps in `bad`, one of its parts makes a NaN."""
+
+    def __init__(self, part: nn.Module, bad: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.part, self.bad, self.step = part, bad, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1)).square() + 0.1
+        x = self.part(x * 0 if self.training and self.step in self.bad else x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def run_of(
+    overrides: list[str], folder: Path | None, model: nn.Module | None = None
+) -> tuple[Run, Summary]:
+    with build(compose(overrides), folder, Given(model=model)) as run:
+        if isinstance(model, Net):
+            begin = run.update.begin
+
+            def begun() -> None:
+                model.step = run.progress.step + 1
+                begin()
+
+            run.update.begin = begun  # type: ignore[method-assign]
+        return run, train(run)
+
+
+def anomalies(folder: Path) -> list[dict[str, Any]]:
+    faults = json.loads((folder / "debug" / "history.json").read_text())["faults"]
+    return [fault for fault in faults if fault["kind"] == "anomaly"]
+
+
+def finding(summary: Summary) -> str:
+    return next(tool.finding for tool in summary.tools if tool.name == "anomaly")
+
+
+def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Net(Root(), bad=(3, 5)))
+    assert summary.status == "done"
+    assert summary.skipped_steps == 2
+    assert summary.faults["anomaly"] == 2
+    (fault,) = anomalies(tmp_path)
+    assert fault["steps"] == [3, 5]
+    assert fault["message"].startswith("SqrtBackward0 gave Inf in backward, in part, ")
+    assert fault["message"].endswith(f"{HERE} `return x.sqrt()  # here`")
+    assert fault["action"] == "skipped"
+    assert "returned nan values" in fault["traceback"]
+    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert not torch.is_anomaly_enabled()
+    assert "2 × " in finding(summary)
+    assert "times a step, every step" in finding(summary)
+
+
+def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "model=mlp", "debug.on_anomaly=raise"]
+    with pytest.raises(GaveUp) as caught:
+        run_of(overrides, tmp_path, Net(Root(), bad=(3,)))
+    message = str(caught.value)
+    assert message.startswith("step 3: ")
+    assert "\n" not in message
+    assert HERE in message
+    assert "in part" in message
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert (record["status"], record["steps"], record["faults"]["anomaly"]) == ("failed", 2, 1)
+    assert (tmp_path / "checkpoints" / "last").exists()
+    assert not torch.is_anomaly_enabled()
+
+
+class Quotient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x) if not bool(x.any()) else x
+
+
+def test_a_nan_of_forward_is_told_from_what_it_does_to_backward(tmp_path: Path) -> None:
+    _, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Net(Quotient(), bad=(4,)))
+    assert summary.status == "done"
+    (fault,) = anomalies(tmp_path)
+    assert fault["message"].startswith("NaN first from part in forward; ")
+    assert "1 × part in forward" in finding(summary)
+
+
+class Huge(nn.Module):
+    """Inf, whose gradient is Inf too and no NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.any() else Overflowing.apply(x)  # type: ignore[no-any-return]
+
+
+class Overflowing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.zeros_like(gradient)
+
+
+def test_an_inf_of_which_autograd_says_nothing_is_named_as_well(tmp_path: Path) -> None:
+    # Inf - Inf is NaN further on, so the sum is cut off: only the Inf itself is there to be seen
+    class Alone(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).nan_to_num(nan=torch.inf)
+
+    _, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Alone(Huge(), bad=(4,)))
+    assert summary.faults["anomaly"] == 1
+    assert "Inf first from part in forward" in anomalies(tmp_path)[0]["message"]
+
+
+@pytest.mark.parametrize("level", ["none", "basic"])
+def test_a_healthy_run_is_the_same_to_the_bit(level: str) -> None:
+    small = [*DIGITS, "model=cnn", f"optimization={level}", "training.steps=4"]
+    if level == "basic":
+        small += ["optimization.compile.enabled=false"]
+    watched, summary = run_of([*small, "debug=anomaly"], None)
+    plain, _ = run_of(small, None)
+    ours, theirs = watched.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert "anomaly" not in summary.faults
+
+
+def test_micro_batches_and_recompute_are_named_right(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "model=mlp", "training.micro_batch=10"]
+    _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3,)))
+    assert summary.status == "done"
+    assert HERE in anomalies(tmp_path)[0]["message"]
+    assert "in part" in anomalies(tmp_path)[0]["message"]
+
+
+def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "model=mlp", "debug.anomaly.every=2"]
+    _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3, 4)))
+    assert summary.skipped_steps == 2
+    assert [fault["steps"] for fault in anomalies(tmp_path)] == [[4]]
+    assert "times a step, every 2 steps" in finding(summary)
+
+
+def test_another_error_stays_what_it_is() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("my own mistake")
+
+    with pytest.raises(ValueError, match="my own mistake"):
+        run_of([*ANOMALY, "model=mlp"], None, Net(Broken(), bad=()))
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_warning_of_the_users_is_still_theirs_and_not_repeated() -> None:
+    class Chatty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("once is enough", stacklevel=1)
+            return x
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        run_of([*ANOMALY, "model=mlp"], None, Net(Chatty(), bad=()))
+    assert 1 <= [str(w.message) for w in heard].count("once is enough") <= 2  # of eight steps
+
+
+def test_the_innermost_line_that_is_not_torchs_is_it() -> None:
+    torch_file = Path(torch.__file__).parent / "nn" / "modules" / "module.py"
+    trace = (
+        '  File "/home/me/net.py", line 7, in forward\n    y = self.norm(x)\n'
+        f'  File "{torch_file}", line 1, in _call_impl\n    return forward_call(*args)\n'
+    )
+    assert str(line_of(trace)) == "/home/me/net.py:7 `y = self.norm(x)`"
+    assert line_of("No forward pass information available.") is None
+
+
+def test_the_module_whose_backward_is_under_way() -> None:
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append(trail.module())
+            return gradient
+
+    class Probed(nn.Module):
+        def __init__(self, *inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(*inner)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Probe.apply(self.inner(Probe.apply(x)))  # type: ignore[no-any-return]
+
+    seen: list[str | None] = []
+    model = nn.Sequential(nn.Linear(2, 2), Probed(nn.ReLU(), Probed(nn.Linear(2, 2))))
+    trail = Trail(model)
+    with trail.followed():
+        Probe.apply(model(torch.randn(3, 2))).sum().backward()
+    assert seen == [None, "1", "1.inner.1", "1.inner.1", "1"]
+    assert not model._forward_hooks
+    assert trail.culprit() is None
+
+
+def test_a_pace_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="debug.anomaly.every"):
+        compose(["debug=anomaly", "debug.anomaly.every=0"])
+
+
+@pytest.mark.slow
+def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "model=mlp", "optimization=ultra", "debug.anomaly.every=5",
+                 "optimization.compile.min_steps=0", "training.steps=20"]  # fmt: skip
+
+    class Bad(nn.Module):
+        """A weight whose gradient is NaN at each step: it starts at the root of 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+            self.scale = nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x.flatten(1)) * self.scale.sqrt())  # type: ignore[no-any-return]
+
+    overrides += ["stability.max_consecutive_skips=1000"]
+    run, summary = run_of(overrides, tmp_path, Bad())
+    assert summary.status == "done"
+    assert run.whole is not None
+    first, second = anomalies(tmp_path)
+    assert (first["steps"], second["steps"]) == ([5], [10, 15, 20])
+    assert first["message"].startswith("the gradient of scale is not finite")
+    assert second["message"].startswith("SqrtBackward0 gave Inf in backward, in the model itself")
+    assert "uncompiled" in finding(summary) or "times a step" in finding(summary)

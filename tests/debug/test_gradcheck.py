@@ -1,0 +1,388 @@
+"""Backward passes that are wrong are found by name, and right ones are left alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from runner import Summary, build, compose, train
+from runner.build import Given
+from runner.debug.checks import Check
+from runner.debug.config import GradcheckConfig
+from runner.debug.gradcheck import gradcheck_model
+from runner.errors import ConfigError, NotVerified
+from runner.objectives.custom import Custom
+
+RUN = ["data=digits", "device=cpu", "device.threads=2", "monitoring.progress=false",
+       "optimization=none", "training.steps=4", "training.batch_size=16",
+       "debug.gradcheck.enabled=true"]  # fmt: skip
+cross_entropy = nn.functional.cross_entropy
+
+
+class Scale(Function):
+    """A tensor times a number of its own; the number's gradient is right or off by `factor`."""
+
+    factor = 1.0
+    sign = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Tensor) -> Tensor:
+        ctx.save_for_backward(x, by)
+        return x * by
+
+    @classmethod
+    def backward(cls, ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, by = ctx.saved_tensors
+        return cls.sign * upstream * by, cls.factor * (upstream * x).sum().reshape(by.shape)
+
+
+class Doubled(Scale):
+    factor = 2.0
+
+
+class Turned(Scale):
+    sign = -1.0
+
+
+scale_now = {cls.__name__: cls.apply for cls in (Scale, Doubled, Turned)}  # as people keep it
+
+
+class Scaling(nn.Module):
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor([1.5]))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scale_now[self.function](x, self.by)
+
+
+class Tail(nn.Module):
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self.scale = Scaling(function)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scale(x))
+
+
+class Own(nn.Module):
+    """A model with a function of its own at its end, dropout and BatchNorm before it."""
+
+    def __init__(self, function: str = "Scale") -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU()
+        )
+        self.tail = Tail(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.body(x))
+
+
+def images(samples: int = 8) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(samples, 1, 8, 8, generator=draw), torch.arange(samples) % 10
+
+
+def by_name(checks: list[Check]) -> dict[tuple[str, str], Check]:
+    return {(check.kind, check.name): check for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("function", "leaf", "error"), [("Doubled", "by", 0.5), ("Turned", "x", 2.0)]
+)
+def test_a_wrong_backward_is_found_by_module_function_and_input(
+    function: str, leaf: str, error: float
+) -> None:
+    checks = by_name(gradcheck_model(Own(function), images(), cross_entropy))
+    found = checks["function", "tail.scale"]
+    assert (found.of, found.result, found.where) == (function, "wrong", leaf)
+    assert found.error == pytest.approx(error, rel=1e-3)
+    assert checks["objective", "objective"].result == "passed"
+    for name in ("tail.scale", "tail", "Own"):  # blamed on what is wrong in them, not once more
+        assert checks["module", name].result == "unchecked"
+        assert "contains tail.scale" in checks["module", name].why
+
+
+@pytest.mark.parametrize("function", [Scale, Doubled, Turned], ids=lambda cls: cls.__name__)
+def test_the_verdict_is_that_of_torchs_own_check(function: Any) -> None:
+    x, by = torch.randn(3, 4).double().requires_grad_(), torch.ones(1).double().requires_grad_()
+    theirs = torch.autograd.gradcheck(function.apply, (x, by), raise_exception=False)
+    checks = by_name(gradcheck_model(Own(function.__name__), images()))
+    assert (checks["function", "tail.scale"].result == "passed") is theirs
+
+
+def test_a_right_one_passes_with_all_that_is_around_it() -> None:
+    checks = gradcheck_model(Own(), images(), cross_entropy)
+    assert [c.kind for c in checks] == ["function", "objective", "module", "module", "module"]
+    assert {c.result for c in checks} == {"passed"}
+    assert all(c.error is not None and c.error < 1e-5 for c in checks)
+
+
+class Sparse(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 6, sparse=sparse)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Sequential(nn.GELU(), nn.Linear(6, 20))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids)))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_torchs_own_layers_pass_with_sparse_gradients_too(sparse: bool) -> None:
+    ids = torch.arange(60).reshape(3, 20) % 20
+    checks = gradcheck_model(Sparse(sparse), (ids, None), modules=["*"])
+    assert {c.name for c in checks} == {"embed", "norm", "head", "head.0", "head.1", "Sparse"}
+    assert {c.result for c in checks} == {"passed"}
+
+
+class WrongRows(Function):
+    """An embedding whose sparse gradient is half of what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.size = weight.shape
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        values = upstream[0].reshape(-1, ctx.size[1]) / 2
+        return torch.sparse_coo_tensor(ids.reshape(1, -1), values, ctx.size), None
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return WrongRows.apply(self.weight, ids)
+
+
+def test_a_wrong_sparse_gradient_is_found() -> None:
+    checks = by_name(gradcheck_model(Rows(), torch.arange(12).reshape(3, 4)))
+    found = checks["function", "Rows"]
+    assert (found.result, found.where) == ("wrong", "weight")
+    assert found.error == pytest.approx(0.5, rel=1e-3)
+
+
+class Kinked(nn.Module):
+    """ReLU at exactly 0, equal values under a maximum, and the absolute value of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu_()
+        return y + y.amax(1, keepdim=True) + self.layer(x).abs()
+
+
+def test_a_kink_is_not_taken_for_a_wrong_gradient() -> None:
+    (check,) = gradcheck_model(Kinked(), torch.zeros(4, 16))
+    assert check.result == "passed"
+
+
+class Small(nn.Module):
+    """A wrong gradient that is far below torch.autograd.gradcheck's absolute tolerance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scaling("Doubled")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e-9 * self.scale(x)
+
+
+def test_a_small_gradient_is_checked_as_well_as_a_large_one() -> None:
+    checks = by_name(gradcheck_model(Small(), torch.randn(4, 16)))
+    assert checks["function", "scale"].result == "wrong"
+    alone = gradcheck_model(Small(), torch.randn(4, 16), modules=["Small"], skip=["Doubled"])
+    assert [(c.name, c.result, c.where) for c in alone] == [("Small", "wrong", "scale.by")]
+
+
+class Fp32(nn.Module):
+    """Computes in float32, whatever it gets, as some normalisations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+def test_what_computes_in_float32_inside_passes() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Fp32())
+    checks = gradcheck_model(model, torch.randn(4, 16))
+    assert [(c.name, c.result) for c in checks] == [("1", "passed")]
+
+
+class Drifting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(16, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+class Masking(nn.Module):
+    """Wants its batch whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(12, 16))
+
+
+def test_what_cannot_be_checked_says_why() -> None:
+    (check,) = gradcheck_model(Drifting(), torch.randn(4, 16))
+    assert check.result == "unchecked" and "two calls" in check.why
+    (check,) = gradcheck_model(Drifting(), torch.randn(4, 3))
+    assert check.result == "unchecked" and "shapes cannot be multiplied" in check.why
+    (check,) = gradcheck_model(Own(), images(), budget_s=1e-9, modules=["body.1"], skip=["Scale"])
+    assert check.result == "unchecked" and "budget_s" in check.why
+    (check,) = gradcheck_model(Masking(), torch.randn(12, 16))
+    assert check.result == "passed"
+
+
+def halved(output: Tensor, target: Tensor) -> Tensor:
+    one_hot = nn.functional.one_hot(target, 10).to(output.dtype)
+    error = output - one_hot
+    return (error * error.detach()).mean()
+
+
+def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_passes() -> None:
+    checks = by_name(gradcheck_model(Own(), images(), halved))
+    found = checks["objective", "objective"]
+    assert (found.of, found.result, found.where) == ("halved", "wrong", "output")
+    assert found.error == pytest.approx(0.5, rel=1e-3)
+    weighted = nn.CrossEntropyLoss(weight=torch.rand(10) + 0.5, label_smoothing=0.1)
+    assert by_name(gradcheck_model(Own(), images(), weighted))["objective", "objective"].result == (
+        "passed"
+    )
+    meant = gradcheck_model(Own(), images(), halved, skip=["halved"])
+    assert ("objective", "objective") not in by_name(meant)
+
+
+@pytest.mark.parametrize("named", ["Doubled", "tail.scale", "Scaling"])
+def test_what_is_meant_to_be_no_derivative_is_left_out_with_what_it_is_in(named: str) -> None:
+    checks = gradcheck_model(Own("Doubled"), images(), cross_entropy, skip=[named])
+    assert "wrong" not in [check.result for check in checks]
+    assert "function" not in [check.kind for check in checks]
+    outer = [check for check in checks if check.name in ("tail", "Own")]
+    assert len(outer) == 2 and all("tail.scale, which is in skip" in check.why for check in outer)
+
+
+def test_nothing_of_the_model_or_the_process_is_touched() -> None:
+    model = Own("Doubled").train()
+    model.tail.eval()
+    model.body[1].weight.grad = torch.ones(16, 64)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    noise = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    gradcheck_model(model, images(), cross_entropy)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(model.body[1].weight.grad, torch.ones(16, 64))
+    assert model.tail.scale.by.grad is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(noise[0], after[0]) and noise[1:] == after[1:]
+    assert vars(Doubled).get("forward") is None  # inherited, as it was
+    assert isinstance(vars(Scale)["forward"], staticmethod)
+
+
+def test_a_module_that_is_not_there_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no 'tial'; did you mean tail\?"):
+        gradcheck_model(Own(), images(), modules=["tial"])
+    with pytest.raises(ConfigError, match="debug.gradcheck.samples"):
+        GradcheckConfig(samples=0)
+
+
+# in real runs
+
+
+def finished(overrides: list[str], folder: Path | None = None, given: Given | None = None) -> Any:
+    with build(compose([*RUN, *overrides]), folder, given) as run:
+        summary = train(run)
+        return {n: t.clone() for n, t in run.model.state_dict().items()}, summary, run
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model=mlp", "model.width=16"], ["model=cnn", "model.width=4"],
+     ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2"],
+     ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2",
+      "optimization.chunked_loss.enabled=true", "optimization.chunked_loss.min_mb=0",
+      "optimization.chunked_loss.chunk=16"],
+     ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2",
+      "optimization.recompute.enabled=true", "optimization.recompute.what=full"],
+     ["data=stdlib_parts", "model=classifier", "model.width=16", "model.heads=2"]],
+    ids=["mlp", "cnn", "gpt", "gpt, chunked loss", "gpt, recomputed", "classifier"],
+)  # fmt: skip
+def test_our_own_models_and_objectives_pass(overrides: list[str], tmp_path: Path) -> None:
+    finished([*overrides, "training.steps=1", "data.validation_samples=8"], tmp_path)
+    checks = json.loads((tmp_path / "debug/gradcheck.json").read_text())["checks"]
+    assert {check["kind"] for check in checks} >= {"objective", "module"}
+    assert {check["result"] for check in checks} == {"passed"}
+    functions = [(check["name"], check["of"]) for check in checks if check["kind"] == "function"]
+    chunked = any("chunked_loss" in override for override in overrides)
+    assert functions == ([("objective", "_MeanCrossEntropy")] if chunked else [])
+
+
+def test_trained_weights_are_bit_equal_with_and_without() -> None:
+    with_it, _, _ = finished(["model=cnn", "model.width=4"])
+    without, _, _ = finished(["model=cnn", "model.width=4", "debug.gradcheck.enabled=false"])
+    assert all(torch.equal(t, without[name]) for name, t in with_it.items())
+
+
+def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, summary, run = finished([], tmp_path, Given(model=Own("Doubled")))
+    assert summary.status == "done" and summary.steps == 4
+    assert summary.faults["wrong_gradient"] == 1
+    history = json.loads((tmp_path / "debug/history.json").read_text())
+    (fault,) = [f for f in history["faults"] if f["kind"] == "wrong_gradient"]
+    assert fault["severity"] == "error" and "tail.scale (Doubled)" in fault["message"]
+    assert "gradient of by is off by 0.5" in fault["message"]
+    assert "tail.scale (Doubled)" in caplog.text
+    tool = next(hook for hook in run.hooks if getattr(hook, "name", "") == "gradcheck")
+    assert tool.finding == "2 checked, 1 wrong: tail.scale off by 0.5; 3 not"
+    record = json.loads((tmp_path / "debug/gradcheck.json").read_text())
+    assert {c["name"]: c["result"] for c in record["checks"]}["tail.scale"] == "unchecked"
+
+
+def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path: Path) -> None:
+    given = Given(model=Own(), objective=Custom(halved, "halved"))
+    with pytest.raises(NotVerified, match=r"objective \(halved\).*debug.gradcheck.skip"):
+        finished(["debug.on_anomaly=raise"], tmp_path, given)
+    found = Summary.read(tmp_path)
+    assert found.status == "failed" and found.steps == 0
+    assert (tmp_path / "debug/gradcheck.json").exists()
+    skipped = ["debug.on_anomaly=raise", "debug.gradcheck.skip=[objective]"]
+    _, summary, _ = finished(skipped, None, given)
+    assert summary.status == "done"

@@ -1,0 +1,463 @@
+"""Looks at gradients: right numbers, right verdicts, and a run that is none the worse for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from runner import build, compose, train
+from runner.build import Given
+from runner.debug.config import Bounds, GradientsConfig
+from runner.debug.gradient_record import GradientRecord
+from runner.debug.gradients import Gradients, check_gradients
+from runner.debug.layers import Layer, State, grouped
+from runner.debug.units import Units
+from runner.errors import ConfigError
+from runner.run import Run
+from runner.summary import Summary
+
+DIGITS = ["data=digits", "device.threads=2", "monitoring.progress=false", "training.batch_size=32"]
+LOOKING = [*DIGITS, "debug=gradients", "debug.every=2", "training.steps=12"]
+
+
+class Net(nn.Module):
+    """Layers in a row, and one that is left out."""
+
+    def __init__(self, *layers: nn.Module, unused: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), *layers)
+        if unused:
+            self.left_out = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def mlp(unused: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10), unused=unused)
+
+
+def run_of(
+    overrides: list[str], folder: Path | None, model: nn.Module | None = None
+) -> tuple[Run, Summary]:
+    with build(compose(overrides), folder, Given(model=model)) as run:
+        return run, train(run)
+
+
+def finding(summary: Summary) -> str:
+    return next(tool.finding for tool in summary.tools if tool.name == "gradients")
+
+
+def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
+    found = json.loads((folder / "debug" / "gradients.json").read_text())[kind]
+    assert isinstance(found, list)
+    return found
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_those_of_the_definitions() -> None:
+    model = mlp()
+    model(torch.randn(8, 64)).square().mean().backward()
+    with torch.no_grad():
+        model.layers[1].weight.grad[0] = 0.0
+        model.layers[3].bias.grad[3] = math.inf
+    report = check_gradients(model)
+    for layer, (name, parameter) in zip(report.layers, model.named_parameters(), strict=True):
+        gradient = parameter.grad
+        assert gradient is not None
+        assert layer.name == name
+        assert layer.largest == pytest.approx(float(gradient.abs().max()))
+        assert layer.zeros == pytest.approx(float((gradient == 0).float().mean()), abs=1e-7)
+        assert layer.non_finite == pytest.approx(float((~gradient.isfinite()).float().mean()))
+        assert layer.weight_norm == pytest.approx(float(parameter.detach().norm()))
+        if gradient.isfinite().all():
+            assert layer.norm == pytest.approx(float(gradient.norm()))
+            assert layer.mean == pytest.approx(float(gradient.mean()), abs=1e-8)
+            assert layer.std == pytest.approx(float(gradient.std(correction=0)), rel=1e-4)
+            assert layer.ratio == pytest.approx(float(gradient.norm() / parameter.detach().norm()))
+    assert report.problems == ["layers.3.bias: not finite"]
+
+
+def test_sparse_complex_and_half_gradients_are_counted_as_what_they_are() -> None:
+    model = nn.Module()
+    model.table = nn.Embedding(10, 4, sparse=True)
+    model.spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model.small = nn.Parameter(torch.full((4,), 200.0, dtype=torch.float16))
+    loss = model.table(torch.tensor([1, 1, 7])).sum() + model.spectrum.abs().sum()
+    (loss + (model.small * model.small).float().sum()).backward()
+    table, spectrum, half = sorted(check_gradients(model).layers, key=lambda x: -x.size)
+    assert (table.name, table.size) == ("table.weight", 40)
+    assert table.norm == pytest.approx(math.sqrt(4 * 2**2 + 4 * 1**2))
+    assert table.zeros == pytest.approx(0.8)
+    assert table.mean == pytest.approx(12 / 40)
+    assert spectrum.norm == pytest.approx(math.sqrt(3))
+    assert half.norm == pytest.approx(800.0)  # whose square is beyond fp16
+
+
+def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
+    model = mlp(unused=True)
+    optimizer = torch.optim.SGD(model.layers[1].parameters(), 0.1)
+    model(torch.randn(8, 64)).sum().backward()
+    report = check_gradients(model, optimizer)
+    assert report.problems == [
+        "layers.3.weight: in no optimizer", "layers.3.bias: in no optimizer",
+        "left_out.weight: no gradient", "left_out.bias: no gradient",
+    ]  # fmt: skip
+    assert "2 parameters get no gradient; 2 parameters are in no optimizer" in str(report)
+
+
+def test_a_model_without_gradients_or_parameters_is_no_error() -> None:
+    assert [layer.state for layer in check_gradients(mlp()).layers] == [State.NO_GRADIENT] * 4
+    assert check_gradients(nn.ReLU()).problems == []
+
+
+def test_deep_sigmoids_vanish_towards_the_input() -> None:
+    torch.manual_seed(0)
+    hidden = [m for _ in range(12) for m in (nn.Linear(32, 32), nn.Sigmoid())]
+    model = Net(nn.Linear(64, 32), *hidden, nn.Linear(32, 10))
+    model(torch.randn(16, 64)).square().mean().backward()
+    states = [row.state for row in check_gradients(model).layers if row.dimensions == 2]
+    assert states[:3] == [State.VANISHING] * 3
+    assert states[-6:] == [State.FINE] * 6
+
+
+@pytest.mark.parametrize(
+    ("bounds", "state"),
+    [
+        ({"exploding": Bounds(1e-9, None)}, State.EXPLODING),
+        ({"vanishing": Bounds(1e9, None)}, State.VANISHING),
+        ({"vanishing": Bounds(None, 1e9)}, State.VANISHING),
+        ({"vanishing": Bounds(None, None), "exploding": Bounds(None, None)}, State.FINE),
+    ],
+)
+def test_each_bound_can_be_set(bounds: dict[str, Bounds], state: State) -> None:
+    model = mlp()
+    model(torch.randn(8, 64)).sum().backward()
+    assert check_gradients(model, config=GradientsConfig(**bounds)).layers[0].state is state
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model=cnn"], ["model=mlp", "training.micro_batch=10", "optimizer.name=Adagrad"]],
+    ids=["BatchNorm", "micro-batches, unfused"],
+)
+def test_trained_weights_are_bit_equal_with_and_without(overrides: list[str]) -> None:
+    small = [*DIGITS, "training.steps=6", "optimization=none", *overrides]
+    looked, summary = run_of([*small, "debug=gradients", "debug.every=2"], None)
+    assert finding(summary) == "nothing amiss"
+    plain, _ = run_of(small, None)
+    ours, theirs = looked.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path: Path) -> None:
+    overrides = [*LOOKING, "optimization=none", "optimizer.name=SGD", "optimizer.lr=0.1",
+                 "optimizer.weight_decay=0", "stability.clip_norm=null", "schedule=constant",
+                 "training.steps=2"]  # fmt: skip
+    run_of([*overrides, "model=mlp"], tmp_path)
+    for row in rows(tmp_path):
+        rate = row["update_ratio"] / row["ratio"]
+        assert rate == pytest.approx(0.1, rel=0.02) or row["norm"] < 1e-6
+
+
+def test_an_fp16_loss_scale_is_divided_out(tmp_path: Path) -> None:
+    def first_look(folder: Path, *more: str) -> list[float]:
+        run_of([*LOOKING, "model=mlp", "training.steps=2", "debug.every=1", *more], folder)
+        return [row["norm"] for row in rows(folder) if row["step"] == 1]
+
+    half = ["optimization=custom", "optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
+    scaled = first_look(tmp_path / "a", *half)
+    assert scaled == pytest.approx(first_look(tmp_path / "b", "optimization=none"), rel=0.05)
+
+
+class Reads(TorchFunctionMode):
+    """Counts what makes a host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        waiting = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero"}
+        self.counted += getattr(func, "__name__", "") in waiting
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_look_reads_once_whatever_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads()
+    judge, looks = Gradients._around, []
+
+    def counting(self: Gradients, run: Run) -> Any:
+        looks.append(1)
+        return judge(self, run)
+
+    original = Gradients._read
+
+    def read(self: Gradients, look: Any) -> Any:
+        with reads:
+            return original(self, look)
+
+    measuring = Gradients.on_gradients
+
+    def measure(self: Gradients, run: Run, step: Any) -> Any:
+        with reads:
+            return measuring(self, run, step)
+
+    monkeypatch.setattr(Gradients, "_around", counting)
+    monkeypatch.setattr(Gradients, "_read", read)
+    monkeypatch.setattr(Gradients, "on_gradients", measure)
+    run_of([*LOOKING, "model=cnn", "training.steps=4", "optimization=none"], None)
+    assert reads.counted == len(looks) == 2
+
+
+def test_dying_units_and_unused_parameters_are_named_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp(unused=True)
+    with torch.no_grad():
+        model.layers[1].bias[:20] = -100.0
+    caplog.set_level("INFO", "runner")
+    _, summary = run_of([*LOOKING, "optimization=basic"], tmp_path, model)
+    assert summary.status == "done"
+    assert "2 parameters get no gradient" in finding(summary)
+    assert "layers.1: 20 of 32 units dead" in finding(summary)
+    assert summary.faults["no_gradient"] == 1
+    assert summary.faults["dead_units"] == 3  # fewer than 128 samples would say too little
+    faults = json.loads((tmp_path / "debug" / "history.json").read_text())["faults"]
+    assert [f["kind"] for f in faults].count("dead_units") == 1
+    said = [r.getMessage() for r in caplog.records if "left_out" in r.getMessage()]
+    assert said == [
+        "step 2: no gradient so far: left_out.weight, left_out.bias",
+        "step 6: no gradient at any of 3 looks: left_out.weight, left_out.bias",
+    ]
+    assert rows(tmp_path, "units")[-1] == {
+        "step": 12, "layer": "layers.1", "dead": 20, "units": 32,
+    }  # fmt: skip
+
+
+def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hidden = [m for _ in range(10) for m in (nn.Linear(16, 16), nn.Sigmoid())]
+    _, summary = run_of(LOOKING, tmp_path, Net(nn.Linear(64, 16), *hidden, nn.Linear(16, 10)))
+    assert "layers vanish" in finding(summary)
+    faults = json.loads((tmp_path / "debug" / "history.json").read_text())["faults"]
+    named = {f["message"].split(":")[0] for f in faults if f["kind"] == "vanishing_gradient"}
+    assert "layers.1.weight" in named
+    assert "layers.22.weight" not in named
+
+
+class Exploding(Net):
+    """Its gradient is a million times what it was, from the tenth forward on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training:
+            self.calls += 1
+        return Amplified.apply(out) if self.calls >= 10 else out  # type: ignore[no-any-return]
+
+
+class Amplified(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 1e6
+
+
+def test_an_exploding_gradient_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Exploding(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    _, summary = run_of([*LOOKING, "stability=off"], tmp_path, model)
+    assert "layers explode" in finding(summary)
+    assert summary.faults["exploding_gradient"] > 0
+
+
+def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path: Path) -> None:
+    class Odd(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.layers[:3](x)
+            x = nn.functional.relu(nn.functional.linear(x, self.layers[3].weight.T))
+            return self.now(x) if self.calls % 4 == 0 else self.layers[5](x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Odd(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+    model.layers[5].weight.requires_grad_(False)
+    model.layers[1].bias = model.layers[3].bias  # tied
+    model.now = nn.Linear(16, 10)
+    _, summary = run_of(LOOKING, tmp_path, model)
+    assert summary.status == "done"
+    last = {row["layer"] for row in rows(tmp_path)}
+    assert last == {"layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.5.bias",
+                    "now.weight", "now.bias"}  # fmt: skip
+    seen = {(row["layer"], row["state"]) for row in rows(tmp_path)}
+    assert {("now.weight", "fine"), ("now.weight", "no gradient")} <= seen
+    assert "no_gradient" not in summary.faults
+
+
+def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
+    tmp_path: Path,
+) -> None:
+    model = mlp()
+    model.layers[3].bias.register_hook(lambda g: g * math.nan)
+    _, summary = run_of(
+        [*LOOKING, "training.steps=2", "training.validate_every=9"], tmp_path, model
+    )
+    states = {row["layer"]: (row["state"], row["update_ratio"]) for row in rows(tmp_path)}
+    assert states["layers.3.bias"] == ("not finite", None)
+    assert states["layers.1.weight"] == ("fine", None)
+    assert finding(summary) == "layers.3.bias is not finite"
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+def test_the_folder_and_tensorboard_have_it_all(tmp_path: Path) -> None:
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_of([*LOOKING, "model=mlp"], tmp_path)
+    with Image.open(tmp_path / "debug" / "plots" / "gradient_flow.png") as picture:
+        assert picture.width == 640
+        colours = picture.convert("RGB").getcolors(1 << 16)
+    assert colours is not None and len(colours) > 5
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()
+    assert "gradients/flow" in {*tags["images"], *tags["tensors"]}
+    assert {"gradients/norm/layers.0", "gradients/update_ratio/layers.0",
+            "gradients/dead_units/layers.0"} <= set(tags["scalars"])  # fmt: skip
+    assert "gradients/layers" in tags["tensors"] or any("layers" in t for t in tags["tensors"])
+    assert {"weights/layers.0.weight", "gradients/layers.0.weight"} <= {
+        *tags["histograms"], *tags["tensors"],
+    }  # fmt: skip
+    assert len(events.Scalars("gradients/norm/layers.0")) == 6
+
+
+def test_the_record_stays_bounded_and_keeps_both_ends() -> None:
+    record = GradientRecord()
+    layers = [Layer(str(i), 1, 1) for i in range(1000)]  # 20 looks of them are the most
+    for step in range(1, 400):
+        record.add(step, layers, {"0": (1, 2)})
+    steps = [step for step, _ in record.looks]
+    assert len(steps) <= 20
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert steps[-8:] == list(range(392, 400))
+    assert [row["step"] for row in record.units] == steps
+
+
+def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
+    short = [*LOOKING, "model=mlp", "training.steps=4"]
+    run_of(short, tmp_path)
+    run_of([*LOOKING, "model=mlp", "checkpoint.resume=auto"], tmp_path)
+    assert sorted({row["step"] for row in rows(tmp_path)}) == [2, 4, 6, 8, 10, 12]
+
+
+def test_nothing_is_written_without_a_folder_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    run_of([*LOOKING, "model=mlp"], None)
+    (tmp_path / "debug").write_text("in the way")
+    _, summary = run_of([*LOOKING, "model=mlp"], tmp_path)
+    assert summary.status == "done"
+
+
+def test_it_rests_after_max_iterations(tmp_path: Path) -> None:
+    run_of([*LOOKING, "model=mlp", "debug.max_iterations=7"], tmp_path)
+    assert {row["step"] for row in rows(tmp_path)} == {2, 4, 6}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["every=0", "vanishing.absolute=-1", "exploding.relative=.inf", "dead_after=-1",
+     "dead_share=0", "histograms_every=-1"],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_its_key(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"debug.gradients.{override.split('=')[0]}"):
+        compose([f"debug.gradients.{override}"])
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.Threshold(0.0, 0.0)],
+    ids=["relu", "in place", "relu6", "threshold"],
+)
+def test_units_are_counted_whatever_relu_is_called(activation: nn.Module) -> None:
+    layer = nn.Linear(4, 6)
+    with torch.no_grad():
+        layer.bias[:2] = -100.0
+    model = nn.Sequential(layer, activation)
+    units = Units(model, after=2)
+    for _ in range(3):
+        units.begin()
+        with units:
+            model(torch.randn(200, 4))
+        dead = units.count(torch.tensor(0.0))
+    assert units.described(dead.tolist()) == {"0": (2, 6)}
+
+
+def test_channels_are_the_units_of_a_convolution_and_features_those_of_a_sequence() -> None:
+    for model, shape, units in [
+        (nn.Conv1d(3, 5, 1), (200, 3, 7), 5),
+        (nn.Conv2d(3, 5, 1), (200, 3, 7, 7), 5),
+        (nn.Linear(7, 5), (200, 3, 7), 5),
+    ]:
+        seen = Units(model, after=1)
+        seen.begin()
+        with seen:
+            model(torch.randn(shape)).relu()
+        seen.count(torch.tensor(0.0))
+        assert seen.described([0.0]) == {"model": (0, units)}
+
+
+def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
+    model = nn.Linear(4, 6)
+    with torch.no_grad():
+        model.bias[:] = -100.0
+    units = Units(model, after=1)
+
+    def look(samples: int, skipped: float) -> float:
+        units.begin()
+        with units:
+            model(torch.randn(samples, 4)).relu()
+        return float(units.count(torch.tensor(skipped)))
+
+    assert [look(200, 1.0), look(64, 0.0), look(64, 0.0)] == [0.0, 0.0, 6.0]
+
+
+def test_deep_modules_share_a_group_where_there_are_too_many() -> None:
+    names = [f"blocks.{i}.{part}.weight" for i in range(4) for part in ("a", "b")] + ["scale"]
+    assert len(grouped(names, 9)) == 9
+    assert list(grouped(names, 8)) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "scale"]
+
+
+@pytest.mark.slow
+def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
+    overrides = ["optimization=ultra", "model=mlp", "optimization.compile.min_steps=0"]
+    run, summary = run_of([*LOOKING, *overrides], tmp_path)
+    assert summary.status == "done"
+    assert run.whole is not None and run.whole.steps >= 6
+    assert sorted({row["step"] for row in rows(tmp_path)}) == [2, 4, 6, 8, 10, 12]
+    assert finding(summary) == "nothing amiss"

@@ -1,0 +1,294 @@
+"""The account of a step, what grows, and what would help when memory runs out; in real runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from runner import build, compose, train
+from runner.debug import account as accounts
+from runner.debug import census
+from runner.debug.account import Saved
+from runner.debug.config import MemoryConfig
+from runner.debug.memory import MemoryTool
+from runner.errors import ConfigError, OutOfMemory
+from runner.hook import Hook, Step
+from runner.objective import Objective
+from runner.run import Run
+
+QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=1", "optimization=none"]
+CNN = [*QUICK, "data=digits", "model=cnn", "model.width=4", "training.steps=12"]
+MLP = [*QUICK, "data=cancer", "training.steps=30"]
+GPT = [*QUICK, "data=synthetic", "data.form=tokens", "data.sequence=32", "data.samples=64",
+       "model=gpt", "model.width=32", "model.depth=2", "training.batch_size=16"]  # fmt: skip
+LOOK = ["debug=memory", "debug.every=5"]
+
+
+def found_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "debug/memory.json").read_text())
+    return found
+
+
+def weights(overrides: list[str], folder: Path | None = None) -> dict[str, Tensor]:
+    with build(compose(overrides), folder) as run:
+        train(run)
+        state = run.update.optimizer.state_dict()["state"]
+        moments = {
+            f"{i}.{k}": v for i, s in state.items() for k, v in s.items() if isinstance(v, Tensor)
+        }
+        return {k: v.clone() for k, v in {**run.model.state_dict(), **moments}.items()}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [CNN, [*GPT, "training.steps=12", "model.dropout=0.1", "optimizer.ema=0.9"],
+     [*CNN, "optimization=basic", "training.micro_batch=8"]],
+    ids=["cnn", "gpt", "basic"],
+)  # fmt: skip
+def test_weights_and_moments_are_bit_equal_with_and_without(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    plain, watched = weights(overrides), weights([*overrides, *LOOK], tmp_path)
+    assert len(plain) > 10
+    assert [name for name in plain if not torch.equal(plain[name], watched[name])] == []
+    assert found_in(tmp_path)["account"]["step"] in (5, 10)
+
+
+def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None:
+    with build(compose([*CNN, *LOOK, "optimizer.ema=0.99"]), tmp_path) as run:
+        train(run)
+        own = sum(p.nbytes for p in run.model.parameters())
+        buffers = sum(b.nbytes for b in run.model.buffers())
+    rows = found_in(tmp_path)["account"]["rows"]
+    total = {part: sum(row[part] for row in rows) for part in accounts.PARTS}
+    assert total["parameters"] == total["gradients"] == total["average"] == own
+    assert 2 * own <= total["optimizer"] < 2.01 * own  # two moments, and the numbers of steps
+    assert total["buffers"] == 2 * buffers  # and what a skipped step puts back
+    assert total["activations"] > 0
+    names = {row["name"] for row in rows if row["activations"]}
+    assert {"stem.1", "head", "(batch)", "(loss)"} <= names
+
+
+@pytest.mark.parametrize("overrides", [CNN, [*GPT, "training.steps=12"]], ids=["cnn", "gpt"])
+def test_what_is_kept_for_the_backward_is_what_was_predicted(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    with build(compose([*overrides, *LOOK]), tmp_path) as run:
+        train(run)
+    found = found_in(tmp_path)
+    rows, said = found["account"]["rows"], found["predicted"]
+    saved = sum(row["activations"] for row in rows if row["name"] != accounts.BATCH)
+    assert said["saved"] == pytest.approx(saved, rel=0.05)
+    assert found["account"]["peak"] == pytest.approx(
+        said["activations"] + said["gradients"], rel=0.25
+    )
+
+
+def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu())
+
+    model, x = Two(), torch.randn(32, 8)
+    saved = Saved(model, model.parameters())
+    with saved.counting():
+        model(x).square().sum().backward()
+        model(x).sum().backward()  # of a second micro-batch nothing is added
+    hidden = 32 * 16 * 4  # relu keeps its output, which is what the second layer keeps too
+    assert saved.bytes == {accounts.BATCH: 32 * 8 * 4, "": hidden, accounts.LOSS: 32 * 4 * 4}
+    assert saved.samples == 32
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) -> None:
+    full = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
+    kept = []
+    for folder, more in (("plain", []), ("recomputed", full)):
+        with build(compose([*GPT, "training.steps=8", *LOOK, *more]), tmp_path / folder) as run:
+            train(run)
+        rows = found_in(tmp_path / folder)["account"]["rows"]
+        kept.append(sum(row["activations"] for row in rows if row["name"].startswith("blocks")))
+    assert kept[1] < kept[0] / 4
+
+
+def test_a_short_run_is_looked_at_once_and_tells_what_it_found(tmp_path: Path) -> None:
+    with build(compose([*MLP, "debug=memory"]), tmp_path) as run:  # every 50, and 30 steps
+        summary = train(run)
+    cost = next(tool for tool in summary.tools if tool.name == "memory")
+    assert cost.looks == 1 and cost.seconds > 0
+    assert "activations" in cost.finding and "no leak found" in cost.finding
+    for name in ("memory", "memory_modules"):
+        with Image.open(tmp_path / f"debug/plots/{name}.png") as picture:
+            assert picture.size[0] == 640
+    found = found_in(tmp_path)
+    assert {"training", "validation"} == set(found["phases"])
+    assert [point["step"] for point in found["timeline"]] == [10, 20, 30]
+
+
+def test_without_a_folder_nothing_is_written_and_nothing_breaks() -> None:
+    with build(compose([*MLP, *LOOK])) as run:
+        assert train(run).status == "done"
+
+
+class Hoard(Hook):
+    """Keeps a tensor of 400 kB at each step."""
+
+    def __init__(self) -> None:
+        self.hoarded: list[Tensor] = []
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.hoarded.append(torch.ones(100_000))
+
+
+def test_a_leak_is_named_by_its_tensors_and_by_the_list_that_keeps_them(tmp_path: Path) -> None:
+    with build(compose([*MLP, *LOOK, "training.steps=600"]), tmp_path) as run:
+        run.hooks.append(Hoard())
+        summary = train(run)
+    rows = json.loads((tmp_path / "debug/history.json").read_text())["faults"]
+    leak = next(row for row in rows if row["kind"] == "leak")
+    assert "more tensors [100000] float32 on cpu" in leak["action"]
+    assert "items in the list Hoard.hoarded" in leak["action"]
+    assert found_in(tmp_path)["grown"][0]["bytes"] > 50e6
+    assert "leak: " in next(t for t in summary.tools if t.name == "memory").finding
+
+
+KEPT: list[object] = []
+
+
+def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
+    before = census.take()
+    KEPT.extend([object()] for _ in range(5000))
+    gone = [[] for _ in range(5000)]
+    del gone
+    grown = census.compare(before, census.take())
+    KEPT.clear()
+    said = [str(growth) for growth in grown]
+    assert any("5,000 more items in the list" in x and x.endswith("test_memory.KEPT") for x in said)
+    assert any("objects of builtins.list" in x for x in said)
+
+
+# out of memory
+
+
+class Limited(Objective):
+    """Allocates more than any machine has when a part is above `most` samples."""
+
+    def __init__(self, own: Objective, most: int) -> None:
+        self.own, self.most = own, most
+        self.takes_deferred = own.takes_deferred
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        if len(target) > self.most and not isinstance(output, torch._subclasses.FakeTensor):
+            torch.empty(2**50)
+        return self.own(output, target)
+
+    def weight(self, target: Any) -> Any:
+        return self.own.weight(target)
+
+    def tally(self, output: Any, target: Any) -> Any:
+        return self.own.tally(output, target)
+
+    def metrics(self, totals: Any) -> Any:
+        return self.own.metrics(totals)
+
+
+def savings(page: str) -> dict[str, float]:
+    """MiB by key, in the order of the page."""
+    table = page.partition("## What would save how much")[2].partition("\n\nEach")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {
+        row[2].replace("\\", ""): float(row[0].strip("| ").replace(",", ""))
+        for row in rows[1:]
+        if "---" not in row[0]
+    }
+
+
+def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_would_help(tmp_path: Path) -> None:
+    overrides = [*GPT, "training.steps=12", "optimizer.ema=0.9", "training.micro_batch=1"]
+    with build(compose(overrides), tmp_path) as run:
+        run.objective = Limited(run.objective, 0)
+        with pytest.raises(OutOfMemory):
+            train(run)
+    page = (tmp_path / "debug/out_of_memory.md").read_text()
+    assert "out of memory" in page and "The largest modules" in page
+    ways = savings(page)
+    assert list(ways.values()) == sorted(ways.values(), reverse=True)
+    assert {"optimizer=sgd", "optimizer.ema=null"} <= set(ways)
+    assert not any(key.startswith("training.micro_batch") for key in ways)  # one sample already
+
+
+def test_what_the_page_promises_is_what_the_change_then_saves(tmp_path: Path) -> None:
+    larger = [*GPT, "training.steps=3", "debug=memory", "debug.every=2", "data.sequence=128"]
+    with build(compose(larger), tmp_path / "short") as run:
+        run.objective = Limited(run.objective, 8)
+        train(run)
+    page = (tmp_path / "short/debug/out_of_memory.md").read_text()
+    assert "run goes on" in page
+    ways = savings(page)
+    with build(compose([*larger, "training.micro_batch=8"]), tmp_path / "now") as run:
+        train(run)
+    now = found_in(tmp_path / "now")["predicted"]
+    recompute = "optimization.recompute.enabled=true optimization.recompute.what=full"
+    for key in (recompute, "training.micro_batch=4"):
+        changed = [*larger, "training.micro_batch=8", *key.split()]
+        with build(compose(changed), tmp_path / key[:20]) as run:
+            train(run)
+        then = found_in(tmp_path / key[:20])
+        less = now["activations"] - then["predicted"]["activations"]
+        assert ways[key] * 2**20 == pytest.approx(less, rel=0.1), key
+        rows = found_in(tmp_path / "now")["account"]["rows"], then["account"]["rows"]
+        before, after = (sum(row["activations"] for row in part) for part in rows)
+        assert before - after == pytest.approx(less, rel=0.35), key
+
+
+def test_the_page_of_a_run_that_was_looked_at_has_the_account(tmp_path: Path) -> None:
+    class Late(Limited):
+        def __call__(self, output: Any, target: Any) -> Any:
+            self.most = 10**6 if run.progress.step < 20 else 0
+            return super().__call__(output, target)
+
+    with build(compose([*MLP, *LOOK]), tmp_path) as run:
+        run.objective = Late(run.objective, 0)
+        with pytest.raises(OutOfMemory):
+            train(run)
+    page = (tmp_path / "debug/out_of_memory.md").read_text()
+    assert "By module, MiB, at step" in page
+
+
+def test_a_report_that_cannot_be_made_never_hides_the_error(tmp_path: Path) -> None:
+    (tmp_path / "debug").write_text("a file where the folder would be")
+    with build(compose([*MLP, "checkpoint.enabled=false"]), tmp_path) as run:
+        run.objective = Limited(run.objective, 0)
+        with pytest.raises(OutOfMemory, match="with one sample"):
+            train(run)
+
+
+@pytest.mark.parametrize("key", ["every", "rows", "snapshot_entries"])
+def test_knobs_that_show_nothing_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"debug\.memory\.{key}"):
+        MemoryConfig(**{key: 0})
+
+
+def test_full_debugging_has_the_tool() -> None:
+    with build(compose([*MLP, "debug=full"])) as run:
+        assert any(isinstance(hook, MemoryTool) for hook in run.hooks)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_path: Path) -> None:
+    on = [x for x in CNN if x not in ("device=cpu", "device.threads=1")]
+    with build(compose([*on, *LOOK]), tmp_path) as run:
+        train(run)
+    assert (tmp_path / "debug/memory_snapshot.pickle").stat().st_size > 1000
+    found = found_in(tmp_path)
+    assert found["account"]["peak"] > 0 and found["timeline"][-1]["device_peak"] > 0

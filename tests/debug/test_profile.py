@@ -1,0 +1,379 @@
+"""The profiler's windows, the verdict in words, drifts: in real runs, shaped to be so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import Hook, build, compose, profile, train
+from runner.debug.config import ProfileConfig
+from runner.debug.drift import Change, Drift
+from runner.debug.profile import Profile
+from runner.debug.trace import read
+from runner.errors import ConfigError
+from runner.hook import Step
+from runner.run import Run
+from runner.summary import Summary
+
+QUIET = ["device.threads=2", "monitoring.progress=false", "debug=profile"]
+SMALL = [*QUIET, "data=cancer", "optimization=none", "training.steps=40",
+         "training.validate_every=1000"]  # fmt: skip
+OWN = ["security.trusted=[my_package]", "data._target_=my_package.Noisy"]
+pytestmark = pytest.mark.usefixtures("my_package")
+
+
+def profiled(
+    overrides: list[str], folder: Path | None = None, hook: Hook | None = None
+) -> tuple[Profile, Summary, Run]:
+    with build(compose(overrides), folder) as run:
+        if hook is not None:
+            run.hooks.append(hook)
+        summary = train(run)
+        (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
+        return tool, summary, run
+
+
+class Dawdling(Hook):
+    """Works between the steps."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        for _ in range(40):
+            torch.linalg.vector_norm(torch.ones(64, 64) @ torch.ones(64, 64))
+
+
+UNFUSED = ["model=mlp", "model.depth=12", "model.width=128", "training.batch_size=4"]
+WIDE = ["model=mlp", "model.width=1536", "training.batch_size=256", "optimizer=sgd",
+        "optimization.fused_optimizer.enabled=true"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "hook", "expected"),
+    [
+        ([*OWN, "data.workers=0", "+data.seconds=0.0005"], None,
+         "step time waits for data: raise data.workers (now 0)"),
+        (UNFUSED, None, "of a step: optimization.fused_optimizer.enabled=true"),
+        (["model.width=8"], Dawdling(), "of step time is spent between steps"),
+        (["model.width=8", "model.depth=12"], None, "host-bound: "),
+        (WIDE, None, "compute-bound: "),
+    ],
+    ids=["data", "optimizer", "between", "host", "compute"],
+)  # fmt: skip
+def test_a_run_is_told_what_keeps_it_from_being_faster(
+    shape: list[str], hook: Hook | None, expected: str
+) -> None:
+    tool, summary, _ = profiled([*SMALL, *shape], hook=hook)
+    assert any(expected in said for said in tool.verdicts), tool.verdicts
+    (row,) = [row for row in summary.tools if row.name == "profile"]
+    assert row.finding == tool.verdicts[0]
+    assert row.looks == 1
+    assert row.seconds > 0
+
+
+def test_what_is_fused_already_is_not_recommended() -> None:
+    tool, _, _ = profiled([*SMALL, *UNFUSED, "optimization.fused_optimizer.enabled=true"])
+    assert not any("fused_optimizer" in said for said in tool.verdicts), tool.verdicts
+
+
+def test_waiting_for_data_is_the_only_word_on_a_run_that_waits_for_data() -> None:
+    tool, _, _ = profiled([*SMALL, *OWN, "data.workers=0", "+data.seconds=0.001"])
+    assert len(tool.verdicts) == 1
+
+
+@pytest.mark.parametrize("model", ["data=cancer", "data=digits model=cnn model.width=8"])
+def test_weights_are_bit_equal_with_and_without_the_tool(model: str) -> None:
+    ends = []
+    for debug in ("debug=none", "debug=profile"):
+        overrides = [*QUIET, "training.steps=30", "optimization=basic", *model.split(), debug]
+        with build(compose(overrides)) as run:
+            train(run)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
+            ends.append({k: v.clone() for k, v in run.model.state_dict().items()})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+class Lopsided(nn.Module):
+    """One layer does nearly all the work; a section is around another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.light, self.heavy = nn.Linear(6, 256), nn.Linear(256, 2048)
+        self.head = nn.Linear(2048, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with profile.section("light", category="model"):
+            x = self.light(x).relu()
+        return self.head(self.heavy(x).relu())
+
+
+def lopsided(folder: Path, *overrides: str) -> tuple[Profile, dict[str, Any]]:
+    from runner.build import Given
+
+    config = compose([*SMALL, *OWN, *overrides])
+    with build(config, folder, Given(model=Lopsided())) as run:
+        train(run)
+        (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
+    return tool, json.loads((folder / "debug/profile.json").read_text())
+
+
+def test_the_module_that_takes_the_time_is_named_with_its_backward(tmp_path: Path) -> None:
+    _, rows = lopsided(tmp_path)
+    (window,) = rows["windows"]
+    modules = {row["name"]: row for row in window["modules"]}
+    inside = [name for name in modules if not name.startswith("(")]
+    assert max(inside, key=lambda n: modules[n]["forward"] + modules[n]["backward"]) == "heavy"
+    assert modules["heavy"]["backward"] > 0
+    assert modules["heavy"]["calls"] == window["steps"] == 5, "no validation is in the window"
+    assert sum(m["forward"] + m["backward"] for m in modules.values()) == pytest.approx(
+        window["operator_seconds"]
+    )
+
+
+def test_sections_are_in_the_totals_the_tables_and_the_trace(tmp_path: Path) -> None:
+    _, rows = lopsided(tmp_path)
+    (section,) = rows["sections"]
+    assert (section["name"], section["category"]) == ("light", "model")
+    assert section["calls"] >= 40
+    assert rows["categories"]["model"] == pytest.approx(section["seconds"])
+    assert "| light | model |" in (tmp_path / "debug/profile.md").read_text()
+    with gzip.open(tmp_path / "debug/traces/step_00000022.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name") == "section light" for event in events) == 5
+    assert sum(str(event.get("name")).startswith("ProfilerStep#") for event in events) == 5
+    shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
+    for tag in (b"profile/operators", b"profile/modules", b"profile/verdict", b"profile/sections",
+                b"profile/step_ms"):  # fmt: skip
+        assert tag in shown
+
+
+def test_shapes_and_memory_tell_operators_apart(tmp_path: Path) -> None:
+    _, rows = lopsided(tmp_path, "debug.profile.shapes=true", "debug.profile.memory=true")
+    products = [o for o in rows["windows"][0]["operators"] if o["name"] == "aten::addmm"]
+    assert "2048 32×256 256×2048" in {o["shapes"] for o in products}
+    assert max(o["allocated"] for o in products) > 0
+
+
+@pytest.mark.parametrize(
+    ("handler", "traces", "tables"), [("trace", 1, False), ("table", 0, True), ("both", 1, True)]
+)
+def test_the_handler_says_what_is_made(
+    handler: str, traces: int, tables: bool, tmp_path: Path
+) -> None:
+    tool, _, _ = profiled([*SMALL, f"debug.profile.handler={handler}"], tmp_path)
+    assert len(list((tmp_path / "debug").glob("traces/*"))) == traces
+    assert ("### Operators" in tool.markdown()) is tables
+
+
+def test_windows_come_again_and_old_traces_make_room(tmp_path: Path) -> None:
+    often = [*SMALL, "debug.profile.start=5", "debug.profile.repeat_every=8",
+             "debug.profile.at_most=4", "debug.profile.steps=2"]  # fmt: skip
+    tool, _, _ = profiled(often, tmp_path / "all")
+    assert [row["first"] for row in tool.windows] == [7, 18, 29, 40]
+    kept = sorted((tmp_path / "all/debug/traces").iterdir())
+    assert [path.name[5:13] for path in kept] == ["00000007", "00000018", "00000029", "00000040"]
+    room = 2.5 * sorted(path.stat().st_size for path in kept)[1] / 2**20  # the first is larger
+    profiled([*often, f"debug.profile.traces_mb={room}"], tmp_path / "few")
+    left = sorted(path.name[5:13] for path in (tmp_path / "few/debug/traces").iterdir())
+    assert left == ["00000029", "00000040"]
+
+
+def test_a_run_shorter_than_its_window_is_profiled_as_far_as_it_goes() -> None:
+    tool, summary, _ = profiled([*SMALL, "training.steps=5"])
+    assert summary.status == "done"
+    (row,) = tool.windows
+    assert (row["first"], row["steps"]) == (3, 3)
+
+
+def test_a_window_lies_between_two_validations(tmp_path: Path) -> None:
+    tool, _, _ = profiled([*SMALL, "training.validate_every=4"], tmp_path)
+    (row,) = tool.windows
+    assert row["steps"] == 2
+    assert {m["calls"] for m in row["modules"] if m["calls"]} == {2}
+
+
+def test_a_window_that_would_meet_a_validation_is_moved_behind_it() -> None:
+    tool, _, _ = profiled([*SMALL, "training.validate_every=20", "debug.profile.start=18"])
+    (row,) = tool.windows
+    assert (row["first"], row["steps"]) == (23, 5)
+    assert {m["calls"] for m in row["modules"] if m["calls"]} == {5}
+
+
+class Busy(Hook):
+    """Has a profiler of its own at work."""
+
+    def session(self, run: Run) -> Any:
+        return torch.autograd.profiler.profile()
+
+
+def test_somebody_elses_profiler_is_no_reason_to_fail() -> None:
+    _, summary, run = profiled(SMALL, hook=Busy())
+    assert summary.status == "done"
+    assert run.history.counts["no_profile"] == 1
+
+
+def test_a_place_that_takes_no_files_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "debug").write_text("in the way")
+    tool, summary, _ = profiled(SMALL, tmp_path)
+    assert summary.status == "done"
+    assert tool.verdicts
+
+
+def test_a_tool_that_may_not_look_any_more_opens_no_window() -> None:
+    tool, _, _ = profiled([*SMALL, "debug.max_iterations=10"])
+    assert not tool.windows
+    assert tool.verdicts, "the stopwatch runs anyway"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", ["whole_step", "compile"])
+def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
+    overrides = [*SMALL, f"optimization.{technique}.enabled=true",
+                 f"optimization.{technique}.min_steps=0"]  # fmt: skip
+    overrides = overrides[: -1 if technique == "whole_step" else None]
+    tool, summary, _ = profiled(overrides)
+    engaged = {row.name: row.engaged for row in summary.techniques}
+    assert engaged[technique]
+    assert tool.reading is not None
+    assert any("ompiled" in operator.name for operator in tool.reading.operators)
+    assert "No times by module: the " in tool.markdown()
+
+
+# -- drift -------------------------------------------------------------------------------------
+
+
+def fed(drift: Drift, reports: int, step: float, wait: float, rng: random.Random) -> list[Change]:
+    """Reports of ten steps, noisy, with a long one now and then."""
+    found = []
+    for _ in range(reports):
+        outlier = 30.0 if rng.random() < 0.03 else 1.0
+        seconds = 10 * (step * outlier + wait) * rng.uniform(0.8, 1.25)
+        found += list(drift.add(10, seconds, 10 * wait * rng.uniform(0.5, 2.0)))
+    return found
+
+
+def test_noise_and_outliers_are_no_drift() -> None:
+    for seed in range(20):
+        drift = Drift(1.5, 1.0, held=lambda: 1 << 30)
+        assert fed(drift, 3000, 0.01, 0.001, random.Random(seed)) == []
+
+
+def test_a_moment_of_trouble_is_no_drift() -> None:
+    for seed in range(40):
+        rng, drift = random.Random(seed), Drift(1.5, 1.0, held=lambda: 1 << 30)
+        assert fed(drift, 100 + seed, 0.01, 0.001, rng) == []
+        assert fed(drift, 9, 0.1, 0.02, rng) == [], "shorter than a stretch"
+        assert fed(drift, 100, 0.01, 0.001, rng) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "wait", "kind"), [(0.02, 0.001, "slower"), (0.01, 0.008, "waiting_more")]
+)
+def test_a_change_that_lasts_is_said_once(step: float, wait: float, kind: str) -> None:
+    for seed in range(20):
+        rng, drift = random.Random(seed), Drift(1.5, 1.0, held=lambda: 1 << 30)
+        assert fed(drift, 100, 0.01, 0.001, rng) == []
+        assert [change.kind for change in fed(drift, 500, step, wait, rng)] == [kind]
+
+
+def test_memory_that_grows_and_grows_is_said_at_each_factor() -> None:
+    held = iter(range(1 << 30, 1 << 40, 1 << 26))
+    drift, rng = Drift(1.5, 1.0, held=lambda: next(held)), random.Random(0)
+    found = fed(drift, 1500, 0.01, 0.001, rng)
+    assert {change.kind for change in found} == {"more_memory"}
+    assert 3 <= len(found) <= 8
+
+
+class Slowing:
+    """Samples that take longer and longer to fetch."""
+
+    sizes = {"task": "classification", "in_features": 6, "classes": 2}
+
+    def __init__(self) -> None:
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.fetched += 1
+        for _ in range(60 if self.fetched > 8000 else 1):
+            x = torch.randn(6)
+        return x + 2.0 * (index % 2), index % 2
+
+
+def test_a_run_that_comes_to_wait_for_its_data_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import my_package
+
+    monkeypatch.setattr(my_package, "Slowing", Slowing, raising=False)
+    monkeypatch.setattr(Slowing, "__module__", "my_package")
+    overrides = [*SMALL, "security.trusted=[my_package]", "data._target_=my_package.Slowing",
+                 "data.workers=0", "training.steps=800", "debug.profile.at_most=0",
+                 "debug.profile.drift_after_s=0.3", "debug.profile.drift=2"]  # fmt: skip
+    _, summary, run = profiled(overrides)
+    assert summary.faults.get("waiting_more")
+    (fault, *_) = (f for f in run.history.faults.values() if f.kind == "waiting_more")
+    assert fault.category == "performance"
+    assert "raise data.workers" in fault.message
+
+
+def test_a_healthy_run_raises_nothing() -> None:
+    _, summary, _ = profiled([*SMALL, "training.steps=600"])
+    assert summary.faults == {}
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def cuda_trace() -> Iterator[dict[str, Any]]:
+    """A step of 1,000 µs: a product on tensor cores, another kernel beside it, two copies."""
+    host = {"ph": "X", "pid": 1, "tid": 1}
+    yield {**host, "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1000}
+    yield {**host, "cat": "cpu_op", "name": "aten::mm", "ts": 10, "dur": 20,
+           "args": {"External id": 7}}  # fmt: skip
+    yield {**host, "cat": "cpu_op", "name": "aten::relu", "ts": 40, "dur": 10,
+           "args": {"External id": 8}}  # fmt: skip
+    stream = {"ph": "X", "pid": 0, "tid": 7}
+    yield {**stream, "cat": "kernel", "name": "sm90_xmma_gemm_bf16bf16_tn", "ts": 100, "dur": 300,
+           "args": {"External id": 7}}  # fmt: skip
+    yield {**stream, "cat": "kernel", "name": "elementwise_kernel", "ts": 350, "dur": 100,
+           "args": {"External id": 8}}  # fmt: skip
+    for way, start, size in (("HtoD", 600, 4_000_000), ("DtoH", 700, 1_000_000)):
+        yield {**stream, "cat": "gpu_memcpy", "name": f"Memcpy {way} (Pinned -> Device)",
+               "ts": start, "dur": 100, "args": {"bytes": size}}  # fmt: skip
+
+
+def test_a_gpus_trace_tells_how_busy_it_was_and_what_was_copied() -> None:
+    reading = read({"traceEvents": list(cuda_trace())})
+    assert reading.busy == pytest.approx((350 + 200) / 1000), "kernels side by side count once"
+    assert reading.tensor_cores == pytest.approx(0.75)
+    assert [o.name for o in reading.operators] == ["aten::mm", "aten::relu"]
+    assert reading.spent(reading.operators[0]) == pytest.approx(300e-6)
+    assert reading.products == pytest.approx(0.75)
+    assert (reading.copies["HtoD"].count, reading.copies["HtoD"].bytes) == (1, 4_000_000)
+    assert reading.copies["DtoH"].seconds == pytest.approx(100e-6)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
+    tool, _, _ = profiled([*SMALL, *WIDE, "device=cuda"], tmp_path)
+    assert tool.reading is not None
+    assert tool.reading.on_device
+    assert 0 < (tool.reading.busy or 0) <= 1
+    assert tool.reading.copies["HtoD"].bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("start", 0), ("steps", 0), ("warmup", 0), ("repeat_every", 6), ("drift", 1.0),
+     ("traces_mb", 0.0), ("drift_after_s", float("nan"))],
+)  # fmt: skip
+def test_a_mistake_in_the_config_names_the_key(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"debug.profile.{key}"):
+        ProfileConfig(**{key: value})

@@ -1,0 +1,88 @@
+"""What went wrong is on disk and in TensorBoard when the run ends; a hook of the user's watches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runner import Hook, build, compose, train
+from runner.errors import ConfigError, SecurityError
+from runner.hook import Report, Step
+from runner.run import Run
+
+POISONED = [
+    "data._target_=my_package.Noisy", "security.trusted=[my_package]", "+data.poison=[7]",
+    "model._target_=my_package.Net", "training.epochs=4", "training.batch_size=16",
+    "optimization=none", "monitoring.every=4",
+]  # fmt: skip
+
+
+def test_every_fault_is_in_the_history_in_tensorboard_and_in_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    with build(compose([*POISONED, "monitoring.export=[csv]"]), tmp_path) as run:
+        summary = train(run)
+    assert summary.skipped_steps == summary.faults["non_finite"] >= 3
+    history = json.loads((tmp_path / "debug" / "history.json").read_text())
+    assert history["counts"]["non_finite"] == summary.skipped_steps
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    tags = events.Tags()["tensors"]
+    assert {"faults/history", "faults/timeline", "faults/distribution"} <= set(tags)
+    text = events.Tensors("faults/history")[0].tensor_proto.string_val[0].decode()
+    assert "non\\_finite" in text
+    plots = tmp_path / "debug" / "plots"
+    for name in ("timeline", "distribution", "gradient_norm"):
+        with Image.open(plots / f"{name}.png") as picture:
+            assert picture.size[0] == 640
+    assert (tmp_path / "debug" / "tables" / "history_faults.csv").exists()
+
+
+def test_a_healthy_run_leaves_no_debug_folder(tmp_path: Path) -> None:
+    with build(compose(["training.steps=20", "optimization=none"]), tmp_path) as run:
+        train(run)
+    assert not (tmp_path / "debug").exists()
+
+
+class Watcher(Hook):
+    """A hook as a user would write it."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every, self.seen, self.reports = every, list[int](), 0
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen.append(step.number)
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.reports += 1
+
+
+def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called() -> None:
+    name = f"{__name__}.Watcher"
+    package = __name__.partition(".")[0]
+    config = compose([
+        f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]", f"security.trusted=[{package}]",
+        "training.steps=20", "optimization=none", "monitoring.progress=false",
+    ])  # fmt: skip
+    with build(config) as run:
+        train(run)
+        first, second = run.hooks[-2:]
+    assert isinstance(first, Watcher) and isinstance(second, Watcher)
+    assert first.seen == [5, 10, 15, 20] and first.reports == 2
+    assert second.seen == list(range(1, 21))
+
+
+def test_a_hook_needs_trust_before_anything_is_imported() -> None:
+    with pytest.raises(SecurityError, match="debug.hooks.0"):
+        compose(["debug.hooks=[os.system]"])
+    with pytest.raises(SecurityError, match="debug.hooks.1"):
+        compose(["debug.hooks=[torch.nn.Linear,{_target_: subprocess.Popen, args: ls}]"])
+
+
+def test_what_is_no_hook_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"debug.hooks.0.*Identity is no Hook"):
+        build(compose(["debug.hooks=[torch.nn.Identity]"]))

@@ -1,0 +1,73 @@
+"""What went wrong in a run: said once, counted, and kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from runner.record import history
+from runner.record.history import FILE, History
+
+
+def test_a_fault_that_repeats_is_said_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = History(tmp_path)
+    for step in range(1, 31):
+        faults.add(
+            "spike", f"the loss is {step / 7:.3g}", step=step, category="numerics",
+            action="skipped",
+        )  # fmt: skip
+    faults.add("spike", "the loss is 3", step=31, category="numerics", action="rolled back")
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["step 1: the loss is 0.143; skipped", "step 31: the loss is 3; rolled back"]
+    faults.write()
+    found = json.loads((tmp_path / FILE).read_text())
+    assert found["counts"] == {"spike": 31}
+    first = found["faults"][0]
+    assert (first["count"], first["steps"], first["last_step"]) == (30, list(range(1, 21)), 30)
+
+
+def test_the_traceback_of_an_error_is_kept_once(tmp_path: Path) -> None:
+    faults = History(tmp_path)
+    try:
+        raise ValueError("of the model")
+    except ValueError as error:
+        faults.add("error", "it failed", step=1, category="data", error=error, say=False)
+    (fault,) = faults.faults.values()
+    assert "ValueError: of the model" in fault.traceback
+
+
+def test_a_run_without_faults_leaves_no_file(tmp_path: Path) -> None:
+    History(tmp_path).write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
+    before, after = History(tmp_path), History(tmp_path)
+    before.add("leak", "grows by 5 KB", step=5, category="memory", say=False)
+    after.load(before.state())
+    after.add("leak", "grows by 6 KB", step=9, category="memory", say=False)
+    (fault,) = after.faults.values()
+    assert (fault.count, fault.steps, after.counts) == (2, [5, 9], {"leak": 2})
+
+
+def test_many_different_faults_stay_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(history, "LONGEST", 3)
+    caplog.set_level(logging.ERROR)
+    faults = History(tmp_path)
+    for letter in "abcde":
+        faults.add("error", letter, step=1, category="data")
+    assert len(faults.faults) == 3 and faults.counts == {"error": 5}
+
+
+def test_a_folder_that_takes_no_file_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "debug").write_text("in the way")
+    faults = History(tmp_path)
+    faults.add("error", "x", step=1, category="data", say=False)
+    faults.write()
