@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from runner.config import RunConfig, compose
     from runner.evaluation import evaluate
     from runner.hook import Hook, Verdict
+    from runner.library.debugging import debug_operation, debugger, profile
+    from runner.library.inference import safe_inference
+    from runner.library.memory import Memory
     from runner.library.optimize import optimize, optimize_model
     from runner.library.pipeline import create_training_pipeline
     from runner.library.profile import profile_model
+    from runner.library.stability import Stability
     from runner.library.step import train_step
     from runner.library.system import system_info
     from runner.library.training_loop import optimize_training_loop
@@ -30,25 +34,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Evidence", "Hook", "RunConfig", "Summary", "Technique", "Verdict", "__version__", "build",
-    "compose", "create_training_pipeline", "evaluate", "optimize", "optimize_model",
-    "optimize_training_loop", "profile_model", "system_info", "train", "train_step",
+    "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Verdict",
+    "__version__", "build", "compose", "create_training_pipeline", "debug_operation", "debugger",
+    "evaluate", "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
+    "safe_inference", "system_info", "train", "train_step",
 ]  # fmt: skip
 
 _HOMES = {
     "Evidence": "runner.technique",
     "Hook": "runner.hook",
+    "Memory": "runner.library.memory",
     "RunConfig": "runner.config",
+    "Stability": "runner.library.stability",
     "Summary": "runner.summary",
     "Technique": "runner.technique",
     "Verdict": "runner.hook",
     "compose": "runner.config",
     "create_training_pipeline": "runner.library.pipeline",
+    "debug_operation": "runner.library.debugging",
+    "debugger": "runner.library.debugging",
     "evaluate": "runner.evaluation",
     "optimize": "runner.library.optimize",
     "optimize_model": "runner.library.optimize",
     "optimize_training_loop": "runner.library.training_loop",
+    "profile": "runner.library.debugging",
     "profile_model": "runner.library.profile",
+    "safe_inference": "runner.library.inference",
     "system_info": "runner.library.system",
     "train": "runner.loop",
     "train_step": "runner.library.step",

@@ -6,27 +6,25 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
-from runner.config import RunConfig, config_hash, flat
+from runner.config import RunConfig, config_hash, flat, plain
 from runner.data.loader import make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.source import Source
+from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
-from runner.hook import Hook
-from runner.hooks.cleaning import Cleaning
-from runner.hooks.progress import Progress
-from runner.hooks.recording import Recording
 from runner.loop_config import TrainingConfig
 from runner.models.build import build_model
 from runner.objective import Objective
@@ -43,8 +41,10 @@ from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
 from runner.run import Run
 from runner.security.targets import construct, resolve
+from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
 from runner.technique import Choice, Draft, Engagement, Technique
+from runner.watchers import watchers
 
 log = logging.getLogger("runner")
 
@@ -57,6 +57,7 @@ class Given:
     data: Source | None = None
     objective: Objective | None = None
     optimizer: Optimizer | None = None  # its learning rates stay the caller's to set
+    choices: Mapping[str, Any] = field(default_factory=dict)  # made automatically, by another run
 
 
 def build(config: RunConfig, folder: Path | None = None, given: Given | None = None) -> Run:
@@ -104,7 +105,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         config.checkpoint.keep,
         config_hash(config),
     )
-    recorded = _recorded(checkpointer, config.checkpoint.resume)
+    recorded = {**_recorded(checkpointer, config.checkpoint.resume), **given.choices}
     loader = partial(
         make_loader, data, batch_size=training.batch_size, seed=config.seed, device=device
     )
@@ -204,7 +205,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         predicted_bytes=draft.predicted_bytes,
         remarks=draft.remarks,
         recoveries=[use_less_memory, *draft.recoveries],
-        hooks=_hooks(config, settings, folder),
+        hooks=watchers(config, settings, folder, look_up),
         techniques=applied,
         engagements=engagements,
         choices=draft.choices + train.choices,
@@ -212,10 +213,10 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         started=started,
         watch=Stopwatch(device.torch),
         reader=Reader(device.torch),
+        guardian=Guardian(
+            config.stability, update, model, config.debug.on_anomaly is OnAnomaly["raise"]
+        ),
         report_every=config.monitoring.every,
-        max_consecutive_skips=config.stability.max_consecutive_skips,
-        max_rollbacks=config.stability.max_rollbacks,
-        backoff=config.stability.backoff,
         strict=config.optimization.strict,
     )
     checkpointer.choices = {choice.key: choice.value for choice in run.choices}
@@ -224,6 +225,10 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     scope.callback(run.validation.close)
     scope.callback(run.train.close)
     _resume(run, config.checkpoint.resume)
+    if folder is not None and config.debug.capture.enabled and config.debug.capture.at_most > 0:
+        parts = ("model", "data", "objective", "optimizer")
+        made = [part for part in parts if getattr(given, part) is not None]
+        run.captures = Captures(config.debug.capture, folder, plain(config), made)
     return run
 
 
@@ -277,15 +282,25 @@ def _apply_techniques(
         reason = technique.unavailable(draft.device) or technique.apply(draft)
         if reason is None:
             applied.append((name, technique))
-        elif config.optimization.strict:
-            raise ConfigError(
-                f"optimization.{name}",
-                f"cannot take hold: {reason}",
-                "switch it off or set optimization.strict=false",
-            )
         else:
             others.append(Engagement(name, True, False, reason))
+    if config.optimization.strict:
+        _refuse([row for row in others if row.requested])
     return applied, others
+
+
+def _refuse(rows: list[Engagement]) -> None:
+    """Under optimization.strict: say of all that cannot take hold why, at once."""
+    if not rows:
+        return
+    first, *more = rows
+    reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
+    off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
+    raise ConfigError(
+        f"optimization.{first.name}",
+        f"cannot take hold: {reason}",
+        f"set {off}, or optimization.strict=false",
+    )
 
 
 def _extra_techniques(config: RunConfig) -> list[tuple[str, Technique]]:
@@ -316,17 +331,6 @@ def _whole_step(draft: Draft, update: Update, fallen: dict[str, str]) -> WholeSt
     if draft.compilation is not None:
         draft.compilation.start()
     return None
-
-
-def _hooks(config: RunConfig, settings: Mapping[str, Any], folder: Path | None) -> list[Hook]:
-    hooks: list[Hook] = []
-    if folder is not None:
-        hooks.append(Recording(config.monitoring, settings))
-    if config.device.clean_above is not None:
-        hooks.append(Cleaning(config.device.clean_above))
-    if config.monitoring.progress:
-        hooks.append(Progress(config.monitoring))
-    return hooks
 
 
 def _recorded(checkpointer: Checkpointer, where: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from runner.jobs.config import (
     ExportKind,
     JobConfig,
     JobKind,
+    ReplayConfig,
     VerifyConfig,
     VerifyKind,
 )
@@ -76,6 +77,7 @@ class RunConfig:
     job: JobConfig = field(default_factory=JobConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -94,6 +96,10 @@ class RunConfig:
         for key in FOREIGN:
             named += nested(getattr(self, key).arguments, key)
         named += [("optimization.extra", target) for target in self.optimization.extra]
+        for i, hook in enumerate(self.debug.hooks):
+            named += nested(
+                {"_target_": hook} if isinstance(hook, str) else hook, f"debug.hooks.{i}"
+            )
         for key, target in named:
             if target is not None:
                 permit(str(target), key, self.security.trusted)
@@ -106,6 +112,14 @@ class RunConfig:
                 "job=evaluate needs to know which model",
                 "name a run's folder or one of its checkpoints/step_… folders",
             )
+        if self.job.kind is JobKind.replay and self.replay.path is None:
+            raise ConfigError(
+                "replay.path",
+                "job=replay needs to know which step",
+                "name a run's debug/captures/step_… folder",
+            )
+        if self.replay.path is not None and self.job.kind is not JobKind.replay:
+            raise ConfigError("replay.path", "is for looking into a bad step", "add job=replay")
         self._check_export()
         asked = any(technique.enabled for _, technique in self.optimization.techniques())
         parity = self.job.kind is JobKind.verify and self.verify.what is VerifyKind.parity
@@ -289,15 +303,45 @@ def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]
                 yield from _unknown(node, f"{name}.")
 
 
-OF_NO_CONSEQUENCE = ("name", "job", "evaluate", "verify", "monitoring", "security")
+OF_NO_CONSEQUENCE = ("name", "job", "evaluate", "verify", "replay", "monitoring", "security")
+NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "security")
 
 
 def config_hash(config: RunConfig) -> str:
     """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
     found = {k: v for k, v in asdict(config).items() if k not in OF_NO_CONSEQUENCE}
     del found["checkpoint"]["resume"]
+    # tools only look, so one may be switched on when an unfinished run is resumed; hooks may act
+    found["debug"] = {"hooks": found["debug"]["hooks"]}
     text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """All of it as JSON holds it, but for what is to be done with the run, and whom it trusts."""
+    found = {k: v for k, v in asdict(config).items() if k not in NOT_OF_THE_RUN}
+    found["checkpoint"]["resume"] = "none"
+    kept: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
+    return kept
+
+
+def from_plain(found: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
+    """The config that `plain` took apart; whom to trust is for the caller to say.
+
+    Raises ConfigError where it does not fit this version, SecurityError for a class not trusted.
+    """
+    try:
+        config = OmegaConf.structured(RunConfig)
+        for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
+            config[group] = OmegaConf.structured(schemas[found[group]["kind"]])
+        kept = {key: value for key, value in found.items() if key not in NOT_OF_THE_RUN}
+        merged = OmegaConf.merge(config, kept, {"security": {"trusted": list(trusted)}})
+    except (OmegaConfBaseException, LookupError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError("config", f"is not one of this version's runs ({reason})") from error
+    if not isinstance(merged, DictConfig):
+        raise ConfigError("config", "is not that of a run")
+    return typed(merged)
 
 
 def flat(config: RunConfig) -> dict[str, Any]:

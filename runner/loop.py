@@ -13,12 +13,18 @@ from torch import Tensor
 
 from runner import compiler
 from runner.batch import Batch, call, count, rows
-from runner.errors import ConfigError, GaveUp, Interrupted, RunnerError, StorageError
+from runner.errors import (
+    ConfigError,
+    Interrupted,
+    OutOfMemory,
+    RunnerError,
+    StorageError,
+)
 from runner.evaluation import evaluate
 from runner.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.interrupts import Interrupts
 from runner.outcome import engagements, look, summarise
-from runner.recovery import in_plain_words
+from runner.recovery import in_plain_words, is_out_of_memory
 from runner.resume import roll_back, save
 from runner.run import Run
 from runner.seeds import mix
@@ -84,7 +90,11 @@ def _train(run: Run) -> None:
                 interrupts.waiting = False
                 watch.split("data")
 
-                step, verdict = make_step(run, batch, watchers)
+                try:
+                    step, verdict = make_step(run, batch, watchers)
+                except Exception as error:
+                    _keep(run, batch, error)
+                    raise
 
                 samples = run.train.samples(progress.step)
                 progress.step += 1
@@ -98,6 +108,8 @@ def _train(run: Run) -> None:
 
                 if verdict >= Verdict.ROLLBACK:
                     _act(run, verdict)
+                if progress.step >= run.guardian.due:
+                    run.guardian.turn(progress.step)
                 if interrupts.received is not None:  # ahead of a validation, which may take long
                     _leave(run)
                     raise interrupts.error(_whereabouts(run))
@@ -118,6 +130,21 @@ def _train(run: Run) -> None:
             run.train.close()
             run.validation.close()
         save(run, final=True)
+
+
+def _keep(run: Run, batch: Batch, error: Exception) -> None:
+    """Capture a step that ends the run, whose batch is in hand; not for want of memory or disk."""
+    refused = isinstance(error, Interrupted | StorageError | OutOfMemory)
+    if refused or is_out_of_memory(error):
+        return
+    run.update.abandon()
+    step, message, kept = run.progress.step + 1, f"{type(error).__name__}: {error}", None
+    if run.captures is not None:
+        kept = run.captures.take(run, step, "exception", message, batch)
+    run.history.add(
+        "exception", message, step=step, category="code", severity="error", action="the run ends",
+        error=error, capture=kept or "", say=False,
+    )  # fmt: skip
 
 
 def _leave(run: Run) -> None:
@@ -158,12 +185,12 @@ def _watched(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
 
 def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     step, verdict = _attempt(run, batch), Verdict.KEEP
-    overflow = step.skipped
     if due:
         verdict = _ask(due, "on_gradients", run, step)
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
-    run.update.apply(step.grad_norm, step.skipped, overflow)
+            run.guardian.vetoed.append(step.number)
+    run.update.apply(step.grad_norm, step.skipped)
     run.watch.split("optimizer")
     return step, verdict
 
@@ -263,8 +290,10 @@ def _between_steps(run: Run, interrupts: Interrupts) -> None:
         evaluation = evaluate(run)
         interrupts.waiting = False
         improved, verdict = _judge(run, evaluation)
-    if improved or (step and step % run.checkpoint_every == 0 and run.saved_step < step):
+    due = step > 0 and step % run.checkpoint_every == 0
+    if improved or due:
         _act(run, _report(run, wait=True))  # what is on its way belongs before the checkpoint
+    if improved or (due and run.saved_step < step):
         save(run, best=improved)
         summarise(run, "running")  # what a killed run leaves behind
     _act(run, verdict)
@@ -305,35 +334,19 @@ def _lose_patience(run: Run) -> None:
 
 
 def _report(run: Run, wait: bool = False) -> Verdict:
-    """Hand the numbers that have reached the host to the hooks; count what was skipped."""
-    progress, verdict = run.progress, Verdict.KEEP
+    """Hand the numbers that have reached the host to the guardian and the hooks."""
+    verdict = Verdict.KEEP
     if run.whole is not None and (wait or run.device.reads_are_free):
         run.whole.check()
     for report in run.reader.reports(wait):
         if not report.loss:
             continue
-        pairs = zip(report.loss, report.grad_norm, strict=True)
-        broken = [not (math.isfinite(loss) and math.isfinite(norm)) for loss, norm in pairs]
-        for bad in broken:
-            progress.consecutive_skips = progress.consecutive_skips + 1 if bad else 0
-        progress.skipped += sum(report.skipped)
-        report.lr = run.update.lr_at(report.last - 1 - progress.skipped)
-        if any(broken):
-            for offset, bad in enumerate(broken):
-                if bad:
-                    run.history.add(
-                        "non_finite",
-                        "loss or gradients were not finite",
-                        step=report.first + offset,
-                        category="numerics",
-                        action="skipped" if report.skipped[offset] else "",
-                    )
+        run.guardian.look(run, report)
+        report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _prove(run)
         verdict = max(verdict, _ask(run.hooks, "on_report", run, report))
-        if run.update.guard and progress.consecutive_skips > run.max_consecutive_skips:
-            verdict = max(verdict, Verdict.ROLLBACK)
-    return verdict
+    return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
 
 
 def _prove(run: Run) -> None:
@@ -350,19 +363,20 @@ def _prove(run: Run) -> None:
 
 
 def _act(run: Run, verdict: Verdict) -> None:
-    progress = run.progress
+    """Do what a hook asks for, or what the guardian has decided on."""
+    if verdict < Verdict.ROLLBACK:
+        return
+    guardian = run.guardian
     if verdict is Verdict.STOP:
         run.stop_reason = run.stop_reason or "a hook asked to stop"
-    elif verdict is Verdict.ROLLBACK:
-        if progress.rollbacks >= run.max_rollbacks:
-            raise GaveUp(
-                f"step {progress.step}: {progress.consecutive_skips} steps in a row not finite "
-                f"after {progress.rollbacks} roll-backs; look at the data of these steps "
-                "(debug=anomaly names the operation), lower optimizer.lr, or raise "
-                "stability.max_rollbacks"
-            )
+    elif guardian.decision is None:
+        guardian.ask(run)
+    while (rule := guardian.carry_out(run)) is not None:
         _report(run, wait=True)  # what is on its way is about the weights that go
-        roll_back(run)
+        if roll_back(run, rule.factor):
+            guardian.rolled_back(run)
+        else:
+            guardian.stuck(run)
 
 
 def _ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation) -> Verdict:

@@ -112,7 +112,7 @@ def in_plain_words(doing: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         asked = _asked(error)
-        _clear(error)
+        let_go(error)
     else:
         return
     raise OutOfMemory(f"out of memory{asked} {doing}; {LESS}")
@@ -120,7 +120,7 @@ def in_plain_words(doing: str) -> Iterator[None]:
 
 def _let_go(run: Run, error: Exception) -> None:
     """Free what the failed step holds: its traceback has the activations, the weights gradients."""
-    _clear(error)
+    let_go(error)
     for parameter in run.model.parameters():
         parameter.grad = None
     if run.device.kind == "cpu" and "out_of_memory" not in run.history.counts:
@@ -128,7 +128,8 @@ def _let_go(run: Run, error: Exception) -> None:
     memory.clean(run.device)
 
 
-def _clear(error: BaseException | None) -> None:
+def let_go(error: BaseException | None) -> None:
+    """Free what the frames hold that an error came through."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

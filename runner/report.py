@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from runner.hook import Cost
 from runner.record import markdown as md
 from runner.record.console import one_line
 from runner.summary import Summary
@@ -36,7 +37,7 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
         if not rows:
             continue
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", min_width=15, max_width=26, overflow="fold")
+        table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
         table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
             marked = "bold green" if heading == "result" and "best" in value else ""
@@ -102,7 +103,16 @@ def _sections(
     if summary.skipped_steps:
         troubles.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
     yield "faults", troubles
+    yield "debug tools", [(cost.name, _cost(cost, summary)) for cost in summary.tools]
     yield "files", _files(summary, folder)
+
+
+def _cost(cost: Cost, summary: Summary) -> str:
+    """What a tool found, and what it took."""
+    looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
+    share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+    took = f"{looks}, {_duration(cost.seconds)}, {share:.1%} of the run"
+    return f"{cost.finding}  ({took})" if cost.finding else took
 
 
 def _verdict(row: Engagement, most: int | None) -> str:
@@ -196,7 +206,10 @@ def _files(summary: Summary, folder: Path | None) -> list[Row]:
         if "largest_difference" in summary.export:
             told += f", off by {summary.export['largest_difference']:.2g} at most"
         rows.append(("export", f"{summary.export['file']} ({told})"))
-    names = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
+    names = (
+        "report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json",
+        "debug/history.json",
+    )  # fmt: skip
     there = [name for name in names if (folder / name).exists() or name == "report.md"]
     return [*rows, ("record", ", ".join(there))]
 

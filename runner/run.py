@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from runner.batch import Batch, Loader, Sizes
+    from runner.captures.taking import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.device.device import Device
     from runner.hook import Evaluation, Hook
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from runner.reader import Reader
     from runner.record.history import History
     from runner.record.recorder import Recorder
+    from runner.stability.guardian import Guardian
     from runner.stopwatch import Stopwatch
     from runner.technique import (
         Choice,
@@ -92,6 +94,7 @@ class Run:
     started: float  # time.monotonic() when the build began
     watch: Stopwatch
     reader: Reader
+    guardian: Guardian
     whole: WholeStep | None = None  # makes steps in one graph
     compilation: Compilation | None = None
     recompute: Recomputed | None = None  # as in the draft
@@ -102,13 +105,11 @@ class Run:
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # as in the draft
     recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
     report_every: int = 10
-    max_consecutive_skips: int = 10
-    max_rollbacks: int = 2
-    backoff: float = 0.5  # of the learning rate, at a roll-back
     strict: bool = False  # a technique that does not take hold is an error
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
     operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
+    captures: Captures | None = None  # bad steps that are kept for job=replay
     quantized: Quantized | None = None  # once there is one that is worth it
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from

@@ -35,12 +35,13 @@ checkpoint
 batch objective
 hook technique
 run
-compiler deferred modes predict reader recovery resume stability summary
+compiler deferred modes predict techniques.blocks reader recovery resume stability summary
 captures
 evaluation outcome report stopwatch
 techniques hooks debug models objectives data optim loop
 overrides
 config
+watchers
 build
 doctor measure
 replay

@@ -32,6 +32,7 @@ NEEDS = {
     ("model", "gpt"): ["data=stdlib_text"],
     ("model", "classifier"): ["data=stdlib_parts"],
     ("job", "evaluate"): ["checkpoint.resume=x"],
+    ("job", "replay"): ["replay.path=x"],
 }
 EVERY = [(group, option) for group, found in options().items() for option in found]
 
@@ -203,9 +204,10 @@ def test_optimizers_offered_by_name_are_in_torch() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(runner.__all__) == [
-        "Evidence", "Hook", "RunConfig", "Summary", "Technique", "Verdict", "__version__",
-        "build", "compose", "create_training_pipeline", "evaluate", "optimize", "optimize_model",
-        "optimize_training_loop", "profile_model", "system_info", "train", "train_step",
+        "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Verdict",
+        "__version__", "build", "compose", "create_training_pipeline", "debug_operation",
+        "debugger", "evaluate", "optimize", "optimize_model", "optimize_training_loop", "profile",
+        "profile_model", "safe_inference", "system_info", "train", "train_step",
     ]  # fmt: skip
     assert all(getattr(runner, name) is not None for name in runner.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):

@@ -24,6 +24,12 @@ def memory_left(root: Path = ROOT) -> int | None:
     return min((max(limit - used, 0) for limit, used in _memory(root)), default=None)
 
 
+def tightest(root: Path = ROOT) -> tuple[int, int] | None:
+    """Limit and bytes left of the group that is fullest, by its share; None without a limit."""
+    found = [(limit, max(limit - used, 0)) for limit, used in _memory(root) if limit > 0]
+    return min(found, key=lambda pair: pair[1] / pair[0], default=None)
+
+
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs' worth of time this process may use, such as 1.5."""
     quotas = []

@@ -117,10 +117,20 @@ class Stepper:
                 run = self.run
                 if run is None or not any(recover(run, error) for recover in run.recoveries):
                     raise
+        return self.finish(loss)
+
+    def finish(self, loss: Tensor) -> Step:
+        """Measure what backward left, and make the update or skip it."""
         norm, skipped = self.update.measure(loss)
         self.update.apply(norm, skipped)
         self.steps += 1
         return Step(self.steps, loss, norm, skipped)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Leave the gradients in `.grad`, with the loss scale in them; return the bare loss."""
+        scale = self.update.scale
+        (loss if scale is None else loss * scale.value).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _backward(self, batch: Batch, loss_fn: Loss) -> Tensor:
         """Leave the gradients in `.grad`, and return the loss."""
@@ -133,19 +143,20 @@ class Stepper:
             inputs, target = placed(run, inputs), batches.moved(target, run.device.torch)
             with entered(run):
                 loss = loss_fn(call(self.forward, inputs), target)
-        _check_loss(loss)
-        (loss if update.scale is None else loss * update.scale.value).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        check_loss("train_step: loss_fn returned", loss)
+        return self.backward(loss)
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(what: str, loss: Any) -> None:
+    """Raise UsageError where nothing can be learned from it; `what` says whose it is."""
+    who = what.partition(":")[0]
     if not isinstance(loss, Tensor) or loss.ndim:
         raise UsageError(
-            f"train_step: loss_fn returned {batches.describe(loss)}; return the mean over the "
-            "batch, a tensor without dimensions"
+            f"{what} {batches.describe(loss)}; make it the mean over the batch, a tensor without "
+            "dimensions"
         )
     if not loss.requires_grad:
         raise UsageError(
-            "train_step: the loss depends on no weight that needs a gradient; leave "
+            f"{who}: the loss depends on no weight that needs a gradient; leave "
             "requires_grad on, and torch.no_grad() and .detach() out"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from runner.data import config as data_config
 from runner.errors import ConfigError
@@ -155,6 +155,10 @@ def translated(error: Exception) -> ConfigError:
         return _wrong_type(inner)
     if inner is not None:
         first = (inner.msg or str(inner)).partition("\n")[0]
+        known = getattr(inner.object_type, "__dataclass_fields__", None)
+        if known and isinstance(inner, ConfigKeyError):  # in a list of parts
+            fix = f"there are {', '.join(known)}"
+            return ConfigError(inner.full_key or "config", "there is no such key", fix)
         return ConfigError(inner.full_key or "config", first)
     lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
     text = " ".join(" ".join(lines).partition("Config search path")[0].split())
@@ -172,10 +176,15 @@ def _wrong_type(error: ValidationError) -> ConfigError:
         near = nearest(found[1], found[2].split(", "))
         fix = f"did you mean {key}={near}?" if near else ""
         return ConfigError(key, f"{found[1]!r} is not one of {found[2]}", fix)
+    if "is not a ListConfig" in first:
+        return ConfigError(key, "is a list", f"write {key}=[…]")
+    if found := re.search(r"Value (.*) \((list|dict)\) is not a valid input", first):
+        return ConfigError(key, f"{found[1]} is a {found[2]}, where one value belongs")
     if "not Optional" in first or "is None" in first:
         return ConfigError(key, "null is no value for it")
     if "not a subclass" in first or "incompatible" in first:
-        return ConfigError(key, f"is a part with keys of its own ({first})", f"set {key}.<key>=…")
+        switch = f"{key}.enabled=true" if "bool" in first else f"{key}.<key>=…"
+        return ConfigError(key, "is a part with keys of its own", f"set {switch}")
     return ConfigError(key, first)
 
 

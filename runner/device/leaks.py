@@ -1,0 +1,180 @@
+"""Whether memory grows without end: a robust slope over windows of several lengths."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import sqrt
+
+MIB = 2**20
+BLOCKS = 8  # of a window; each counts by its smallest sample
+Z = 2.576  # of a normal distribution, both tails of 1 %
+MOST_LEVELS = 24
+EVEN = 0.4  # largest share of the growth that may come in one of the seven steps between blocks
+LASTING = 0.75  # of the first half's slope, that the second must still have …
+STILL = 0.6  # … and at the look that confirms it: the heap's own steps make slopes rough
+SHARE = 0.02  # of what is held, that must have been added: long windows see every small thing
+
+
+@dataclass(frozen=True)
+class Trend:
+    """What a window of samples says. Slopes in bytes a step, with a 99 % interval."""
+
+    leaking: bool
+    slope: float
+    low: float
+    high: float
+    first: int  # step at which the window begins
+    last: int
+    held: int  # bytes, at its end
+    reason: str  # why it is, or is not, called a leak
+
+    @property
+    def grown(self) -> int:
+        """Bytes added over the window, by the slope."""
+        return round(self.slope * (self.last - self.first))
+
+
+class LeakDetector:
+    """Told how many bytes are held at a step, says when they grow steadily.
+
+    A window is cut into eight blocks, of which the smallest sample counts: a saw-tooth of garbage
+    collection and the peaks of validations vanish. Over these, the Theil-Sen estimator (the median
+    of the slopes between all pairs) with Sen's interval (Sen 1968) gives the slope. It is a leak
+    if the interval's lower end is above `least_slope`, the window has grown by `least` bytes and
+    by 2 % of what is held, no single jump makes up most of that, and the second half grows
+    nearly as fast as the first, which a warm-up does not; twice in a row. When it `suspects`
+    for the first time, whoever asks may collect garbage, so that only what is held remains.
+
+    Windows of `window` samples, then of twice as many and so on, each made of the minima of the
+    one before, so that slow leaks are found late rather than never. The first `warm_up` steps are
+    left out. Telling it takes 1 µs, and at each fourth of a window 30 µs.
+    """
+
+    def __init__(
+        self,
+        window: int = 32,
+        warm_up: int = 50,
+        least: int = 8 * MIB,
+        least_slope: float = 1024.0,
+    ) -> None:
+        if window < 2 * BLOCKS or window % BLOCKS:
+            raise ValueError(f"a window of {window} samples; use a multiple of 8, from 16 on")
+        self.window, self.warm_up = window, warm_up
+        self.least, self.least_slope = least, least_slope
+        self.levels: list[_Level] = []
+        self.start: int | None = None
+        self.trend: Trend | None = None  # the newest that was a leak, else the newest
+        self.suspects = False  # what was added last looks like a leak for the first time
+
+    @property
+    def leaking(self) -> bool:
+        """Whether a leak was found."""
+        return self.trend is not None and self.trend.leaking
+
+    def add(self, step: int, held: int) -> Trend | None:
+        """Take a sample; the trend, if this is when a leak is found (again, at a longer window)."""
+        self.suspects = False
+        if self.start is None:
+            self.start = step
+        if step < self.start + self.warm_up:
+            return None
+        found: Trend | None = None
+        sample: tuple[int, int] | None = (step, held)
+        for depth in range(MOST_LEVELS):
+            if sample is None:
+                break
+            if depth == len(self.levels):
+                self.levels.append(_Level(self.window))
+            level = self.levels[depth]
+            sample = level.add(sample)
+            if len(level.samples) == self.window and level.count % (self.window // 4) == 0:
+                found = self._look(level) or found
+        return found
+
+    def _look(self, level: _Level) -> Trend | None:
+        lasting = STILL if level.suspect else LASTING
+        trend = judge(list(level.samples), self.least, self.least_slope, lasting)
+        if trend.leaking or not self.leaking:
+            self.trend = trend
+        before, level.suspect = level.suspect, trend.leaking
+        self.suspects = self.suspects or (trend.leaking and not before and not level.told)
+        if not trend.leaking or not before or level.told:
+            return None
+        level.told = True
+        return trend
+
+
+class _Level:
+    """A window, each of its samples the smaller one of two of the level below."""
+
+    def __init__(self, window: int) -> None:
+        self.samples: deque[tuple[int, int]] = deque(maxlen=window)
+        self.count = 0
+        self.suspect = self.told = False
+        self.half: tuple[int, int] | None = None
+
+    def add(self, sample: tuple[int, int]) -> tuple[int, int] | None:
+        """Keep it; every second time, what goes on to the level above."""
+        self.samples.append(sample)
+        self.count += 1
+        if self.half is None:
+            self.half = sample
+            return None
+        lower, self.half = min(self.half, sample, key=lambda s: s[1]), None
+        return lower
+
+
+def judge(
+    samples: list[tuple[int, int]],
+    least: int = 8 * MIB,
+    least_slope: float = 0.0,
+    lasting: float = LASTING,
+) -> Trend:
+    """The trend of (step, bytes) samples, 16 or more of them, oldest first."""
+    size = len(samples) // BLOCKS
+    if size < 2:
+        raise ValueError(f"{len(samples)} samples are too few; 16 or more")
+    samples = samples[-BLOCKS * size :]
+    floors = [min(samples[i : i + size], key=lambda s: s[1]) for i in range(0, len(samples), size)]
+    slope, low, high = _sen(floors)
+    first, last, held = samples[0][0], samples[-1][0], floors[-1][1]
+    reason = _healthy(floors, low, max(least, SHARE * held), least_slope, lasting)
+    told = reason or "it grows evenly, all through the window"
+    return Trend(reason is None, slope, low, high, first, last, held, told)
+
+
+def _sen(points: list[tuple[int, int]]) -> tuple[float, float, float]:
+    """The median of all pairs' slopes, and Sen's interval by ranks."""
+    slopes = sorted(
+        (b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :] if t > s
+    )
+    n, pairs = len(points), len(slopes)
+    if not pairs:
+        return 0.0, 0.0, 0.0
+    width = Z * sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    lower = max(0, int((pairs - width) / 2))
+    upper = min(pairs - 1, int((pairs + width) / 2) + 1)
+    middle = pairs // 2
+    median = slopes[middle] if pairs % 2 else (slopes[middle - 1] + slopes[middle]) / 2
+    return median, slopes[lower], slopes[upper]
+
+
+def _healthy(
+    floors: list[tuple[int, int]], low: float, least: float, least_slope: float, lasting: float
+) -> str | None:
+    """What speaks against a leak; None if nothing does."""
+    values = [value for _, value in floors]
+    grown = values[-1] - values[0]
+    if grown < least:
+        return f"it grew by {grown / MIB:.1f} MiB, too little to tell"
+    if low <= least_slope:
+        return "the slope may be none"
+    rises = [b - a for a, b in zip(values, values[1:], strict=False)]
+    if max(rises) > EVEN * grown:
+        return "most of the growth is one jump"
+    (start, a), (middle, b), (end, c) = floors[0], floors[BLOCKS // 2], floors[-1]
+    early, late = (b - a) / (middle - start), (c - b) / (end - middle)
+    if late < lasting * early:
+        return "it slows down"
+    return None

@@ -1,0 +1,264 @@
+"""A model's answer, or what was in the way: no batch too large, no value that is not finite."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import modes
+from runner.batch import Inputs, call
+from runner.debug.observed import noise_kept
+from runner.device import memory
+from runner.errors import OutOfMemory, RunnerError, UsageError
+from runner.library import batches
+from runner.library.assembly import check_model, device_of
+from runner.library.optimize import Optimized
+from runner.recovery import is_out_of_memory, let_go
+
+WHO = "safe_inference"
+PASSING = (ConnectionError, TimeoutError, InterruptedError, BlockingIOError)
+SIGNS = re.compile(
+    r"temporarily unavailable|timed? ?out|connection (reset|refused|closed)|try again|"
+    r"CUDNN_STATUS_(INTERNAL_ERROR|EXECUTION_FAILED)|CUBLAS_STATUS_(INTERNAL_ERROR|NOT_INITIALIZED)",
+    re.I,
+)
+
+
+@dataclass(frozen=True)
+class InferenceResult:
+    """What a model put out, and whether it is to be trusted."""
+
+    output: Any  # as the model's own, rows in order; None where it failed
+    ok: bool  # all of it is there, and every value is finite and the model's own
+    problems: list[str]  # in words, in the order they came up
+    pieces: int  # forwards that the output is made of
+    retries: int  # forwards made again after an error that passes
+    non_finite: int  # values of the output that were NaN or Inf
+    device: str  # that it was computed on
+    seconds: float  # wall time, until the output was there
+    error: Exception | None = None  # what it failed with, where errors are returned
+
+
+@dataclass
+class _Attempt:
+    """What is known so far."""
+
+    retries: int  # left
+    size: int  # samples a forward
+    transient: tuple[type[Exception], ...]
+    problems: list[str] = field(default_factory=list)
+    retried: int = 0
+    device: str = ""
+
+
+def safe_inference(
+    model: nn.Module | Optimized,
+    batch: Inputs,
+    *,
+    retries: int = 2,
+    sanitise: bool = True,
+    nan: float = 0.0,
+    inf: float | None = None,
+    raise_errors: bool = True,
+    cpu_fallback: bool = True,
+    transient: tuple[type[Exception], ...] = (),
+) -> InferenceResult:
+    """The model's output for `batch`: inputs as one tensor, a tuple by position or a dict by name.
+
+    In eval mode and without gradients; each module's mode and all random states are afterwards as
+    before. A batch that does not fit the memory is halved, as often as it takes, and the rows of
+    the outputs are put together; one sample that does not fit an accelerator is tried on the CPU,
+    on a copy (`cpu_fallback`). Errors that pass (time-outs, lost connections, and `transient`) are
+    tried again, `retries` times in all. NaN becomes `nan` and ±Inf becomes ±`inf`, or the largest
+    number of the type; what was replaced is counted in the result, and makes it not `ok`.
+
+    Raises UsageError, OutOfMemory, and what the model raises; with `raise_errors=False` these last
+    are in the result. It makes the host wait for the device.
+    """
+    if retries < 0:
+        raise UsageError(f"{WHO}: retries={retries} is no count; use 0 or more")
+    if not math.isfinite(nan) or not math.isfinite(inf or 0.0):
+        raise UsageError(
+            f"{WHO}: nan={nan} and inf={inf} stand for what is not finite; use numbers"
+        )
+    module = model.model if isinstance(model, Optimized) else model
+    check_model(WHO, module)
+    samples = batches.samples(batch, f"{WHO}: batch")
+    start = time.perf_counter()
+    attempt = _Attempt(retries, samples, transient, device=str(device_of(module)))
+    attempt.problems += _count(batch, "inputs")[1]
+    indices = sorted(
+        {t.device.index for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
+    )
+    output, pieces, non_finite = None, 0, 0
+    failure: Exception | None = None
+    try:
+        with (
+            noise_kept(),
+            torch.random.fork_rng(indices),
+            modes.evaluating(module),
+            torch.no_grad(),
+        ):
+            parts = _all(attempt, model, module, batch, samples, cpu_fallback)
+            output, pieces = _joined([part for part, _ in parts], [n for _, n in parts]), len(parts)
+            non_finite, found = _count(output, "output")
+            attempt.problems += found
+            if non_finite and sanitise:
+                output = batches.mapped(output, lambda t: _finite(t, nan, inf))
+    except UsageError as error:
+        if raise_errors or not isinstance(error, OutOfMemory):
+            raise
+        failure = error
+    except Exception as error:
+        if raise_errors:
+            raise
+        let_go(error)
+        failure = error
+    if failure is not None:
+        attempt.problems.append(f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+    return InferenceResult(
+        output, failure is None and not non_finite, attempt.problems, pieces, attempt.retried,
+        non_finite, attempt.device, time.perf_counter() - start, failure,
+    )  # fmt: skip
+
+
+def _all(
+    attempt: _Attempt, model: Any, module: nn.Module, batch: Inputs, samples: int, fallback: bool
+) -> list[tuple[Any, int]]:
+    """Every row's output, in pieces as large as the memory allows."""
+    where = device_of(module)
+    try:
+        return list(_pieces(attempt, model, batch, samples, where))
+    except OutOfMemory:
+        if not fallback or where.type == "cpu":
+            raise
+    gc.collect()
+    attempt.device, attempt.size = "cpu", samples
+    attempt.problems.append(f"{where} cannot hold one sample: computed on the CPU")
+    host = torch.device("cpu")
+    return list(_pieces(attempt, deepcopy(module).to(host), batch, samples, host))
+
+
+def _pieces(
+    attempt: _Attempt,
+    forward: Callable[..., Any],
+    batch: Inputs,
+    samples: int,
+    where: torch.device,
+) -> Iterator[tuple[Any, int]]:
+    """Outputs of consecutive rows, and how many rows each is of."""
+
+    def cut(tensor: Tensor) -> Tensor:  # what has no row for each sample is for all of them
+        whole = not tensor.ndim or len(tensor) != samples or count == samples
+        return tensor if whole else tensor[done : done + count]
+
+    done = 0
+    with ExitStack() as scope:
+        while done < samples:
+            count = min(attempt.size, samples - done)
+            try:
+                output = call(forward, batches.moved(batches.mapped(batch, cut), where))
+            except Exception as error:
+                _react(attempt, error, count, scope)
+            else:
+                yield output, count
+                done += count
+            # tried again out here, where no traceback holds on to the activations
+
+
+def _react(attempt: _Attempt, error: Exception, count: int, scope: ExitStack) -> None:
+    """Make another try worth it, or raise."""
+    if is_out_of_memory(error):
+        let_go(error)
+        gc.collect()
+        if attempt.device != "cpu":
+            torch.cuda.empty_cache()
+        if attempt.device == "cpu":
+            memory.give_back_at_once(scope)
+        if count == 1:
+            raise OutOfMemory(f"{WHO}: out of memory with one sample on {attempt.device}") from None
+        attempt.size = (count + 1) // 2
+        attempt.problems.append(f"out of memory with {count} samples; {attempt.size} at a time")
+    elif _passes(error, attempt.transient) and attempt.retries:
+        attempt.retries -= 1
+        attempt.retried += 1
+        gist = " ".join(str(error).split())[:200]
+        attempt.problems.append(f"{type(error).__name__}: {gist}; tried again")
+    else:
+        raise error
+
+
+def _passes(error: Exception, transient: tuple[type[Exception], ...]) -> bool:
+    if isinstance(error, PASSING + transient):
+        return True
+    odd = isinstance(error, RuntimeError | OSError) and not isinstance(error, RunnerError)
+    return odd and SIGNS.search(str(error)) is not None
+
+
+def _joined(parts: list[Any], sizes: list[int]) -> Any:
+    """One nest from those of the pieces; a tensor with a row a sample is put end to end."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
+            return torch.cat(parts)
+        if all(torch.equal(part, first) for part in parts[1:]):
+            return first
+        raise UsageError(
+            f"{WHO}: the batch had to be cut, and an output of shape {list(first.shape)} has no "
+            "row for each sample; give smaller batches"
+        )
+    if isinstance(first, dict):
+        items = {key: _joined([part[key] for part in parts], sizes) for key in first}
+        return items if type(first) is dict else type(first)(items)
+    if isinstance(first, tuple | list):
+        values = [_joined(list(column), sizes) for column in zip(*parts, strict=True)]
+        named = isinstance(first, tuple) and hasattr(first, "_fields")
+        return type(first)(*values) if named else type(first)(values)
+    return first
+
+
+def _count(value: Any, name: str) -> tuple[int, list[str]]:
+    """How many values are not finite, and where; read from the device in one go."""
+    tensors = [(n, t) for n, t in _named(value, name) if t.is_floating_point() or t.is_complex()]
+    if not tensors:
+        return 0, []
+    one = tensors[0][1].device
+    counts = [torch.stack([t.isnan().sum(), t.isinf().sum()]).to(one) for _, t in tensors]
+    total, found = 0, []
+    for (where, tensor), (nans, infs) in zip(tensors, torch.stack(counts).tolist(), strict=True):
+        total += nans + infs
+        said = [f"{n:,} {what}" for n, what in ((nans, "NaN"), (infs, "Inf")) if n]
+        if said:
+            found.append(f"{where}: {' and '.join(said)} of {tensor.numel():,} values")
+    return total, found
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named(item, f"{name}.{key}")
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _named(item, f"{name}[{i}]")
+
+
+def _finite(tensor: Tensor, nan: float, inf: float | None) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_complex(_finite(torch.view_as_real(tensor), nan, inf))
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.nan_to_num(tensor, nan, inf, None if inf is None else -inf)

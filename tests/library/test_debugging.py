@@ -1,0 +1,193 @@
+"""The debugger for loops of one's own: times, faults and NaNs by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import debug_operation, debugger, profile
+from runner.errors import UsageError
+from runner.library.debugging import MOST, OTHERS, Debugger, NotFinite
+
+
+@pytest.fixture
+def own() -> Debugger:
+    return Debugger()
+
+
+def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
+    debugger.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @debug_operation("forward", memory=True)
+    def forward(batch: Tensor) -> Tensor:
+        return model(batch)
+
+    for number in range(6):
+        batch = torch.randn(4, 8)
+        if number == 3:
+            batch[0, 0] = float("nan")
+        with debugger.context("step"), profile.section("anything"):
+            loss = debugger.check(forward(batch).pow(2).mean(), "loss")
+            optimizer.zero_grad()
+            loss.backward()
+            if torch.isfinite(loss):
+                optimizer.step()
+    summary = debugger.summary()
+    rows = {row.name: row for row in summary.operations}
+    assert rows["step"].calls == rows["step/forward"].calls == 6
+    assert rows["step"].seconds >= rows["step/forward"].seconds > 0
+    assert rows["step/forward"].not_finite == 1
+    first, second = summary.faults
+    assert first.message == "step/forward/output: tensor (4×1): 1 NaN, 0 Inf of 4"
+    assert second.message.startswith("step/loss: tensor (scalar)")
+    assert first.steps == second.steps == [4]
+    assert "step/forward" in str(summary)
+    assert "| step/forward | 6 |" in summary.markdown()
+
+
+def test_an_exception_is_recorded_with_its_traceback_and_goes_on_its_way(own: Debugger) -> None:
+    with pytest.raises(ZeroDivisionError), own.context("outer"), own.context("inner"):
+        _ = 1 / 0
+    with own.context("caught", catch=True):
+        raise KeyError("x")
+    rows = {row.name: row.failures for row in own.summary().operations}
+    assert rows == {"outer": 1, "outer/inner": 1, "caught": 1}
+    first = own.summary().faults[0]
+    assert first.message == "outer/inner: ZeroDivisionError: division by zero"
+    assert "_ = 1 / 0" in first.traceback
+    with own.context("after"):
+        pass
+    assert "after" in {row.name for row in own.summary().operations}, "no context was left open"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.tensor([1.0, float("inf")]), "tensor (2): 0 NaN, 1 Inf of 2"),
+        ({"a": [torch.ones(2), torch.tensor(float("nan"))]}, "['a'][1] (scalar): 1 NaN"),
+        (float("nan"), "number: nan"),
+        (torch.tensor([complex(0, float("inf"))]), "0 NaN, 1 Inf of 1"),
+        (torch.tensor([0.0, 1.0, float("nan")]).to_sparse(), "1 NaN, 0 Inf of 2"),
+    ],
+    ids=["inf", "nest", "number", "complex", "sparse"],
+)
+def test_what_is_not_finite_is_found_wherever_it_is(
+    value: object, said: str, own: Debugger
+) -> None:
+    assert own.check(value, "x") is value
+    (fault,) = own.summary().faults
+    assert said in fault.message
+    with pytest.raises(NotFinite, match="x: "):
+        own.check(value, "x", on="raise")
+
+
+def test_finite_values_and_integers_leave_no_trace(own: Debugger) -> None:
+    for value in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
+        own.check(value)
+    assert own.summary().faults == []
+    assert own.summary().worst is None
+
+
+def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugger) -> None:
+    @own.operation(check_finite="raise")
+    def broken(x: Tensor) -> Tensor:
+        """Divides."""
+        return x / 0
+
+    @own.operation
+    def unchecked_name() -> int:
+        return 3
+
+    assert (broken.__name__, broken.__doc__) == ("broken", "Divides.")
+    with pytest.raises(NotFinite, match="broken/output"):
+        broken(torch.ones(2))
+    assert unchecked_name() == 3
+    assert own.summary().worst is not None
+    assert own.summary().worst.name == "broken"
+
+    @own.operation("quiet", check_finite=False)
+    def quiet() -> Tensor:
+        return torch.tensor(float("nan"))
+
+    quiet()
+    assert [fault.kind for fault in own.summary().faults] == ["non_finite", "exception"]
+
+
+def test_a_fault_that_repeats_is_counted_and_said_once(
+    own: Debugger, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "runner"):
+        for _ in range(50):
+            own.check(torch.tensor(float("nan")), "loss")
+    (fault,) = own.summary().faults
+    assert fault.count == 50
+    assert len(caplog.records) == 1
+
+
+def test_threads_count_together_and_nest_apart(own: Debugger) -> None:
+    def work() -> None:
+        for _ in range(100):
+            with own.context("outer", memory=False), own.context("inner", memory=False):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {row.name: row.calls for row in own.summary().operations} == {
+        "outer": 600,
+        "outer/inner": 600,
+    }
+
+
+def test_names_without_end_do_not_fill_the_memory(own: Debugger) -> None:
+    for i in range(MOST + 20):
+        with own.context(f"sample {i}", memory=False):
+            pass
+    rows = {row.name: row.calls for row in own.summary().operations}
+    assert len(rows) == MOST + 1
+    assert rows[OTHERS] == 20
+
+
+def test_memory_that_an_operation_leaves_behind_is_seen(own: Debugger) -> None:
+    kept = []
+    with own.context("hoards") as row:
+        kept.append(torch.ones(16 * 2**20))  # 64 MiB, written to
+    assert row.memory > 50 * 2**20
+
+
+def test_the_export_is_json_and_a_bad_path_is_said(own: Debugger, tmp_path: Path) -> None:
+    with own.context("a"):
+        own.check(torch.tensor(float("nan")), "x")
+    rows = json.loads(own.export(tmp_path / "sub" / "debug.json").read_text())
+    assert rows["operations"][0]["name"] == "a"
+    assert rows["faults"][0]["kind"] == "non_finite"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        own.export(tmp_path / "file" / "debug.json")
+
+
+def test_a_misspelt_option_is_answered(own: Debugger) -> None:
+    with pytest.raises(UsageError, match="check_finite='rais'"):
+        own.operation("x", check_finite="rais")
+    with pytest.raises(UsageError, match="on='stop'"):
+        own.check(1.0, on="stop")
+
+
+def test_gradients_are_looked_at(own: Debugger) -> None:
+    gradients = pytest.importorskip("runner.debug.gradients")
+    model = nn.Linear(3, 1)
+    model(torch.randn(5, 3)).sum().backward()
+    report = own.check_gradients(model)
+    assert isinstance(report, gradients.GradientReport)
+    assert own.summary().operations[0].name == "check_gradients"

@@ -1,0 +1,253 @@
+"""`safe_inference`: the model's own output, in pieces where it must be, or what was in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import optimize, safe_inference
+from runner.errors import OutOfMemory, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Large(nn.Module):
+    """Allocates more than any machine has when it gets more than `most` samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.layer, self.most = nn.Linear(4, 3), most
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        self.seen.append(len(x))
+        if len(x) > self.most:
+            torch.empty(2**50)
+        y = self.layer(x)
+        return {"logits": y if scale is None else y * scale, "scale": torch.ones(2)}
+
+
+class Flaky(nn.Module):
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.layer, self.errors = nn.Linear(4, 3), list(errors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.layer(x)
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        y[0, 0], y[1, 1], y[2, 2] = math.nan, math.inf, -math.inf
+        return y, torch.arange(len(x))
+
+
+def test_the_output_is_the_models_in_eval_mode_without_gradients(net: nn.Module) -> None:
+    net[2].eval()
+    modes = [m.training for m in net.modules()]
+    x = torch.randn(6, 64)
+    result = safe_inference(net, x)
+    assert [m.training for m in net.modules()] == modes
+    assert net.training and not net[2].training
+    net.eval()
+    assert torch.equal(result.output, net(x))
+    assert result.ok and result.problems == [] and result.non_finite == 0
+    assert (result.pieces, result.retries, result.device) == (1, 0, "cpu")
+    assert result.seconds > 0 and not result.output.requires_grad
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.ok = False
+
+
+@pytest.mark.parametrize("shape", ["tensor", "tuple", "dict"])
+def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(shape: str) -> None:
+    model, x, scale = Large(3), torch.randn(11, 4), torch.tensor([1.0, 2.0, 3.0])
+    batch: Any = {"tensor": x, "tuple": (x, scale), "dict": {"x": x, "scale": scale}}[shape]
+    result = safe_inference(model, batch)
+    expected = model.layer(x) * (1 if shape == "tensor" else scale)
+    assert torch.allclose(result.output["logits"], expected)
+    assert result.output["scale"].tolist() == [1, 1]  # not one for each sample
+    assert model.seen == [11, 6, 3, 3, 3, 2]
+    assert result.ok and result.pieces == 4
+    assert result.problems == [
+        "out of memory with 11 samples; 6 at a time", "out of memory with 6 samples; 3 at a time",
+    ]  # fmt: skip
+
+
+def test_one_sample_that_does_not_fit_is_one_clear_error_or_in_the_result() -> None:
+    with pytest.raises(OutOfMemory, match="safe_inference: out of memory with one sample on cpu"):
+        safe_inference(Large(0), torch.randn(4, 4))
+    result = safe_inference(Large(0), torch.randn(4, 4), raise_errors=False)
+    assert not result.ok and result.output is None
+    assert isinstance(result.error, OutOfMemory)
+    assert result.problems[-1].startswith("OutOfMemory: safe_inference: out of memory with one")
+
+
+def test_an_output_that_cannot_be_put_together_is_not_put_together() -> None:
+    class Mean(Large):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+            return super().forward(x)["logits"].mean(0)
+
+    with pytest.raises(UsageError, match=r"output of shape \[3\] has no row for each sample"):
+        safe_inference(Mean(4), torch.randn(8, 4))
+
+
+def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
+    x = torch.randn(4, 4)
+    x[3, 3] = math.nan
+    result = safe_inference(Broken(), x, nan=-1.0, inf=9.0)
+    output, order = result.output
+    assert [output[i, i].item() for i in range(4)] == [-1.0, 9.0, -9.0, -1.0]
+    assert torch.equal(order, torch.arange(4))
+    assert not result.ok and result.non_finite == 4
+    assert result.problems == [
+        "inputs: 1 NaN of 16 values", "output[0]: 2 NaN and 2 Inf of 16 values",
+    ]  # fmt: skip
+    largest = safe_inference(Broken(), x).output[0][1, 1]
+    assert largest == torch.finfo(torch.float32).max
+    kept = safe_inference(Broken(), x, sanitise=False)
+    assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TimeoutError("no answer"), ConnectionResetError("gone"),
+     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+     OSError("Resource temporarily unavailable")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_an_error_that_passes_is_tried_again(error: Exception) -> None:
+    result = safe_inference(Flaky(error, error), torch.randn(4, 4))
+    assert result.ok and result.retries == 2
+    assert [what.endswith("; tried again") for what in result.problems] == [True, True]
+    with pytest.raises(type(error)):
+        safe_inference(Flaky(error, error, error), torch.randn(4, 4))
+
+
+def test_an_error_that_stays_is_raised_as_it_is_or_returned() -> None:
+    error = ValueError("my own mistake")
+    with pytest.raises(ValueError, match="my own mistake") as caught:
+        safe_inference(Flaky(error), torch.randn(4, 4))
+    assert caught.value is error
+    result = safe_inference(Flaky(error), torch.randn(4, 4), raise_errors=False)
+    assert not result.ok and result.error is error and result.retries == 0
+    assert result.problems == ["ValueError: my own mistake"]
+    mine = safe_inference(Flaky(error), torch.randn(4, 4), transient=(ValueError,))
+    assert mine.ok and mine.retries == 1
+
+
+def test_random_states_and_modes_are_as_before_also_after_an_error() -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            random.random()
+            if len(x) == 3:
+                raise ValueError
+            return x + torch.randn(4)
+
+    model = Drawing()
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    safe_inference(model, torch.zeros(2, 4))
+    with pytest.raises(ValueError):
+        safe_inference(model, torch.zeros(3, 4))
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert model.training
+
+
+def test_an_optimized_model_answers_under_its_techniques(net: nn.Module) -> None:
+    x = torch.randn(8, 64)
+    expected = safe_inference(net, x).output
+    bf16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+    with optimize(net, "none", overrides=bf16) as fast:
+        result = safe_inference(fast, x)
+        assert result.ok and result.output.dtype is torch.float32
+        assert not torch.equal(result.output, expected)  # it was computed in 16 bits
+        assert torch.allclose(result.output, expected, atol=0.05)
+    assert net.training
+
+
+WRONG: list[tuple[str, str]] = [
+    ("safe_inference(torch.relu, x)", "model is a builtin_function_or_method"),
+    ("safe_inference(net, 'text')", "batch is a str"),
+    ("safe_inference(net, torch.ones(()))", "first dimension is the sample"),
+    ("safe_inference(net, x, retries=-1)", "retries=-1 is no count"),
+    ("safe_inference(net, x, nan=float('inf'))", "use numbers"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG)
+def test_a_mistake_names_the_argument(net: nn.Module, call: str, said: str) -> None:
+    names = {"net": net, "x": torch.randn(2, 64), "torch": torch, "safe_inference": safe_inference}
+    with pytest.raises(UsageError, match=said):
+        eval(call, names)  # noqa: S307
+
+
+# under a real limit, in a process of its own
+
+LIMITED = """
+import json, resource, sys, torch
+from torch import nn
+from runner import safe_inference
+from runner.device import memory
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 8192), nn.ReLU(), nn.Linear(8192, 16), nn.Linear(16, 4))
+x = torch.randn(8192, 256)
+model(x[:64])  # threads and libraries are there before the limit
+with open("/proc/self/statm") as file:
+    held = int(file.read().split()[0]) * memory.PAGE
+if left := int(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_AS, (held + (left << 20), resource.RLIM_INFINITY))
+result = safe_inference(model, x)
+print(json.dumps([result.ok, result.pieces, result.output.double().sum().item(), result.problems]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+def test_a_batch_larger_than_the_limit_is_answered_in_pieces() -> None:
+    def answered(mib: int) -> list[Any]:
+        command = [sys.executable, "-c", LIMITED, str(mib)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    ok, pieces, total, problems = answered(0)
+    assert (ok, pieces, problems) == (True, 1, [])
+    limited = answered(320)
+    assert limited[0] and limited[1] > 1 and "out of memory with 8192 samples" in limited[3][0]
+    assert limited[2] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_sample_that_does_not_fit_the_accelerator_is_computed_on_the_cpu() -> None:
+    class Roomy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.is_cuda:
+                torch.empty(2**46, device=x.device)
+            return self.layer(x)
+
+    model, x = Roomy().cuda(), torch.randn(4, 4)
+    result = safe_inference(model, x)
+    assert result.ok and result.device == "cpu" and result.output.device.type == "cpu"
+    assert "cannot hold one sample" in result.problems[-1]
+    assert model.layer.weight.is_cuda
+    with pytest.raises(OutOfMemory, match="one sample on cuda"):
+        safe_inference(model, x, cpu_fallback=False)

@@ -1,0 +1,330 @@
+"""`Stability` in a plain loop: a bad step leaves no trace, and what was done about it is said."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import Stability, optimize
+from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
+from runner.library.bad_steps import replay_step
+from runner.replay.findings import Phase
+from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
+
+Batch = tuple[Tensor, Tensor]
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 1e-3}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.RMSprop, {"lr": 1e-3}),
+    (torch.optim.NAdam, {"lr": 1e-3}),
+]
+loss_of = nn.functional.cross_entropy
+
+
+def loop(
+    net: nn.Module, optimizer: Any, batches: list[Batch], stability: Stability, **also: Any
+) -> list[Any]:
+    return [
+        stability.step(net, loss_of(net(x), y), optimizer, batch=(x, y) if also else None)
+        for x, y in batches
+    ]
+
+
+def state(net: nn.Module, optimizer: Any) -> list[Tensor]:
+    values = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    return [*net.state_dict().values(), *(torch.as_tensor(v) for v in values if v is not None)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def poisoned(batch: Batch, factor: float = math.nan) -> Batch:
+    return batch[0] * factor, batch[1]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
+    net: nn.Module, twin: nn.Module, batches: list[Batch], kind: Any, options: dict[str, Any]
+) -> None:
+    ours, theirs = kind(net.parameters(), **options), kind(twin.parameters(), **options)
+    seen = [*batches[:3], poisoned(batches[9]), *batches[3:6]]
+    with Stability() as mine, Stability() as other:
+        reports = loop(net, ours, seen, mine)
+        loop(twin, theirs, batches[:6], other)
+        assert [bool(r.skipped) for r in reports] == [i == 3 for i in range(7)]
+        assert same(state(net, ours), state(twin, theirs))
+    fault = reports[3].faults[0]
+    assert (fault.step, fault.kind, fault.action) == (4, "non_finite", "skipped")
+    assert mine.summary().faults == {"non_finite": 1} and mine.summary().skipped == 1
+
+
+def test_a_healthy_loop_learns_what_the_plain_one_does(
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
+    ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
+    mine, their = (torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, 30) for o in (ours, theirs))
+    with Stability(["stability.clip_norm=0.5"]) as stability:
+        for x, y in batches[:30]:
+            report = stability.step(net, loss_of(net(x), y), ours)
+            theirs.zero_grad()
+            loss = loss_of(twin(x), y)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            theirs.step()
+            mine.step()
+            their.step()
+            assert float(report.loss) == pytest.approx(loss.item(), rel=1e-4)
+            assert float(report.grad_norm) == pytest.approx(norm.item(), rel=1e-3)
+            assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    saved = copy.deepcopy(ours.state_dict())
+    assert {float(s["step"]) for s in saved["state"].values()} == {30.0}
+    theirs.load_state_dict(saved)
+
+
+def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> None:
+    spike = SpikeConfig(window=20, at_least=10, threshold=10, ratio=3, floor=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Stability(StabilityConfig(spike=spike)) as stability:
+        loop(net, optimizer, batches[:20], stability)
+        before = state(net, optimizer)
+        x, y = batches[20]
+        report = stability.step(net, 1000 * loss_of(net(x), y), optimizer)
+        assert report.skipped and report.faults[0].kind == "spike"
+        assert same(before, state(net, optimizer))
+        assert not stability.step(net, loss_of(net(x), y), optimizer).skipped
+    assert "| 21 | spike |" in str(stability.summary())
+
+
+def test_data_that_is_never_finite_ends_in_giving_up_that_says_what_was_tried(
+    net: nn.Module, batches: list[Batch], tmp_path: Path
+) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    config = StabilityConfig(max_consecutive_skips=3)
+    with Stability(config, tmp_path) as stability:
+        loop(net, optimizer, batches[:2], stability)
+        before = state(net, optimizer)
+        with pytest.raises(GaveUp, match=r"skipped a step 3 times \(steps 3, 4, 5\)") as caught:
+            loop(net, optimizer, [poisoned(b) for b in batches], stability, kept=True)
+        assert same(before, state(net, optimizer))
+    assert caught.value.exit_code == 4 and "replay_step(" in str(caught.value)
+    history = json.loads((tmp_path / "debug/history.json").read_text())
+    assert history["counts"] == {"non_finite": 4}
+    assert json.loads((tmp_path / "debug/anomalies.json").read_text())["count"] == 4
+    with pytest.raises(GaveUp, match="row 2 of stability.recovery says stop"):
+        loop(net, torch.optim.AdamW(net.parameters()), [poisoned(batches[0])], Stability("strict"))
+
+
+def test_a_rate_is_lowered_for_some_steps_and_stays_the_schedulers(
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
+    rules = [Rule(Kind.non_finite, action=Action.lower_lr, factor=0.1, for_steps=2)]
+    ours = torch.optim.SGD(net.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with Stability(StabilityConfig(recovery=rules)) as stability, Stability() as plain:
+        for batch, rate in zip(batches[:5], (1, None, 0.1, 0.1, 1), strict=True):
+            if rate is None:
+                loop(net, ours, [poisoned(batch)], stability)
+                continue
+            loop(net, ours, [batch], stability)
+            theirs.param_groups[0]["lr"] = 0.1 * rate
+            loop(twin, theirs, [batch], plain)
+            assert ours.param_groups[0]["lr"] == 0.1  # what a scheduler sees
+            for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+                assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_with_snapshots_it_rolls_back_to_the_last_good_one(
+    net: nn.Module, batches: list[Batch]
+) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    rules = [Rule(), Rule(action=Action.rollback)]
+    config = StabilityConfig(recovery=rules, max_consecutive_skips=1, max_rollbacks=1)
+    with Stability(config, snapshot_every=4) as stability:
+        loop(net, optimizer, batches[:4], stability)
+        good = [t.clone() for t in state(net, optimizer)]
+        loop(net, optimizer, batches[4:6], stability)
+        with torch.no_grad():
+            net[1].weight.mul_(math.nan)
+        reports = loop(net, optimizer, batches[6:8], stability)
+        assert [r.rolled_back for r in reports] == [False, True]
+        assert same(good, state(net, optimizer))
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        report = loop(net, optimizer, batches[8:9], stability)[0]
+        assert not report.skipped and math.isfinite(report.loss)
+    summary = stability.summary()
+    assert (summary.steps, summary.rollbacks) == (9, 1) and summary.faults["rollback"] == 1
+
+
+def test_a_first_step_that_is_bad_leaves_no_trace_in_buffers_once_they_are_watched(
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
+    fresh = {name: t.clone() for name, t in net.state_dict().items()}
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Stability() as stability:
+        stability.watch(net, optimizer)
+        assert loop(net, optimizer, [poisoned(batches[0])], stability)[0].skipped
+    assert all(torch.equal(t, fresh[name]) for name, t in net.state_dict().items())
+
+    # the forward came before anybody could remember: what it did to the statistics stays
+    optimizer = torch.optim.AdamW(twin.parameters())
+    with Stability() as stability:
+        assert loop(twin, optimizer, [poisoned(batches[0])], stability)[0].skipped
+    assert twin[2].running_mean.isnan().all()
+    assert all(torch.equal(p, fresh[name]) for name, p in twin.named_parameters())
+
+
+def test_buffers_of_a_forward_between_steps_go_back_too(
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
+    ours, theirs = (torch.optim.AdamW(n.parameters()) for n in (net, twin))
+    with Stability() as mine, Stability() as other:
+        mine.watch(net, ours)
+        other.watch(twin, theirs)
+        for (x, y), bad in zip(batches[:4], (False, True, False, False), strict=True):
+            if not bad:
+                loop(twin, theirs, [(x, y)], other)
+            half = loss_of(net(x[:16]), y[:16]) / 2
+            mine.accumulate(net, half * (math.nan if bad else 1.0), ours)
+            report = mine.step(net, loss_of(net(x[16:]), y[16:]) / 2, ours)
+            assert bool(report.skipped) is bad
+    for (name, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=0.01), name  # BatchNorm saw the halves
+
+
+@pytest.mark.parametrize(
+    "override", ["clip_value=0.001", "clip_adaptive=0.01", "clip_per_group=true"]
+)
+def test_every_kind_of_clipping_is_there(net: Any, batches: list[Batch], override: str) -> None:
+    def moved(overrides: list[str]) -> Tensor:
+        model = copy.deepcopy(net)
+        groups = [{"params": model[1].parameters()}, {"params": model[4].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        with Stability(overrides) as stability:
+            loop(model, optimizer, [poisoned(batches[0], 20.0)], stability)
+        return torch.cat([(a - b).flatten() for a, b in zip(
+            model.parameters(), net.parameters(), strict=True
+        )]).detach()  # fmt: skip
+
+    plain, clipped = moved(["stability.clip_norm=0.1"]), moved([
+        "stability.clip_norm=0.1", f"stability.{override}",
+    ])  # fmt: skip
+    assert plain.norm() == pytest.approx(0.1, rel=1e-3)
+    assert not torch.allclose(plain, clipped, atol=1e-6)
+    if "value" in override:
+        assert clipped.abs().max() <= 0.001 + 1e-7
+    if "group" in override:
+        assert clipped.norm() == pytest.approx(0.1 * 2**0.5, rel=1e-2)
+
+
+def test_a_captured_step_is_replayed_to_the_module_and_the_line(
+    net: nn.Module, batches: list[Batch], tmp_path: Path
+) -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - 1).sqrt()
+
+    model = nn.Sequential(net, Root())
+    model[0][4].bias.data += 10
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Stability(folder=tmp_path, captures=1) as stability:
+        x, y = batches[0]
+        assert not loop(model, optimizer, [(x, y)], stability, kept=True)[0].skipped
+        with torch.no_grad():
+            model[0][4].bias[3] = -20.0
+        reports = loop(model, optimizer, [(x, y), (x, y)], stability, kept=True)
+    folders = [report.faults[0].capture for report in reports]
+    assert folders == ["debug/captures/step_00000002", ""]
+    before = torch.get_rng_state()
+    weights = [p.clone() for p in model.parameters()]
+    found = replay_step(tmp_path / folders[0], model, loss_of)
+    assert found.phase is Phase.forward and (found.module, found.kind) == ("1", "Root")
+    assert found.line is not None and found.line.source.strip() == "return (x - 1).sqrt()"
+    assert same(weights, list(model.parameters())) and torch.equal(before, torch.get_rng_state())
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        replay_step(tmp_path / folders[0], nn.Linear(2, 2), loss_of)
+
+
+def test_numbers_may_be_read_every_so_many_steps(net: nn.Module, batches: list[Batch]) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    seen = [*batches[:3], poisoned(batches[3]), *batches[4:7]]
+    with Stability(every=5) as stability:
+        reports = loop(net, optimizer, seen, stability)
+        assert [len(r.faults) for r in reports] == [0, 0, 0, 0, 1, 0, 0]
+        assert reports[3].skipped and reports[4].faults[0].step == 4
+        assert stability.summary().steps == 7
+
+
+def test_fp16s_loss_scale_halves_at_an_overflow_and_the_step_is_skipped(
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
+    ours, theirs = (torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, twin))
+    with Stability(loss_scale=2.0**127) as scaled, Stability() as plain:
+        for batch in batches[:5]:
+            report = loop(net, ours, [batch], scaled)[0]
+            if not report.skipped:
+                loop(twin, theirs, [batch], plain)
+        assert scaled.guarded is not None
+        assert scaled.guarded.stepper.update.scale.value < 2.0**127
+    assert scaled.summary().faults["overflow"] >= 1
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_an_optimized_model_and_parameters_added_later_are_guarded_too(
+    net: Any, batches: list[Batch]
+) -> None:
+    head, body = net[4], [*net[1].parameters(), *net[2].parameters()]
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    amp = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+    with optimize(net, "none", overrides=amp) as fast, Stability() as stability:
+        loop(fast, optimizer, batches[:2], stability)
+        before = body[0].detach().clone()
+        optimizer.add_param_group({"params": body})
+        loop(fast, optimizer, [batches[2], poisoned(batches[3])], stability)
+        assert not torch.equal(before, body[0])
+        assert stability.summary().skipped == 1
+        assert net[2].running_mean.isfinite().all()
+
+
+def test_what_it_hooked_is_gone_after_closing(net: nn.Module, batches: list[Batch]) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Stability() as stability:
+        loop(net, optimizer, batches[:2], stability)
+    assert optimizer.param_groups[0]["fused"] is None
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(UsageError, match="it was closed"):
+        loop(net, optimizer, batches[:1], stability)
+    x, y = batches[3]
+    loss_of(net(x), y).backward()
+    optimizer.step()
+
+
+def test_a_mistake_names_the_argument(
+    net: nn.Module, twin: nn.Module, batches: list[Batch], caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, (x, y) = torch.optim.AdamW(net.parameters()), batches[0]
+    stability = Stability()
+    with pytest.raises(UsageError, match=r"Stability: loss is float32 of shape \[32"):
+        stability.step(net, net(x), optimizer)
+    with pytest.raises(UsageError, match="depends on no weight"):
+        stability.step(net, loss_of(net(x), y).detach(), optimizer)
+    with pytest.raises(UsageError, match="another model or optimizer"):
+        stability.step(twin, loss_of(twin(x), y), optimizer)
+    with pytest.raises(UsageError, match="snapshot_every=0"):
+        Stability(snapshot_every=0)
+    with pytest.raises(UsageError, match="is a Sequential"):
+        Stability().step(net, loss_of(net(x), y), net)
+    with pytest.raises(ConfigError, match="stability.clip_norm"):
+        Stability(["stability.clip_norm=-1"])
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
