@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from runner.predict import Prediction
 from runner.run import Run
 
 BATCH, LOSS = "(batch)", "(loss)"
@@ -172,6 +173,24 @@ def table(account: Account, most: int) -> tuple[tuple[str, ...], list[tuple[str,
 def _line(name: str, kind: str, parts: list[int]) -> tuple[str, ...]:
     shown = [f"{part / MIB:.3f}" if part else "" for part in (*parts, sum(parts))]
     return (name, kind, *shown)
+
+
+def beside(account: Account, said: Prediction | None) -> list[tuple[str, int, int | None]]:
+    """What is measured, and what was predicted of it, in bytes."""
+    own = account.total("parameters") + account.total("buffers")
+    state = account.total("optimizer") + account.total("average")
+    measured = {
+        "weights and buffers": own,
+        "gradients": account.total("gradients"),
+        "optimizer's state and average": state,
+        "kept for the backward": account.saved,
+        "a step's peak, without what stays": account.peak,
+    }
+    if said is None:
+        return [(name, held, None) for name, held in measured.items()]
+    peak = said.gradients + said.activations
+    predicted = (said.parameters, said.gradients, said.optimizer, said.saved, peak)
+    return [(name, measured[name], of) for name, of in zip(measured, predicted, strict=True)]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -26,9 +26,10 @@ class Census:
     containers: dict[int, int] = field(default_factory=dict)  # by id, how long
 
 
-def take() -> Census:
-    """Look at all objects; garbage is collected first, so that what is counted is held."""
-    gc.collect()
+def take(collect: bool = True) -> Census:
+    """Look at all objects; with `collect` after garbage is gone, so that what counts is held."""
+    if collect:  # as long again as the look itself
+        gc.collect()
     found = Census()
     kinds: Counter[type] = Counter()
     for thing in gc.get_objects():

@@ -118,18 +118,26 @@ class MemoryTool(Tool):
             self.passed_over = True
             return
         with self.looking():
-            account = accounts.take(run, saved)
+            try:
+                account = accounts.take(run, saved)
+            except Exception as error:  # tensors of a kind that keep no storage, perhaps
+                log.warning("no account of the memory: %s: %s", type(error).__name__, error)
+                self.next_look = run.total_steps + 1
+                return
             on_device = peak.on_device - peak.on_device_before
             account.peak = live.peak if run.device.kind == "cpu" else on_device
-            if self.account is None:
-                self._predict(run)
-            if self.first is None and self.config.memory.census:
-                self.first = censuses.take()
-            self.account, self.micro_batch = account, run.micro_batch
-            self.next_look = 2 * account.step
-            self._show_account(run, account)
-            self._snapshot(run)
-            self._write(run)
+            self._keep(run, account)
+
+    def _keep(self, run: Run, account: Account) -> None:
+        if self.account is None:
+            self._predict(run)
+            if self.config.memory.census:
+                self.first = censuses.take(collect=False)
+        self.account, self.micro_batch = account, run.micro_batch
+        self.next_look = 2 * account.step
+        self._show_account(run, account)
+        self._snapshot(run)
+        self._write(run)
 
     def _ragged(self, run: Run) -> bool:
         """Whether this step's batch is the smaller last one of an epoch; once that is passed by."""
@@ -207,30 +215,13 @@ class MemoryTool(Tool):
         text = markdown.table(header, rows)
         rows = [
             (name, _mib(there), "" if said is None else _mib(said))
-            for name, there, said in self._held_against(run, account)
+            for name, there, said in accounts.beside(account, self.predicted)
         ]
         text += "\n\n" + markdown.table(("MiB", "measured", "predicted"), rows)
         run.recorder.text("memory/account", text, account.step)
-        self._picture(run, "memory_modules", plots_memory.modules(account.largest(10), PARTS))
         values = {part: account.total(part) / MIB for part in PARTS}
         run.recorder.show(account.step, "memory/account", values)
         self._sum_up(account)
-
-    def _held_against(self, run: Run, account: Account) -> list[tuple[str, int, int | None]]:
-        """What is measured beside what is predicted."""
-        said = self.predicted
-        own = account.total("parameters") + account.total("buffers")
-        state = account.total("optimizer") + account.total("average")
-        rows = [
-            ("weights and buffers", own, None if said is None else said.parameters),
-            ("gradients", account.total("gradients"), None if said is None else said.gradients),
-            ("optimizer's state and average", state, None if said is None else said.optimizer),
-            ("kept for the backward", account.saved, None if said is None else said.saved),
-        ]
-        if said is not None:
-            peak = said.gradients + said.activations
-            rows.append(("a step's peak, without what stays", account.peak, peak))
-        return rows
 
     def _sum_up(self, account: Account) -> None:
         parts = [f"{name} {account.total(name) / MIB:.3g}" for name in PARTS if account.total(name)]
@@ -248,12 +239,16 @@ class MemoryTool(Tool):
             self.finding += "; a leak"
         elif self.finding:
             self.finding += "; no leak found"
-        last = run.progress.step
+        start, last = time.perf_counter(), run.progress.step
+        if self.account is not None:
+            shown = plots_memory.modules(self.account.largest(10), PARTS)
+            self._picture(run, "memory_modules", shown)
         self._picture(run, "memory", plots_memory.timeline(*self.timeline.lines(), last, "MiB"))
         rows = [(name, _mib(peak)) for name, peak in self.timeline.phases.items()]
         text = markdown.table(("phase", "MiB at most"), rows)
         run.recorder.text("memory/phases", text, run.progress.step)
         self._write(run)
+        self.seconds += time.perf_counter() - start
 
     def _picture(self, run: Run, name: str, rgb: Any) -> None:
         run.recorder.image(f"memory/{name.removeprefix('memory_')}", rgb, run.progress.step)
