@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import RunConfig
-from runner.debug.shortage import Shortage
+from runner.debug.memory.shortage import Shortage
 from runner.device.resources import Machine
 from runner.errors import ConfigError
 from runner.hook import Hook
@@ -50,23 +50,23 @@ def _tools(config: RunConfig) -> list[Hook]:
     debug = config.debug
     tools: list[Hook] = []
     if debug.gradcheck.enabled:
-        from runner.debug.gradcheck import Gradcheck
+        from runner.debug.gradcheck.tool import Gradcheck
 
         tools.append(Gradcheck(debug))
     if debug.memory.enabled:
-        from runner.debug.memory import MemoryTool
+        from runner.debug.memory.tool import MemoryTool
 
         tools.append(MemoryTool(debug))
     if debug.profile.enabled:
-        from runner.debug.profile import Profile
+        from runner.debug.profile.tool import Profile
 
         tools.append(Profile(debug))
     if debug.gradients.enabled:
-        from runner.debug.gradients import Gradients
+        from runner.debug.gradients.tool import Gradients
 
         tools.append(Gradients(debug))
     if debug.anomaly.enabled:
-        from runner.debug.anomaly import Anomaly
+        from runner.debug.anomaly.tool import Anomaly
 
         tools.append(Anomaly(debug))
     return tools

@@ -66,7 +66,10 @@ def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(level: str, tmp_path: P
 def test_data_that_is_never_finite_ends_in_giving_up_after_a_checkpoint(tmp_path: Path) -> None:
     overrides = [*NOISY, f"+data.poison={list(range(120))}".replace(" ", ""), "training.steps=200",
                  "training.validate_every=1000", "stability.max_consecutive_skips=5"]  # fmt: skip
-    with build(compose(overrides), tmp_path) as run, pytest.raises(GaveUp, match="rolled back 2 times"):
+    with (
+        build(compose(overrides), tmp_path) as run,
+        pytest.raises(GaveUp, match="rolled back 2 times"),
+    ):
         train(run)
     assert GaveUp.exit_code == 4
     record = json.loads((tmp_path / "summary.json").read_text())

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from runner.debug.sections import profile
+from runner.debug.profile.sections import profile
 from runner.device.memory import process_bytes
 from runner.errors import RunnerError, UsageError
 from runner.library.operations import Operation, Summary
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from runner.debug.gradients import GradientReport
+    from runner.debug.gradients.tool import GradientReport
 
 __all__ = ["Debugger", "NotFinite", "Operation", "Summary", "debug", "debug_operation",
            "debugger", "profile"]  # fmt: skip
@@ -172,7 +172,7 @@ class Debugger:
 
         With the optimizer, also how large the update is next to the weight.
         """
-        from runner.debug.gradients import check_gradients
+        from runner.debug.gradients.tool import check_gradients
 
         with self.context("check_gradients", memory=False):
             return check_gradients(model, optimizer)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner import modes
 from runner.batch import Inputs, call
-from runner.debug.observed import noise_kept
+from runner.debug.gradcheck.observed import noise_kept
 from runner.device import memory
 from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches

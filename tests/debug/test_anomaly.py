@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from runner import build, compose, train
 from runner.build import Given
-from runner.debug.anomaly import line_of
-from runner.debug.trail import Trail
+from runner.debug.anomaly.tool import line_of
+from runner.debug.anomaly.trail import Trail
 from runner.errors import ConfigError, GaveUp
 from runner.run import Run
 from runner.summary import Summary

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from runner import build, compose, train
 from runner.build import Given
 from runner.debug.config import Bounds, GradientsConfig
-from runner.debug.gradient_record import GradientRecord
-from runner.debug.gradients import Gradients, check_gradients
-from runner.debug.layers import Layer, State, grouped
-from runner.debug.units import Units
+from runner.debug.gradients.layers import Layer, State, grouped
+from runner.debug.gradients.record import GradientRecord
+from runner.debug.gradients.tool import Gradients, check_gradients
+from runner.debug.gradients.units import Units
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.summary import Summary

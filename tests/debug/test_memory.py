@@ -12,11 +12,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from runner import build, compose, train
-from runner.debug import account as accounts
-from runner.debug import census
-from runner.debug.account import Saved
 from runner.debug.config import MemoryConfig
-from runner.debug.memory import MemoryTool
+from runner.debug.memory import account as accounts
+from runner.debug.memory import census
+from runner.debug.memory.account import Saved
+from runner.debug.memory.tool import MemoryTool
 from runner.errors import ConfigError, OutOfMemory
 from runner.hook import Hook, Step
 from runner.objective import Objective

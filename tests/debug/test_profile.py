@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from runner import Hook, build, compose, profile, train
 from runner.debug.config import ProfileConfig
-from runner.debug.drift import Change, Drift
-from runner.debug.profile import Profile
-from runner.debug.trace import read
+from runner.debug.profile.drift import Change, Drift
+from runner.debug.profile.tool import Profile
+from runner.debug.profile.trace import read
 from runner.errors import ConfigError
 from runner.hook import Step
 from runner.run import Run

@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from runner.debug.trace import Reading
-from runner.debug.verdict import Facts
-from runner.debug.window import Window
+from runner.debug.profile.trace import Reading
+from runner.debug.profile.verdict import Facts
+from runner.debug.profile.window import Window
 from runner.run import Run
 from runner.stopwatch import PHASES, SETTLING
 

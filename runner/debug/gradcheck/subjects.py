@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_map
 
-from runner.debug.derivatives import Inconclusive
+from runner.debug.gradcheck.derivatives import Inconclusive
 
 SEED = 0  # dropout drops the same at each call
 COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from runner.batch import Batch, call
-from runner.debug.derivatives import Inconclusive
-from runner.debug.subjects import (
+from runner.debug.gradcheck.derivatives import Inconclusive
+from runner.debug.gradcheck.subjects import (
     cast,
     cast_all,
     cast_objective,

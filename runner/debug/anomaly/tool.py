@@ -20,9 +20,9 @@ import torch
 
 import runner
 from runner.batch import call, count, rows
+from runner.debug.anomaly.trail import Trail, peak
 from runner.debug.config import DebugConfig
 from runner.debug.tool import Tool
-from runner.debug.trail import Trail, peak
 from runner.errors import GaveUp
 from runner.hook import Cost, Step
 from runner.run import Run

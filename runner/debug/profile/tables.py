@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from runner.debug.sections import Total, Totals
-from runner.debug.trace import Reading
+from runner.debug.profile.sections import Total, Totals
+from runner.debug.profile.trace import Reading
 from runner.record import markdown
 
 SHOWN = 15  # rows of a table

@@ -14,8 +14,8 @@ from torch import nn
 
 from runner.batch import Batch
 from runner.debug.config import GradcheckConfig
-from runner.debug.derivatives import LEAST, Inconclusive, worst
-from runner.debug.observed import (
+from runner.debug.gradcheck.derivatives import LEAST, Inconclusive, worst
+from runner.debug.gradcheck.observed import (
     OBJECTIVE,
     Loss,
     Seen,
@@ -25,7 +25,7 @@ from runner.debug.observed import (
     observe,
     shrunk,
 )
-from runner.debug.subjects import (
+from runner.debug.gradcheck.subjects import (
     Subject,
     function_subject,
     module_subject,

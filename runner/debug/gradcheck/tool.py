@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from runner.batch import Batch
-from runner.debug.checks import UNCHECKED, WRONG, Check, check_all
 from runner.debug.config import DebugConfig, GradcheckConfig
-from runner.debug.observed import Loss
+from runner.debug.gradcheck.checks import UNCHECKED, WRONG, Check, check_all
+from runner.debug.gradcheck.observed import Loss
 from runner.debug.tool import Tool
 from runner.errors import NotVerified
 from runner.record.markdown import table

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from runner.debug import gradient_flow
 from runner.debug.config import GradientsConfig
-from runner.debug.layers import (
+from runner.debug.gradients import flow as gradient_flow
+from runner.debug.gradients.layers import (
     STATISTICS,
     Layer,
     Named,

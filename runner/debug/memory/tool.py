@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from runner.debug import account as accounts
-from runner.debug import census as censuses
-from runner.debug import plots_memory, prediction
-from runner.debug.account import PARTS, Account, Saved
-from runner.debug.census import Census, Growth
 from runner.debug.config import DebugConfig
-from runner.debug.shortage import write_report
-from runner.debug.timeline import Timeline
+from runner.debug.memory import account as accounts
+from runner.debug.memory import census as censuses
+from runner.debug.memory import plots as plots_memory
+from runner.debug.memory import prediction
+from runner.debug.memory.account import PARTS, Account, Saved
+from runner.debug.memory.census import Census, Growth
+from runner.debug.memory.shortage import write_report
+from runner.debug.memory.timeline import Timeline
 from runner.debug.tool import Tool
 from runner.device import phases
 from runner.errors import OutOfMemory

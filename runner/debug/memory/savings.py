@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.debug import account as accounts
-from runner.debug.account import Account, size
-from runner.debug.prediction import of_run
+from runner.debug.memory import account as accounts
+from runner.debug.memory.account import Account, size
+from runner.debug.memory.prediction import of_run
 from runner.device import resources
 from runner.predict import Prediction
 from runner.record import markdown

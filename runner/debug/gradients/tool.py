@@ -14,15 +14,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from runner.debug import gradient_flow
 from runner.debug.config import DebugConfig
-from runner.debug.gradient_record import GradientRecord
-from runner.debug.gradient_report import GradientReport as GradientReport
-from runner.debug.gradient_report import check_gradients as check_gradients
-from runner.debug.gradient_report import some, states, summed_up, table
-from runner.debug.layers import Layer, Named, State, described, judged, measure, norms
+from runner.debug.gradients import flow as gradient_flow
+from runner.debug.gradients.layers import Layer, Named, State, described, judged, measure, norms
+from runner.debug.gradients.record import GradientRecord
+from runner.debug.gradients.report import GradientReport as GradientReport
+from runner.debug.gradients.report import check_gradients as check_gradients
+from runner.debug.gradients.report import some, states, summed_up, table
+from runner.debug.gradients.units import Units
 from runner.debug.tool import Tool
-from runner.debug.units import Units
 from runner.hook import Step
 from runner.run import Run
 

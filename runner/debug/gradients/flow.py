@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
-from runner.debug.layers import Layer, State, grouped, together
+from runner.debug.gradients.layers import Layer, State, grouped, together
 from runner.record import markdown
 from runner.record.drawing import (
     BLUE,

@@ -13,15 +13,15 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import Any, ClassVar
 
-from runner.debug import profile_tables as tables
 from runner.debug.config import DebugConfig, ProfileHandler
-from runner.debug.drift import Drift
-from runner.debug.measured import facts, place, slower_by
-from runner.debug.sections import Totals, collect
+from runner.debug.profile import tables
+from runner.debug.profile.drift import Drift
+from runner.debug.profile.measured import facts, place, slower_by
+from runner.debug.profile.sections import Totals, collect
+from runner.debug.profile.trace import Reading, read
+from runner.debug.profile.verdict import Facts, verdicts
+from runner.debug.profile.window import Window, keep, load
 from runner.debug.tool import Tool
-from runner.debug.trace import Reading, read
-from runner.debug.verdict import Facts, verdicts
-from runner.debug.window import Window, keep, load
 from runner.hook import Report, Step
 from runner.record import markdown as md
 from runner.run import Run

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.debug.layers import Layer
+from runner.debug.gradients.layers import Layer
 
 log = logging.getLogger("runner")
 

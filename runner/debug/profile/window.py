@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from runner.debug.config import ProfileConfig
-from runner.debug.sections import Totals
-from runner.debug.trace import MODULE
+from runner.debug.profile.sections import Totals
+from runner.debug.profile.trace import MODULE
 from runner.run import Run
 
 TRACES = "debug/traces"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from runner.debug.account import Account
+from runner.debug.memory.account import Account
 from runner.errors import OutOfMemory
 from runner.hook import Hook
 from runner.run import Run
@@ -40,7 +40,7 @@ def write_report(run: Run, reason: str, account: Account | None = None) -> None:
     path = run.folder / FILE
     temporary = path.with_name(".out_of_memory.md.tmp")
     try:
-        from runner.debug.savings import report  # only now: most runs never need it
+        from runner.debug.memory.savings import report  # only now: most runs never need it
 
         text = report(run, reason, account)
         path.parent.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from runner.record.drawing import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from runner.debug.account import Row
+    from runner.debug.memory.account import Row
 
 HIGH, TOP, LEFT, RIGHT = 420, 92, 84, 24  # pixels
 COLOURS = (BLUE, ORANGE, GREEN, RED, GREY, (120, 60, 160))

@@ -1,0 +1,1 @@
+"""Which operation made a NaN or Inf first."""

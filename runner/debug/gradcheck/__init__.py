@@ -1,0 +1,1 @@
+"""Backward passes held against differences."""

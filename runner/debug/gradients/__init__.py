@@ -1,0 +1,1 @@
+"""Each layer's gradient and update, looked at now and then."""
