@@ -1,18 +1,12 @@
-"""The training loop and the pass over the validation set. Hooks watch; only the loop acts."""
+"""The training loop. Hooks watch; only the loop acts."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from runner import compiler
-from runner.batch import Batch, call, count, rows
+from runner.batch import Batch
 from runner.errors import (
     ConfigError,
     Interrupted,
@@ -21,17 +15,14 @@ from runner.errors import (
     StorageError,
 )
 from runner.evaluation import evaluate
-from runner.hook import Evaluation, Hook, Report, Step, Verdict
+from runner.hook import Evaluation, Verdict
 from runner.interrupts import Interrupts
 from runner.outcome import engagements, look, summarise
 from runner.recovery import in_plain_words, is_out_of_memory
 from runner.resume import roll_back, save
 from runner.run import Run
-from runner.seeds import mix
+from runner.step import ask, has, make_step
 from runner.summary import Summary
-
-if TYPE_CHECKING:
-    from runner.optim.whole import WholeStep
 
 log = logging.getLogger("runner")
 
@@ -74,8 +65,8 @@ def train(run: Run) -> Summary:
 
 def _train(run: Run) -> None:
     progress, watch, update = run.progress, run.watch, run.update
-    watchers = [h for h in run.hooks if _has(h, "on_gradients") or _has(h, "around")]
-    step_hooks = [hook for hook in run.hooks if _has(hook, "on_step")]
+    watchers = [h for h in run.hooks if has(h, "on_gradients") or has(h, "around")]
+    step_hooks = [hook for hook in run.hooks if has(hook, "on_step")]
     run.model.train()
     with Interrupts() as interrupts:
         try:
@@ -100,7 +91,7 @@ def _train(run: Run) -> None:
                 progress.step += 1
                 run.reader.add(step, samples)
                 if step_hooks:
-                    verdict = max(verdict, _ask(step_hooks, "on_step", run, step))
+                    verdict = max(verdict, ask(step_hooks, "on_step", run, step))
                 if progress.step % run.report_every == 0:
                     run.reader.close(watch.elapsed())
                     verdict = max(verdict, _report(run))
@@ -161,125 +152,6 @@ def _whereabouts(run: Run) -> str:
     return f"{at}; a checkpoint is written; to go on: checkpoint.resume={run.folder}"
 
 
-def make_step(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> tuple[Step, Verdict]:
-    """One step, its update included, and what `hooks` say to its gradients."""
-    due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
-    if due:
-        return _watched(run, batch, due)
-    if run.whole is not None and run.whole.takes(batch):
-        step = _whole(run, run.whole, batch)
-        if step is not None:
-            return step, Verdict.KEEP
-    return _ordinary(run, batch, due)
-
-
-def _watched(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
-    """A step that hooks are around, or whose gradients they see: never in one graph."""
-    with ExitStack() as stack:
-        if any(hook.eager for hook in due):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for hook in due:
-            stack.enter_context(hook.around(run))
-        return _ordinary(run, batch, [hook for hook in due if _has(hook, "on_gradients")])
-
-
-def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
-    step, verdict = _attempt(run, batch), Verdict.KEEP
-    if due:
-        verdict = _ask(due, "on_gradients", run, step)
-        if verdict >= Verdict.SKIP:
-            step.skipped = torch.ones_like(step.skipped)
-            run.guardian.vetoed.append(step.number)
-    run.update.apply(step.grad_norm, step.skipped)
-    run.watch.split("optimizer")
-    return step, verdict
-
-
-def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
-    """The step in one graph; None, from then on too, where there can be no such graph."""
-    number = run.progress.step + 1
-    run.device.reseed(mix(run.seed, number))
-    if not whole.steps:
-        log.info("compiling the step, which takes seconds, and up to a minute the first time")
-    try:
-        loss, norm, skipped = whole(batch)
-    except Exception as error:
-        if not compiler.is_at_fault(error) and (whole.steps or compiler.was_running(error)):
-            raise  # some weights may have changed already
-        run.whole = None
-        run.fallen["whole_step"] = reason = compiler.why(error)
-        log.warning("optimization.whole_step: fell back: %s", reason)
-        if run.compilation is not None:
-            run.compilation.start()
-        return None
-    run.watch.split("whole_step")
-    return Step(number, loss, norm, skipped)
-
-
-def _attempt(run: Run, batch: Batch) -> Step:
-    """The step; one that fails is tried again for as long as something can be done about it."""
-    while True:
-        try:
-            return backward(run, batch)
-        except Exception as error:
-            run.update.abandon()
-            if not any(recover(run, error) for recover in run.recoveries):
-                raise
-        # tried again out here, where no traceback holds on to the activations
-
-
-def backward(run: Run, batch: Batch) -> Step:
-    """Forward and backward over one batch; gradients are in `.grad`, the update is not made."""
-    number = run.progress.step + 1
-    run.device.reseed(mix(run.seed, number))  # dropout depends on the step alone: resume is exact
-    run.update.begin()
-    if run.micro_batch >= count(batch[1]):
-        loss = _forward(run, batch)
-        run.watch.split("forward")
-        (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
-        loss = loss.detach()
-        run.watch.split("backward")
-    else:
-        loss = _accumulate(run, batch)
-    norm, skipped = run.update.measure(loss)
-    return Step(number, loss, norm, skipped)
-
-
-def _accumulate(run: Run, batch: Batch) -> Tensor:
-    """The large batch's mean loss and its gradient, a micro-batch at a time.
-
-    Each part counts by its share of the samples or tokens, so a ragged last part and masked
-    targets come out as in the large batch.
-    """
-    whole = run.objective.weight(batch[1])
-    total = torch.zeros((), device=run.device.torch)
-    for start in range(0, count(batch[1]), run.micro_batch):
-        part: Batch = rows(batch, slice(start, start + run.micro_batch))
-        share = run.objective.weight(part[1]) / whole
-        loss = _forward(run, part)
-        # a part whose targets are all masked has the mean 0/0 and no share
-        loss = (
-            loss * share if isinstance(share, float) else torch.where(share > 0, loss, 0.0) * share
-        )
-        run.watch.split("forward")
-        (loss if run.update.scale is None else loss * run.update.scale.value).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-        run.watch.split("backward")
-    return total
-
-
-def _forward(run: Run, batch: Batch) -> Tensor:
-    odd = run.compilation is not None and count(batch[1]) != run.micro_batch
-    if not run.contexts and not odd:
-        return run.objective(call(run.forward, batch[0]), batch[1])
-    with ExitStack() as stack:
-        if odd:  # the last of an epoch: compiling once more, for its size, would take longer
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for context in run.contexts:
-            stack.enter_context(context())
-        return run.objective(call(run.forward, batch[0]), batch[1])
-
-
 def _between_steps(run: Run, interrupts: Interrupts) -> None:
     """Validate and save, where that is due; a resumed run makes up for what it was cut off from."""
     progress = run.progress
@@ -319,7 +191,7 @@ def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     progress.metrics = metrics
     progress.validated_step = evaluation.step
     evaluation = Evaluation(evaluation.step, metrics, evaluation.confusion, improved)
-    verdict = _ask(run.hooks, "on_validation", run, evaluation)
+    verdict = ask(run.hooks, "on_validation", run, evaluation)
     _lose_patience(run)
     return improved, verdict
 
@@ -345,7 +217,7 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _prove(run)
-        verdict = max(verdict, _ask(run.hooks, "on_report", run, report))
+        verdict = max(verdict, ask(run.hooks, "on_report", run, report))
     return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
 
 
@@ -377,17 +249,3 @@ def _act(run: Run, verdict: Verdict) -> None:
             guardian.rolled_back(run)
         else:
             guardian.stuck(run)
-
-
-def _ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation) -> Verdict:
-    """The worst of the hooks' verdicts."""
-    worst = Verdict.KEEP
-    for hook in hooks:
-        if isinstance(what, Step) and not hook.due(what.number):
-            continue
-        worst = max(worst, getattr(hook, event)(run, what) or Verdict.KEEP)
-    return worst
-
-
-def _has(hook: Hook, event: str) -> bool:
-    return getattr(type(hook), event) is not getattr(Hook, event)

@@ -66,8 +66,8 @@ def child(overrides: list[str]) -> None:
     """Build a run, then make as many steps as each line of stdin says and answer with seconds."""
     from runner import build, compose
     from runner.device import memory
-    from runner.loop import make_step
     from runner.outcome import engagements, look
+    from runner.step import make_step
 
     samples = next(int(o.rpartition("=")[2]) for o in overrides if "batch_size" in o)
     config = compose([

@@ -37,7 +37,7 @@ hook technique
 run
 compiler deferred modes predict techniques.blocks reader recovery resume stability summary
 captures
-evaluation outcome report stopwatch
+evaluation outcome report step stopwatch
 techniques hooks debug models objectives data optim loop
 overrides
 config

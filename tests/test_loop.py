@@ -14,8 +14,8 @@ import torch
 from runner import build, compose, evaluate, train
 from runner.errors import ConfigError, GaveUp
 from runner.hook import Hook, Report, Step, Verdict
-from runner.loop import backward
 from runner.run import Run
+from runner.step import backward
 from runner.summary import Summary
 
 OURS = ["security.trusted=[my_package]", "device.threads=2", "monitoring.progress=false"]

@@ -15,11 +15,11 @@ from runner.library import batches
 from runner.library.assembly import Assembly, check_loss_fn, entered
 from runner.library.optimize import placed
 from runner.library.step import Loss
-from runner.loop import make_step
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.outcome import summarise
 from runner.run import Run
+from runner.step import make_step
 from runner.summary import Summary
 from runner.technique import Engagement
 

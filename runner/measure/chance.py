@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from runner.errors import UsageError
-from runner.loop import backward
 from runner.measure.trace import one_step, remembered
 from runner.run import Run
+from runner.step import backward
 
 DRAWS = 32
 SIGMAS = 4.5  # a false alarm in 150,000 comparisons, were they normal

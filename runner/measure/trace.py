@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from runner.batch import Batch
 from runner.hook import Hook, Step
-from runner.loop import make_step
 from runner.measure.numerics import double
 from runner.run import Run
+from runner.step import make_step
 
 OVERFLOWS = 20  # in a row, while a loss scale settles; 65536 halved as often is 0.06
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from runner.batch import Batch
 from runner.captures.opening import Capture
-from runner.loop import make_step
 from runner.replay.findings import Attempt
 from runner.replay.statistics import bad_state
 from runner.run import Run
+from runner.step import make_step
 
 OF_STATE = ("weights", "buffers")  # kinds whose loss may well be finite
 STILL = 0.5  # of what was recorded: a spike that is larger is one still

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner import compiler
 from runner.batch import Batch
-from runner.loop import backward
 from runner.replay import line
 from runner.replay.findings import Found, Phase
 from runner.replay.line import Place
@@ -26,6 +25,7 @@ from runner.replay.statistics import level, state_of, stats, tensors
 from runner.replay.trace import label, leave, trace
 from runner.replay.tracer import Frame, Tracer
 from runner.run import Run
+from runner.step import backward
 
 MOST = 8  # modules compiled alone
 TRACEBACK = re.compile(r'File "([^"]+)", line (\d+)')

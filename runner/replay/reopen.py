@@ -27,10 +27,10 @@ from runner.data.loader import mover
 from runner.errors import CheckpointError, UsageError
 from runner.evaluation import evaluate
 from runner.hook import Hook, Step, Verdict
-from runner.loop import make_step
 from runner.measure.candidates import only, quiet
 from runner.resume import load_weights, set_random
 from runner.run import Progress, Run
+from runner.step import make_step
 
 log = logging.getLogger("runner")
 

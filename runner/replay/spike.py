@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from runner.batch import Batch, call, count, rows
-from runner.loop import backward
 from runner.replay.findings import Found, Phase, Ratio
 from runner.replay.statistics import size, state_of, stats, tensors
 from runner.replay.trace import batch_tensors, label, leave
 from runner.replay.tracer import named
 from runner.run import Run
 from runner.seeds import mix
+from runner.step import backward
 
 JUMP = 3.0  # times more than what went into it grew
 LISTED = 10

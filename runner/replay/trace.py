@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 
 from runner.batch import Batch, count
-from runner.loop import backward
 from runner.replay import line
 from runner.replay.findings import Found, Phase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors
 from runner.replay.tracer import Event, Frame, Tracer, named
 from runner.run import Run
+from runner.step import backward
 
 
 def trace(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Found:

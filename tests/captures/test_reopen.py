@@ -16,8 +16,8 @@ from runner.captures.manifest import Weights, captures
 from runner.captures.opening import Capture, open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
-from runner.loop import backward
 from runner.replay.reopen import config_of, reopened, settled
+from runner.step import backward
 
 CASES = {
     "average, accumulation": [

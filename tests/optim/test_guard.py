@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner import build, compose, train
 from runner.batch import Batch
 from runner.hook import Hook, Step
-from runner.loop import make_step
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.schedule import factors
@@ -25,6 +24,7 @@ from runner.optim.undo import Undo
 from runner.optim.update import Update
 from runner.run import Run
 from runner.stability.config import StabilityConfig
+from runner.step import make_step
 
 FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
 MOMENTUM = {"momentum": 0.9, "nesterov": True}

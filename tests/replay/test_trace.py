@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.loop import backward
 from runner.replay.attempt import attempt
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Phase
 from runner.replay.spike import spike
 from runner.replay.trace import trace
+from runner.step import backward
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from runner import build, compose, train
 from runner.device import memory
 from runner.errors import ConfigError
-from runner.loop import backward
 from runner.predict import predict
+from runner.step import backward
 from runner.technique import Draft
 from runner.techniques import accumulation
 from runner.techniques.accumulation import Accumulation

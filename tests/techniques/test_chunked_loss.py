@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from runner import build, compose, evaluate, train
 from runner.deferred import DeferredLogits, OutputLayer, defer
 from runner.errors import ConfigError, DataError
-from runner.loop import backward
 from runner.objectives.language_modelling import LanguageModelling
+from runner.step import backward
 from runner.technique import Engagement
 
 TOKENS, WIDTH, VOCAB = 50, 16, 301

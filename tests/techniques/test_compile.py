@@ -12,7 +12,7 @@ import pytest
 
 from runner import build, compose, train
 from runner.errors import DataError
-from runner.loop import make_step
+from runner.step import make_step
 from runner.summary import Summary
 from runner.technique import Engagement
 

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.loop import backward
 from runner.models.transformer import Block
 from runner.predict import HOLES, predict
 from runner.run import Run
+from runner.step import backward
 from runner.technique import Draft, Engagement
 from runner.techniques.recompute import Recompute, Recomputed, What
 

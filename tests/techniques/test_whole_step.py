@@ -14,8 +14,8 @@ from torch import Tensor
 from runner import build, compiler, compose, train
 from runner.errors import DataError
 from runner.hook import Hook, Report, Step
-from runner.loop import make_step
 from runner.run import Run
+from runner.step import make_step
 from runner.summary import Summary
 from runner.technique import Engagement
 
