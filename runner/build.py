@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
@@ -44,6 +45,7 @@ from runner.security.targets import construct, resolve
 from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
 from runner.technique import Choice, Draft, Engagement, Technique
+from runner.techniques.whole_step import warn_kept_out
 from runner.watchers import watchers
 
 log = logging.getLogger("runner")
@@ -95,6 +97,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     model = given.model
     if model is None:
         model = build_model(config.model, data.sizes, look_up)
+    _refuse_lazy(model)
     model = model.to(device.torch)
     objective = given.objective or build_objective(config.objective, data.sizes, look_up)
 
@@ -225,11 +228,25 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     scope.callback(run.validation.close)
     scope.callback(run.train.close)
     _resume(run, config.checkpoint.resume)
+    warn_kept_out(run)
     if folder is not None and config.debug.capture.enabled and config.debug.capture.at_most > 0:
         parts = ("model", "data", "objective", "optimizer")
         made = [part for part in parts if getattr(given, part) is not None]
         run.captures = Captures(config.debug.capture, folder, plain(config), made)
     return run
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise ConfigError where a size is yet to be found by the first forward."""
+    for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in own):
+            raise ConfigError(
+                "model",
+                f"{name or 'the model'} ({type(module).__name__}) is lazy: its sizes are unknown "
+                "until a first forward, and the optimizer is made before one",
+                "name the sizes (Linear for LazyLinear), or run one batch through it beforehand",
+            )
 
 
 def _micro_batch(training: TrainingConfig, recorded: Mapping[str, Any]) -> int:

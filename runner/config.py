@@ -42,6 +42,7 @@ from runner.optim.config import OptimizerConfig, ScheduleConfig
 from runner.overrides.groups import CONF, FOREIGN
 from runner.record.config import MonitoringConfig
 from runner.security.config import SecurityConfig
+from runner.security.plain import check_plain
 from runner.security.targets import nested, permit
 from runner.stability.config import StabilityConfig
 from runner.techniques.config import Optimization
@@ -181,6 +182,7 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=kind, node=schema)
     OmegaConf.register_new_resolver("runner.name", _default_name, replace=True)
     OmegaConf.register_new_resolver("runner.id", _random_id, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("runner.home", _home, replace=True)
     # cached by the text of its argument: jobs of a sweep get what the first one got
     OmegaConf.register_new_resolver("runner.once", _same, use_cache=True, replace=True)
 
@@ -193,6 +195,11 @@ def _default_name(*, _root_: DictConfig) -> str:
         part = _root_[group]
         names.append((part.get("_target_") or part.kind).rpartition(".")[2])
     return "-".join(names)
+
+
+def _home(kind: Any) -> str:
+    """Replays lie apart, so that the newest folder of `outputs/runs` is a run's."""
+    return "replays" if kind in (JobKind.replay, JobKind.replay.value) else "runs"
 
 
 def _random_id() -> str:
@@ -328,8 +335,10 @@ def plain(config: RunConfig) -> dict[str, Any]:
 def from_plain(found: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
     """The config that `plain` took apart; whom to trust is for the caller to say.
 
-    Raises ConfigError where it does not fit this version, SecurityError for a class not trusted.
+    Raises ConfigError where it does not fit this version, SecurityError for a class not trusted
+    and for what is no plain data.
     """
+    check_plain(found)
     try:
         config = OmegaConf.structured(RunConfig)
         for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):

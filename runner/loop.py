@@ -19,9 +19,9 @@ from runner.hook import Evaluation, Verdict
 from runner.interrupts import Interrupts
 from runner.outcome import engagements, look, summarise
 from runner.recovery import in_plain_words, is_out_of_memory
-from runner.resume import roll_back, save
+from runner.resume import roll_back, save, trouble
 from runner.run import Run
-from runner.step import ask, has, make_step
+from runner.step import ask, count_in, has, make_step
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
@@ -42,7 +42,7 @@ def train(run: Run) -> Summary:
             return ended  # its record stays as it is
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
-    summarise(run, "running")
+    summarise(run, "running", must=True)
     status, reason = "failed", "a hook kept an error to itself"
     try:
         with ExitStack() as stack:
@@ -81,15 +81,14 @@ def _train(run: Run) -> None:
                 interrupts.waiting = False
                 watch.split("data")
 
+                number = progress.step + 1
                 try:
                     step, verdict = make_step(run, batch, watchers)
                 except Exception as error:
-                    _keep(run, batch, error)
+                    _keep(run, number, batch, error)
                     raise
 
-                samples = run.train.samples(progress.step)
-                progress.step += 1
-                run.reader.add(step, samples)
+                samples = count_in(run, step)
                 if step_hooks:
                     verdict = max(verdict, ask(step_hooks, "on_step", run, step))
                 if progress.step % run.report_every == 0:
@@ -113,7 +112,7 @@ def _train(run: Run) -> None:
             raise interrupts.error(_whereabouts(run)) from None
         except (Interrupted, StorageError):
             raise  # saved already; saving would only fail again
-        except RunnerError:  # the step in hand, if there is one, has changed nothing but buffers
+        except RunnerError:  # a step in hand has changed nothing but buffers, or was counted in
             update.abandon()
             _leave(run)
             raise
@@ -123,15 +122,16 @@ def _train(run: Run) -> None:
         save(run, final=True)
 
 
-def _keep(run: Run, batch: Batch, error: Exception) -> None:
+def _keep(run: Run, step: int, batch: Batch, error: Exception) -> None:
     """Capture a step that ends the run, whose batch is in hand; not for want of memory or disk."""
     refused = isinstance(error, Interrupted | StorageError | OutOfMemory)
     if refused or is_out_of_memory(error):
         return
     run.update.abandon()
-    step, message, kept = run.progress.step + 1, f"{type(error).__name__}: {error}", None
+    message, kept = f"{type(error).__name__}: {error}", None
     if run.captures is not None:
         kept = run.captures.take(run, step, "exception", message, batch)
+        run.captures.tell()  # the fault's own line is the last of the run
     run.history.add(
         "exception", message, step=step, category="code", severity="error", action="the run ends",
         error=error, capture=kept or "", say=False,
@@ -157,6 +157,8 @@ def _between_steps(run: Run, interrupts: Interrupts) -> None:
     progress = run.progress
     step, last = progress.step, progress.step >= run.total_steps
     improved, verdict = False, Verdict.KEEP
+    if last:
+        _settle(run)
     if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
         interrupts.waiting = True  # nothing changes while validating, so it may be cut short
         evaluation = evaluate(run)
@@ -171,6 +173,18 @@ def _between_steps(run: Run, interrupts: Interrupts) -> None:
     _act(run, verdict)
 
 
+def _settle(run: Run) -> None:
+    """At the last step, act on what is wrong before what comes of it is validated and saved.
+
+    Where nothing is, the stretch in hand stays open: it goes on if the run is lengthened.
+    """
+    verdict = _report(run, wait=True)
+    if trouble(run):
+        run.reader.close(run.watch.elapsed())
+        verdict = max(verdict, _report(run, wait=True))
+    _act(run, verdict)
+
+
 def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Whether this is the best so far, and what the hooks say to it."""
     progress, metrics = run.progress, evaluation.metrics
@@ -182,7 +196,13 @@ def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     value = metrics[run.monitor]
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
-    improved = better and math.isfinite(value)
+    loss = metrics.get("val/loss", 0.0)
+    improved = better and math.isfinite(value) and math.isfinite(loss)
+    if not math.isfinite(loss):
+        run.history.add(
+            "validation_not_finite", f"the validation loss is {loss}", step=evaluation.step,
+            category="numerics", action="it cannot be the best",
+        )  # fmt: skip
     if improved:
         progress.best, progress.best_step = value, evaluation.step
         progress.stale_validations = 0

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 
 from runner.device import memory
+from runner.errors import StorageError
 from runner.record import provenance
 from runner.run import Run
 from runner.summary import CheckpointPaths, MemoryPeaks, Summary
 from runner.technique import Engagement, Evidence
 
+log = logging.getLogger("runner")
 
-def summarise(run: Run, status: str, reason: str = "") -> Summary:
-    """How the run stands; written to its folder as `summary.json`."""
+
+def summarise(run: Run, status: str, reason: str = "", must: bool = False) -> Summary:
+    """How the run stands; written to its folder as `summary.json`.
+
+    With `must` StorageError where that is not possible; else it is a warning, and the one that was
+    there stays.
+    """
     progress = run.progress
     faults = Counter(run.history.counts)
     faults.update(run.recorder.faults)
@@ -51,7 +59,12 @@ def summarise(run: Run, status: str, reason: str = "") -> Summary:
     )
     run.history.write()
     if run.folder is not None:
-        summary.write(run.folder)
+        try:
+            summary.write(run.folder)
+        except StorageError as error:
+            if must:
+                raise
+            log.warning("%s; the one before stays", error)
     return summary
 
 
@@ -67,8 +80,12 @@ def look(run: Run) -> None:
 def engagements(run: Run) -> list[Engagement]:
     """Every technique: asked for or not, taken hold or not, and the evidence gathered so far."""
     rows = {row.name: row for row in run.engagements}
-    unseen = Evidence(False, "the run ended before it was looked at")
     for name, _ in run.techniques:
-        evidence = run.evidence.get(name, unseen)
+        evidence = run.evidence.get(name)
+        if evidence is None:
+            fallen = run.fallen.get(name, "")
+            reason = fallen or "the run ended before it was looked at"
+            rows[name] = Engagement(name, True, False, reason, known=bool(fallen))
+            continue
         rows[name] = Engagement(name, True, evidence.engaged, evidence.reason, evidence.facts)
     return list(rows.values())

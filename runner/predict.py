@@ -8,24 +8,22 @@ whatever the size, and it sees what eager execution allocates but not what kerne
 from __future__ import annotations
 
 import logging
-import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from runner.batch import Batch, call, count
 from runner.device import memory
 from runner.technique import Draft
+from runner.untouched import untouched
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -75,23 +73,27 @@ class Prediction:
         return held + self.needed
 
 
-def predict(draft: Draft, samples: int | None = None) -> Prediction:
+def predict(draft: Draft, samples: int | None = None, *, live: bool = False) -> Prediction:
     """The memory of a step with `samples` (None: `draft.micro_batch`) per backward.
 
     Nothing of the model, its gradients or any generator changes. What the model itself raises
-    passes through.
+    passes through; of a `live` model, which is in training, so does what it raises of fake tensors:
+    no real step is made with it.
     """
     samples = min(samples or draft.micro_batch, draft.batch_size)
     batch: Batch = draft.sample(min(draft.batch_size, MOST_SAMPLED))
     for place in draft.placements:
         batch = place(batch)
     try:
-        with _as_it_was(draft):
+        # of what a model keeps elsewhere, the fake mode changes real numbers if all in it are real
+        with _as_it_was(draft, safe=[*draft.model.parameters(), *draft.model.buffers()]):
             trace, state = _fake(draft, batch, samples)
         extrapolated = False
     except Exception as error:
+        if live:
+            raise
         log.debug("fake tensors are refused, small real steps instead: %s", error)
-        with _as_it_was(draft):  # anew: a fake forward may have left something in the model
+        with _as_it_was(draft):
             (few, a), (more, b) = ((n, _real(draft, batch, n)) for n in SMALL)
         trace = a.towards(b, (samples - few) / (more - few))
         state, extrapolated = _guess(draft), True
@@ -178,17 +180,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _fake(draft: Draft, batch: Batch, samples: int) -> tuple[Trace, int]:
     """The trace over fake tensors, and the bytes of the optimizer's state."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    named: dict[str, Tensor] = {
-        **dict(draft.model.named_parameters(remove_duplicate=False)),
-        **dict(draft.model.named_buffers(remove_duplicate=False)),
-    }
-    fakes: dict[Tensor, Tensor] = {}  # tied weights stay one
-    for tensor in named.values():
-        if tensor not in fakes:
-            fakes[tensor] = mode.from_tensor(tensor)
-    swapped = {name: fakes[tensor] for name, tensor in named.items()}
     parts = -(-draft.batch_size // samples)
-    with mode, _reparametrize_module(draft.model, swapped):
+    with mode:
+        _swap(draft.model, mode)
         few = _map(batch, lambda t: _resized(mode.from_tensor(t), samples))
         trace = _trace(draft, few, min(parts, 2))  # from the second on, gradients are there
         optimizer = draft.make_optimizer(draft.model)
@@ -196,6 +190,23 @@ def _fake(draft: Draft, batch: Batch, samples: int) -> tuple[Trace, int]:
             optimizer.step()
         state = _bytes(v for s in optimizer.state.values() for v in s.values())
     return trace, state
+
+
+def _swap(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Fake parameters and buffers; `_as_it_was` puts the real ones back.
+
+    Each module once, whatever names it goes by; tied weights stay one.
+    """
+    fakes: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a TorchScript module takes no fake tensors")
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    if tensor not in fakes:
+                        fakes[tensor] = mode.from_tensor(tensor)
+                    slots[name] = fakes[tensor]  # type: ignore[assignment]
 
 
 def _real(draft: Draft, batch: Batch, samples: int) -> Trace:
@@ -221,45 +232,20 @@ def _trace(draft: Draft, batch: Batch, passes: int) -> Trace:
 
 
 @contextmanager
-def _as_it_was(draft: Draft) -> Iterator[None]:
-    """As in a training step; puts back gradients, buffers, modes, attributes and generators."""
-    model, device = draft.model, draft.device
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    gradients = {p: p.grad for p in model.parameters()}
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    owners = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-    noise = random.getstate(), np.random.get_state()
+def _as_it_was(draft: Draft, safe: Iterable[Tensor] = ()) -> Iterator[None]:
+    """As in a training step; puts back all that it changes, but for the numbers in `safe`."""
     with (
-        torch.random.fork_rng([device.torch] if device.kind == "cuda" else []),
+        untouched(
+            draft.model, draft.forward, draft.objective, device=draft.device.torch, safe=safe
+        ),
         torch.autograd.set_detect_anomaly(False),  # it would read every number
         torch.enable_grad(),
         ExitStack() as stack,
     ):
-        try:
-            for context in draft.contexts:
-                stack.enter_context(context())
-            model.train()
-            yield
-        finally:
-            random.setstate(noise[0])
-            np.random.set_state(noise[1])
-            for module, before in attributes.items():
-                _restore(module, before)
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-            for now, then in owners:  # some models put new tensors in their place
-                now.update(then)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.data.copy_(value)
-
-
-def _restore(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """What a forward keeps in its module, such as a table it makes once, may be fake by now."""
-    now = vars(module)
-    for name in [name for name, value in now.items() if before.get(name, now) is not value]:
-        del now[name]
-    now.update(before)
+        for context in draft.contexts:
+            stack.enter_context(context())
+        draft.model.train()
+        yield
 
 
 def _guess(draft: Draft) -> int:

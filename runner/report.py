@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.hook import Cost
+from runner.record import fault_rows
 from runner.record import markdown as md
 from runner.record.console import one_line
+from runner.record.history import History
 from runner.summary import Summary
 from runner.technique import Engagement
 
@@ -44,10 +47,13 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
             table.add_row(one_line(name), Text(one_line(value), style=marked))
         parts += [Text(), Text(heading, style="bold cyan"), Padding(table, (0, 0, 0, 2))]
     if folder is not None:
-        parts += [
-            Text(),
-            Text.assemble(("look at it:  ", "dim"), f"tensorboard --logdir {_logdir(folder)}"),
-        ]
+        commands = [("look at it:    ", f"tensorboard --logdir {_logdir(folder)}")]
+        if again := _replay(folder):
+            commands.append(("look into it:  ", again))
+        # a command that is broken over two lines cannot be copied
+        parts.append(Text())
+        for name, command in commands:
+            parts.append(Text.assemble((name, "dim"), command, no_wrap=True, overflow="ignore"))
     return Group(*parts)
 
 
@@ -59,6 +65,11 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
     for heading, rows in _sections(summary, folder, per_class=True):
         if rows:
             lines += ["", f"## {heading.capitalize()}", "", md.table(("", ""), rows)]
+        if heading == "faults" and folder is not None:
+            if faults := History.read(folder):
+                lines += ["", fault_rows.table(faults)]
+            if again := _replay(folder):
+                lines += ["", "To look into the first that was kept:", "", md.code(again, "sh")]
     git = summary.git
     origin = [("config hash", summary.config_hash), *summary.versions.items()]
     if git:
@@ -99,12 +110,24 @@ def _sections(
         "chosen automatically",
         [(choice.key, f"{choice.value}: {choice.reason}") for choice in summary.choices],
     )
-    troubles = [(kind, f"{count:,}") for kind, count in summary.faults.items() if count]
-    if summary.skipped_steps:
-        troubles.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
-    yield "faults", troubles
+    yield "faults", _faults(summary, folder)
     yield "debug tools", [(cost.name, _cost(cost, summary)) for cost in summary.tools]
     yield "files", _files(summary, folder)
+
+
+def _faults(summary: Summary, folder: Path | None) -> list[Row]:
+    faults = [] if folder is None else History.read(folder)
+    rows = fault_rows.by_kind(summary.faults, faults)
+    if summary.skipped_steps:
+        rows.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
+    return rows
+
+
+def _replay(folder: Path) -> str:
+    """What to type to look into the first bad step that was kept, if one was."""
+    first = fault_rows.first_capture(History.read(folder))
+    where = shlex.quote(f"replay.path={_short(folder / first)}")
+    return f"python -m runner job=replay {where}" if first else ""
 
 
 def _cost(cost: Cost, summary: Summary) -> str:
@@ -117,6 +140,8 @@ def _cost(cost: Cost, summary: Summary) -> str:
 
 def _verdict(row: Engagement, most: int | None) -> str:
     """Whether it took hold, why (not), and so many of the facts that show it."""
+    if not row.known:
+        return f"unknown: {row.reason}"
     if not row.engaged:
         return f"fell back: {row.reason}"
     facts = []
@@ -206,12 +231,18 @@ def _files(summary: Summary, folder: Path | None) -> list[Row]:
         if "largest_difference" in summary.export:
             told += f", off by {summary.export['largest_difference']:.2g} at most"
         rows.append(("export", f"{summary.export['file']} ({told})"))
-    names = (
-        "report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json",
-        "debug/history.json",
-    )  # fmt: skip
+    names = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
     there = [name for name in names if (folder / name).exists() or name == "report.md"]
-    return [*rows, ("record", ", ".join(there))]
+    return [*rows, ("record", ", ".join(there)), *_debug(folder / "debug")]
+
+
+def _debug(folder: Path) -> list[Row]:
+    """What the debug tools have left, folders with how much is in them."""
+    paths = sorted(folder.glob("[!.]*"))
+    names = [path.name for path in paths if path.is_file()]
+    inside = [(path.name, len(list(path.glob("[!.]*")))) for path in paths if path.is_dir()]
+    names += [f"{name}/ ({count})" for name, count in inside if count]
+    return [("debug/", ", ".join(names))] if names else []
 
 
 def _short(folder: Path) -> str:

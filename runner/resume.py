@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import shutil
 from collections.abc import Mapping
@@ -37,13 +38,32 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         if not final and not run.guardian.sound():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
-        run.checkpointer.unread = run.reader.unread if run.captures is not None else None
+        unread = run.reader.unread if run.captures is not None else None
+        bad = trouble(run)
+        if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
+            return  # it would take the place of the one to go back to
+        run.checkpointer.lead_to = {step for step in (unread, bad) if step}
         planned = best or run.progress.step % run.checkpoint_every == 0
-        state = {**_state(run), "planned": planned}
+        state = {**_state(run), "planned": planned, "clean": not bad}
         run.checkpointer.save(run.progress.step, run.model.state_dict(), state, best)
         run.saved_step = run.progress.step
     if final:
         run.checkpointer.close()
+
+
+def trouble(run: Run) -> int:
+    """The first of the bad steps that the run is in, or of the stretch in hand; 0: all is well.
+
+    The host waits for the device.
+    """
+    guardian, hand = run.guardian, run.reader.state()
+    if guardian.streak:
+        return guardian.streak
+    for step, row in enumerate(hand["rows"], hand["first"]):
+        bad = row[2] > 0 or not all(map(math.isfinite, row))
+        if bad and step > guardian.forgotten and step not in guardian.vetoed:
+            return step
+    return 0
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -140,6 +160,8 @@ def roll_back(run: Run, factor: float) -> bool:
     update.updates.copy_(updates)
     update.backoff = backoff
     progress.rollbacks += 1
+    if progress.best_step != progress.step:  # else it stays what it is, the best
+        run.saved_step = min(run.saved_step, progress.step - 1)  # it is of weights that are gone
     run.history.add(
         "rollback",
         f"rolled back to step {restored.step}, learning rate times {backoff * factor:g}",
@@ -150,13 +172,16 @@ def roll_back(run: Run, factor: float) -> bool:
 
 
 def _last_good(run: Run) -> Restored | None:
-    """The newest checkpoint in which everything is finite; says which ones are not.
+    """The newest checkpoint from before the bad steps, all of it finite; says which ones are not.
 
     One that an interruption left comes after those that were due: a run goes back to the same
-    step whether or not it was interrupted.
+    step whether or not it was interrupted. One from among bad steps, whose weights are what is to
+    be left, comes last.
     """
+    decision = run.guardian.decision
+    bad = (decision.since if decision is not None else 0) or trouble(run)
     where: Path | None = None  # the newest
-    unplanned: Restored | None = None
+    second: tuple[tuple[bool, bool], Restored] | None = None
     while True:
         try:
             restored = run.checkpointer.restore(where)
@@ -168,13 +193,16 @@ def _last_good(run: Run) -> Restored | None:
             odd = broken(restored.model, restored.state["update"], run.guardian.odd)
             if odd is not None:
                 log.warning("the checkpoint of step %d is of no use: %s is not finite", step, odd)
-            elif restored.state["planned"]:
-                return restored
             else:
-                unplanned = unplanned or restored
+                clean = restored.state.get("clean", True) and (not bad or restored.step < bad)
+                rank = clean, restored.state["planned"]
+                if all(rank):
+                    return restored
+                if second is None or rank > second[0]:
+                    second = rank, restored
         where = None if step is None else run.checkpointer.before(step)
         if where is None:
-            return unplanned
+            return None if second is None else second[1]
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from runner import compiler
 from runner.batch import Batch, call, count, rows
+from runner.errors import UsageError
 from runner.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.run import Run
 from runner.seeds import mix
@@ -36,12 +38,51 @@ def make_step(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> tuple[Step,
 
 def _watched(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     """A step that hooks are around, or whose gradients they see: never in one graph."""
-    with ExitStack() as stack:
-        if any(hook.eager for hook in due):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for hook in due:
-            stack.enter_context(hook.around(run))
-        return _ordinary(run, batch, [hook for hook in due if has(hook, "on_gradients")])
+    made: tuple[Step, Verdict] | None = None
+    try:
+        with ExitStack() as stack:
+            if any(hook.eager for hook in due):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for hook in due:
+                stack.enter_context(_Around(hook, run))
+            made = _ordinary(run, batch, [hook for hook in due if has(hook, "on_gradients")])
+        return made
+    except BaseException:
+        if made is not None:  # the update is made: a run that goes on from here must not repeat it
+            count_in(run, made[0])
+        raise
+
+
+class _Around:
+    """A hook's `around`, which must let errors pass."""
+
+    def __init__(self, hook: Hook, run: Run) -> None:
+        self.name = f"{type(hook).__module__}.{type(hook).__qualname__}"
+        self.context = hook.around(run)
+
+    def __enter__(self) -> None:
+        self.context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.context.__exit__(kind, error, trace) and error is not None:
+            raise UsageError(
+                f"{self.name}.around kept an error of the step to itself "
+                f"({type(error).__name__}: {error}); without its step the run cannot go on: "
+                "let the error pass, or raise it again"
+            ) from error
+
+
+def count_in(run: Run, step: Step) -> int:
+    """The step is made, whatever comes after it; how many samples it had."""
+    samples = run.train.samples(run.progress.step)
+    run.progress.step += 1
+    run.reader.add(step, samples)
+    return samples
 
 
 def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:

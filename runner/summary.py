@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,11 +83,21 @@ class Summary:
     best_step: int = 0
 
     def write(self, folder: Path) -> None:
-        """Replace `summary.json` in `folder`, never leaving half of one; NaN becomes null."""
+        """Replace `summary.json` in `folder`, never leaving half of one; NaN becomes null.
+
+        StorageError where it cannot be written.
+        """
         temporary = folder / ".summary.json.tmp"
         text = json.dumps(_finite(asdict(self)), indent=2, default=str, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, folder / FILE)
+        try:
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, folder / FILE)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise StorageError(
+                f"{folder / FILE}: not written: {error.strerror or error}"
+            ) from error
 
     @classmethod
     def read(cls, folder: Path) -> Summary:

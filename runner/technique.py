@@ -69,6 +69,7 @@ class Engagement:
     engaged: bool
     reason: str
     evidence: dict[str, Any] = field(default_factory=dict)
+    known: bool = True  # False: the run ended before it was looked at
 
 
 @dataclass

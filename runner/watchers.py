@@ -74,6 +74,8 @@ def _tools(config: RunConfig) -> list[Hook]:
 
 def _own(item: Any, key: str, look_up: Callable[[str, str], Any]) -> Hook:
     """A hook of the user's: `package.Class`, or `{_target_: package.Class, argument: …}`."""
+    if isinstance(item, dict) and "_target_" not in item:
+        raise ConfigError(key, "_target_ is missing", "write {_target_: package.Class, …}")
     hook = assembled({"_target_": item} if isinstance(item, str) else item, look_up, key)
     if not isinstance(hook, Hook):
         raise ConfigError(key, f"{type(hook).__name__} is no Hook", "inherit from runner.Hook")

@@ -29,7 +29,7 @@ CONFIGS = (
 LAYERS = f"""
 errors
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
-interrupts seeds storage
+interrupts seeds storage untouched
 device record security
 checkpoint
 batch objective

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from runner import build, compose, evaluate, train
-from runner.errors import ConfigError, GaveUp
+from runner.errors import ConfigError, GaveUp, StorageError, UsageError
 from runner.hook import Hook, Report, Step, Verdict
 from runner.run import Run
 from runner.step import backward
@@ -103,6 +104,17 @@ def test_the_best_checkpoint_is_the_step_with_the_best_metric(tmp_path: Path) ->
     assert values[summary.best_step] == summary.best
     best = (tmp_path / "checkpoints" / "best").resolve()
     assert best.name == f"step_{summary.best_step:08d}"
+
+
+def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=digits", "training.epochs=2", "stability=off"]
+    with build(compose(overrides), tmp_path) as run:
+        with torch.no_grad():
+            next(iter(run.model.parameters())).fill_(math.nan)
+        summary = train(run)
+    assert summary.best is None and "val/accuracy" in summary.metrics
+    assert summary.faults["validation_not_finite"] == summary.steps // run.validate_every > 1
+    assert not (tmp_path / "checkpoints" / "best").exists()
 
 
 def test_an_unknown_metric_to_monitor_is_answered_with_those_there_are() -> None:
@@ -260,3 +272,75 @@ def test_a_technique_that_falls_back_while_running_is_an_error_under_strict() ->
         pytest.raises(ConfigError, match=r"optimization\.fused_optimizer"),
     ):
         train(run)
+
+
+class Around(Hook):
+    """Around step 5: an error of its own once the update is made, or one that it keeps."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+
+    def due(self, step: int) -> bool:
+        return step == 5
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:
+            return
+        raise ConfigError("debug.hooks", "that is enough")
+
+    def on_gradients(self, run: Run, step: Step) -> None:
+        if self.keeps:
+            raise ValueError("mine")
+
+
+def test_a_step_whose_hook_fails_after_the_update_is_not_made_twice(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=12"]
+    with build(compose(overrides)) as run:
+        train(run)
+        straight = run.model.state_dict()
+    with build(compose(overrides), tmp_path) as run:
+        run.hooks.append(Around(keeps=False))
+        with pytest.raises(ConfigError, match="that is enough"):
+            train(run)
+        assert (run.progress.step, run.saved_step) == (5, 5)
+    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+        train(run)
+        resumed = run.model.state_dict()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_hook_that_keeps_an_error_of_the_step_to_itself_is_named() -> None:
+    with build(compose([*OURS, "data=cancer", "training.steps=12"])) as run:
+        run.hooks.append(Around(keeps=True))
+        with pytest.raises(UsageError, match=r"Around\.around kept .*ValueError: mine") as raised:
+            train(run)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert run.progress.step == 4
+
+
+class Fill(Hook):
+    """Leaves no way to write another summary, as a full disk does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, run: Run, step: Step) -> None:
+        (self.folder / ".summary.json.tmp").mkdir(exist_ok=True)
+
+
+def test_a_summary_that_cannot_be_written_ends_a_run_at_its_start_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=12"]
+    with build(compose(overrides), tmp_path / "later") as run:
+        run.hooks.append(Fill(tmp_path / "later"))
+        assert train(run).status == "done"
+    assert "summary.json: not written" in caplog.text
+    assert Summary.read(tmp_path / "later").status == "running"
+    with build(compose(overrides), tmp_path / "start") as run:
+        (tmp_path / "start/.summary.json.tmp").mkdir()
+        with pytest.raises(StorageError, match=r"summary\.json: not written"):
+            train(run)

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.nn.utils.parametrizations import weight_norm
 
 from runner import build, compose, train
 from runner.device import memory
@@ -77,6 +80,55 @@ def test_nothing_of_the_model_its_gradients_or_the_generators_changes(readable: 
     assert torch.equal(noise[0], torch.get_rng_state())
     assert noise[1] == random.getstate()
     assert all(np.array_equal(a, b) for a, b in zip(noise[2], np.random.get_state(), strict=True))
+
+
+class Remembering(nn.Module):
+    """Its forward changes what no buffer and no attribute of its own holds alone."""
+
+    def __init__(self, readable: bool) -> None:
+        super().__init__()
+        self.layer = weight_norm(nn.Linear(64, 4))
+        self.again, self.readable = self.layer, readable  # one module, two names
+        self.running, self.calls, self.last = torch.ones(4), [1], deque([1], maxlen=3)
+        self.count, self.drawn = np.zeros(2), torch.Generator().manual_seed(3)
+        self.register_buffer("spread", torch.zeros(1).expand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        self.last.append(7)
+        self.count += 1
+        self.running.mul_(0.5)
+        noise = torch.rand(4, generator=self.drawn)
+        if not self.readable:
+            with torch.no_grad():
+                self.layer.bias += float(x.sum()) + 1
+        return self.again(self.layer(x) @ torch.ones(4, 64)) + noise  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["fake", "real"])
+def test_what_a_forward_changes_in_place_is_put_back(readable: bool) -> None:
+    model = Remembering(readable)
+    before = {n: t.clone() for n, t in model.named_parameters(remove_duplicate=False)}
+    noise = model.drawn.get_state()
+    with ExitStack() as scope:
+        assert predict(draft(model, scope)).extrapolated is not readable
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        assert type(tensor) is nn.Parameter and torch.equal(tensor, before[name]), name
+    assert model.calls == [1] and list(model.last) == [1] and model.count.tolist() == [0, 0]
+    assert model.running.tolist() == [1, 1, 1, 1]
+    assert torch.equal(model.drawn.get_state(), noise)
+
+
+def test_no_real_step_is_made_with_a_model_in_training() -> None:
+    model = Net(readable=False)
+    seen: list[type] = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
+    with ExitStack() as scope, pytest.raises(DataDependentOutputException):
+        predict(draft(model, scope), live=True)
+    assert set(seen) == {FakeTensor}
+    with ExitStack() as scope:
+        predict(draft(model, scope))
+    assert Tensor in seen
 
 
 def test_the_parts_are_those_of_adam() -> None:

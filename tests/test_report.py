@@ -11,6 +11,7 @@ from rich.console import Console
 from runner import report
 from runner.errors import StorageError
 from runner.record import markdown
+from runner.record.history import History
 from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
 from runner.technique import Choice, Engagement
 
@@ -122,6 +123,32 @@ def test_the_document_says_the_same_and_where_it_came_from(tmp_path: Path) -> No
     for word in ("0.9722", "best 0.9750", "fell back", "with changes not committed", "2.13.0"):
         assert word in text
     assert "```sh\npython -m runner data=digits\n```" in text
+
+
+def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "runs" / "x"
+    (run / "debug" / "captures" / "step_00000043").mkdir(parents=True)
+    (run / "debug" / "profile.md").touch()
+    faults = History(run)
+    for step in range(43, 50):
+        faults.add(
+            "non_finite", "the loss was nan", step=step, category="numerics", say=False,
+            action="skipped" if step < 49 else "rolling back",
+            capture="debug/captures/step_00000043" if step == 43 else "",
+        )  # fmt: skip
+    faults.write()
+    text = " ".join(shown(SUMMARY, run).split())
+    told = "7, steps 43, 44, 45, 46, …: the loss was nan; skipped (6); rolling back (1)"
+    assert told in text
+    command = "python -m runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
+    assert [x for x in shown(SUMMARY, run, 120).splitlines() if command in x]  # whole, to be copied
+    assert "history.json, profile.md, captures/ (1)" in text
+    page = report.markdown(SUMMARY, run)
+    assert "| non\\_finite | warning | 6 | steps 43, 44, 45, 46, … | the loss was nan |" in page
+    assert "replay.path=" in page
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(

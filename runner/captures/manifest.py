@@ -9,6 +9,7 @@ debug/captures/step_00000123/
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -20,9 +21,16 @@ from runner.errors import CheckpointError, UsageError
 from runner.storage import HashedFile, Written
 
 FOLDER = "debug/captures"
+REPLAY = "replay.json"  # what job=replay leaves in its own folder
 CHECKPOINT = "checkpoint"  # the folder of the linked one
 STEP = re.compile(r"step_\d{8,}", re.ASCII)
 FORMAT = 1
+KINDS: dict[str, Any] = {
+    "step": int, "seed": int, "micro_batch": int, "threads": int, "checkpoint": int | None,
+    "kind": str, "message": str, "name": str, "config_hash": str, "loss": str, "grad_norm": str,
+    "config": dict, "choices": dict, "device": dict, "versions": dict, "given": list,
+}  # fmt: skip
+"""Of what type a field is: some are put into a script, so that text could become code."""
 
 
 class Weights(Enum):
@@ -75,8 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
         files = {name: Written(**entry) for name, entry in body.pop("files").items()}
         weights = Weights(body.pop("weights"))
         manifest = Manifest(files=files, weights=weights, **body)
-        sound = isinstance(manifest.config, dict) and isinstance(manifest.choices, dict)
-        sound = sound and isinstance(manifest.step, int) and isinstance(manifest.given, list)
+        sound = all(isinstance(getattr(manifest, name), kind) for name, kind in KINDS.items())
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None
     expected = {STATE} if weights is Weights.again else {STATE, MODEL}
@@ -94,7 +101,7 @@ def captures(run: Path) -> list[Path]:
 
 
 def find(path: Path) -> Path:
-    """The capture that `path` is, or the first of the run, or of the captures, that it is.
+    """The capture that `path` is, or a replay is of, or the first of the run or folder that it is.
 
     Raises CheckpointError where there is nothing, and UsageError where there is something else.
     """
@@ -103,6 +110,8 @@ def find(path: Path) -> Path:
         raise CheckpointError(f"{key}: there is no folder {path} (looked from {Path.cwd()})")
     if path.is_file():
         path = path.absolute().parent
+    if (path / REPLAY).is_file():
+        path = _replayed(path / REPLAY)
     if (path / "checkpoints").is_dir() or (path / ".hydra").is_dir() or (path / FOLDER).is_dir():
         found = captures(path)
         if not found:
@@ -124,3 +133,14 @@ def find(path: Path) -> Path:
             f"{key}: {path} is a checkpoint; bad steps are in {path.parent.parent / FOLDER}"
         )
     return path
+
+
+def _replayed(page: Path) -> Path:
+    """The capture that a replay was of."""
+    try:
+        found = Path(json.loads(page.read_text("utf-8"))["capture"])
+    except (OSError, ValueError, LookupError, TypeError):
+        raise CheckpointError(f"replay.path: {page} does not say what it is a replay of") from None
+    if not found.is_dir():
+        raise CheckpointError(f"replay.path: {page} is a replay of {found}, which is gone")
+    return found

@@ -72,7 +72,7 @@ def open_capture(path: Path) -> Capture:
         state = whole["state"]
         if model is not None:
             model.update(whole["model"])
-        if len(state["batch"]) != 2:
+        if len(state["batch"]) != 2 or not _is_plain(state):
             raise ValueError
         return Capture(
             path, manifest, model=model,
@@ -80,3 +80,12 @@ def open_capture(path: Path) -> Capture:
         )  # fmt: skip
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{path / STATE}: not written by the runner") from None
+
+
+def _is_plain(state: Mapping[str, Any]) -> bool:
+    """Whether what is to be a number is one: some of it is put into a script."""
+    numbers = [state["loss"], state["grad_norm"]]
+    counts = [state["remedy"], *state["samples"], *state["skipped"]]
+    return all(n is None or type(n) in (float, int) for n in numbers) and all(
+        type(n) is int for n in counts
+    )

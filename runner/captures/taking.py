@@ -55,6 +55,8 @@ class Captures:
         self.noise = noise()  # to tell whether anything draws from python's or numpy's generator
         self.full = False
         self.warned = False
+        self.told = False
+        self.untold: tuple[int, Path] | None = None  # the newest, until `tell`
 
     def take(
         self, run: Run, step: int, kind: str, message: str, batch: Batch | None = None
@@ -86,11 +88,18 @@ class Captures:
             return None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        log.info(
-            "step %d is kept; to look into it: job=replay replay.path=%s",
-            step, self.root / step_name(step),
-        )  # fmt: skip
+        self.untold = step, self.root / step_name(step)
         return relative
+
+    def tell(self) -> None:
+        """Say what `take` has kept, once; after the line about the step itself."""
+        if self.untold is not None:
+            log.info(
+                "step %d is kept; to look into it: job=replay replay.path=%s", *self.untold,
+                extra={"live": self.told},  # on the screen the first is enough
+            )  # fmt: skip
+            self.told = True
+        self.untold = None
 
     def _write(
         self, run: Run, step: int, kind: str, message: str, batch: Batch | None, folder: Path

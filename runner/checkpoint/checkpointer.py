@@ -38,7 +38,7 @@ class Checkpointer:
     def __init__(self, folder: Path | None, keep: int, config_hash: str = "") -> None:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
-        self.unread: int | None = None  # a step of which nobody knows yet whether it was good
+        self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
         self._root = None if folder is None else folder / FOLDER
         self._keep = keep
         self._config_hash = config_hash
@@ -51,6 +51,11 @@ class Checkpointer:
         self._fault: Exception | None = None  # in the background, and not the disk's
         if self._root is not None and self._root.is_dir():
             folders.sweep(self._root)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether each one takes the place of the one before it."""
+        return self._root is None
 
     @property
     def last(self) -> str | None:
@@ -175,7 +180,7 @@ class Checkpointer:
             self._fill(temporary, step, snapshot, best or _was_best(root, step))
             storage.put_folder(temporary, root / folders.step_name(step))
             folders.set_aside(root, step)
-            folders.prune(root, self._keep, {step, folders.link(root), self._start(root)})
+            folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
             self._failures, self._trouble = 0, None
         except OSError as error:
             self._failures, self._trouble = self._failures + 1, error
@@ -189,10 +194,11 @@ class Checkpointer:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _start(self, root: Path) -> int | None:
-        """The checkpoint that leads to the step that may turn out to be bad; it stays so long."""
-        earlier = [n for n in folders.steps(root) if self.unread is not None and n < self.unread]
-        return max(earlier, default=None)
+    def _leading(self, root: Path) -> set[int]:
+        """The checkpoints that lead to steps that are bad or may turn out to be."""
+        there = folders.steps(root)
+        before = [[n for n in there if n < step] for step in self.lead_to]
+        return {max(steps) for steps in before if steps}
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
         fills = {manifest.MODEL: write_tensors, manifest.STATE: write_state}

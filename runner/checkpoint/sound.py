@@ -8,6 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STATISTICS = "running_"
+"""How torch, and who follows it, begins the names of a normalisation's statistics."""
+
+
+def is_statistic(buffer: str) -> bool:
+    """Whether a buffer of that name is finite unless a step has spoiled it."""
+    return buffer.rpartition(".")[2].startswith(STATISTICS)
+
 
 def finite(tensors: Iterable[Tensor]) -> bool:
     """Whether there is no NaN and no Inf in any of them; the host waits for the device once.
@@ -18,9 +26,18 @@ def finite(tensors: Iterable[Tensor]) -> bool:
     if not floats:
         return True
     with torch.no_grad():
-        largest = torch._foreach_norm(floats, float("inf"))
+        largest = torch._foreach_norm([_computable(tensor) for tensor in floats], float("inf"))
         where = largest[0].device
         return bool(torch.stack([x.to(where, torch.float32) for x in largest]).isfinite().all())
+
+
+def masks(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """The names of those that hold an Inf and no NaN: so do masks; waits for the device."""
+    return {
+        name
+        for name, buffer in buffers
+        if not finite([buffer]) and not bool(_computable(buffer).isnan().any())
+    }
 
 
 def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) -> str | None:
@@ -39,7 +56,13 @@ def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) 
 
 def _counts(tensor: Tensor) -> bool:
     numbers = tensor.is_floating_point() or tensor.is_complex()
-    return numbers and tensor.layout is torch.strided and tensor.numel() > 0
+    packed = str(tensor.dtype).endswith("_x2")  # two numbers a byte, which cannot be NaN or Inf
+    return numbers and not packed and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    """Numbers of one byte have no arithmetic; bfloat16 holds all of them."""
+    return tensor.to(torch.bfloat16) if tensor.itemsize == 1 else tensor
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb
 
@@ -25,6 +25,7 @@ from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
 from runner.record import provenance
 from runner.record.console import close_logging, set_up_logging
+from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
@@ -101,14 +102,18 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
     number = about.job.num if about.mode is RunMode.MULTIRUN else None
     overrides = " ".join(about.overrides.task)
     state.jobs += 1
+    before = _written(folder)
     try:
         return _job(config, folder, [*request.notes, *_title(number, overrides)])
     except Interrupted as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # past Hydra: no further job is begun
     except Exception as error:
+        if _written(folder) != before:  # training had begun: the table says what there is of it
+            with suppress(StorageError):
+                _show(replace(Summary.read(folder), reason=""), folder)  # it comes next
         message, code = _report(error, folder)
-        if not (folder / "summary.json").exists():  # it failed while it was built
+        if not (folder / SUMMARY).exists():  # it failed while it was built
             with suppress(OSError):
                 Summary("failed", message, command=provenance.command()).write(folder)
         if number is None:
@@ -118,6 +123,14 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
         raise Reported(code) from error  # launchers and sweepers are to know
     finally:
         close_logging()
+
+
+def _written(folder: Path) -> int:
+    """When `summary.json` was last written, 0 where there is none; building a run writes none."""
+    try:
+        return (folder / SUMMARY).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _title(number: int | None, overrides: str) -> list[str]:
@@ -143,7 +156,7 @@ def _show(summary: Summary, folder: Path) -> None:
     from runner import report
 
     with suppress(SystemExit):  # rich's answer to `| head`; the run is done all the same
-        Console().print(report.terminal(summary, folder))
+        Console().print(report.terminal(summary, folder), crop=False)  # a command is one line
 
 
 def _report(error: Exception, folder: Path) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from runner.captures.manifest import find, read_manifest
-from runner.errors import CheckpointError, ConfigError
+from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.overrides.groups import ALIASES, FOREIGN
-from runner.overrides.spelling import EXCLUDE, STAYS, Compose, Typed, read
+from runner.overrides.spelling import EXCLUDE, STAYS, Compose, Typed, read, with_arguments
+from runner.security.plain import check_plain
 
 KEY = "replay.path"
 NOT_TAKEN = {"security", "hydra", "job", "replay", "monitoring"}
+WORD = re.compile(r"[\w-]+", re.ASCII)
 KINDS = ("data", "model")  # groups whose option decides which keys there are
 
 
@@ -33,13 +36,16 @@ def with_captured(overrides: Sequence[str], compose: Compose) -> list[str]:
     if asked[-1].parsed.is_sweep_override():
         raise ConfigError(KEY, "names several captures", "look into one at a time")
     path = asked[-1].parsed.value()
-    if path is None:
-        return list(overrides)
+    if path in (None, ""):  # the check that follows says what is missing
+        return [str(o) for o in typed if o.key != KEY]
     capture = find(Path(str(path)))
     config = read_manifest(capture).config
+    check_plain(config)
     mine = _typed_keys(typed)
     try:
-        options = [f"{group}={config[group]['kind']}" for group in KINDS if group not in mine]
+        options = [
+            f"{group}={_word(config[group]['kind'])}" for group in KINDS if group not in mine
+        ]
         base = OmegaConf.to_container(compose(options), resolve=False, enum_to_str=True)
     except (LookupError, TypeError, ConfigError) as error:
         raise CheckpointError(
@@ -61,10 +67,7 @@ def _typed_keys(typed: Sequence[Typed]) -> set[str]:
     """What the user says, and so the capture does not."""
     keys = {ALIASES.get(o.key, o.key) for o in typed}
     keys |= {EXCLUDE[key] for key in keys if key in EXCLUDE}
-    for group in FOREIGN:  # `+model.width=64` is an argument of a class of the user's own
-        own = {key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")}
-        keys |= {f"{group}.arguments.{name}" for name in own}
-    return keys | NOT_TAKEN
+    return with_arguments(keys) | NOT_TAKEN
 
 
 def _is_beneath(key: str, keys: set[str]) -> bool:
@@ -81,9 +84,16 @@ def _stays_behind(key: str, group: str) -> bool:
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+            yield from _leaves(inner, f"{path}.{_word(key)}" if path else _word(key))
     else:
         yield path, value
+
+
+def _word(name: Any) -> str:
+    """A name that Hydra's language takes for one; any other could be an override of its own."""
+    if not isinstance(name, str) or not WORD.fullmatch(name):
+        raise SecurityError(f"{KEY}: {name!r} in the capture's config is refused: it is no name")
+    return name
 
 
 def _text(value: Any) -> str:
@@ -97,5 +107,5 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(_text(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_text(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{_word(key)}:{_text(item)}' for key, item in value.items())}}}"
     return repr(value)

@@ -14,8 +14,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import CheckpointError, ConfigError
-from runner.overrides.groups import options
-from runner.overrides.spelling import EXCLUDE, Typed, read
+from runner.overrides.groups import ALIASES, options
+from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
 
 KEY = "checkpoint.resume"
 STEP = re.compile(r"step_\d+|last|best")
@@ -92,7 +92,7 @@ def _recorded(run: Path | None) -> list[str]:
 def _under(recorded: Sequence[str], user: Sequence[Typed]) -> list[str]:
     """The recorded overrides that the user's leave standing."""
     groups = options()
-    mine = {o.key for o in user}
+    mine = with_arguments({ALIASES.get(o.key, o.key) for o in user})
     gone = {EXCLUDE[key] for key in mine if key in EXCLUDE}
     before = {o.key: o.value for o in map(read, recorded)}
     swapped = [

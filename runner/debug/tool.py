@@ -1,21 +1,42 @@
-"""What the tools have in common: they are bounded, and say what they cost."""
+"""What the tools have in common: they are bounded, say what they cost, and fail for themselves."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any, ClassVar
 
 from runner.debug.config import DebugConfig
+from runner.errors import RunnerError
 from runner.hook import Cost, Hook
 from runner.run import Run
 
+log = logging.getLogger("runner")
+
 
 class Tool(Hook):
-    """A hook that takes time at some steps, and rests after debug.max_iterations and timeout_s."""
+    """A hook that takes time at some steps, and rests after debug.max_iterations and timeout_s.
+
+    It rests as well once its own code has failed: that is a fault of the run, not its end. What it
+    raises on purpose, a `RunnerError`, passes, and so does what the step itself raises.
+    """
 
     name: ClassVar[str]
+    broken: str = ""  # what it failed with
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for names, guard in (
+            (("due",), _awake),
+            ((*Hook.EVENTS, "cost"), _answered),
+            (("session", "around"), _entered),
+        ):
+            for name in set(names) & set(vars(cls)):
+                setattr(cls, name, guard(vars(cls)[name]))
 
     def __init__(self, config: DebugConfig, every: int | None = None) -> None:
         self.config = config
@@ -31,6 +52,8 @@ class Tool(Hook):
 
     def rests(self, step: int) -> bool:
         """Whether it has done what it may."""
+        if self.broken:
+            return True
         most, seconds = self.config.max_iterations, self.config.timeout_s
         if most is not None and step > most:
             return True
@@ -48,4 +71,91 @@ class Tool(Hook):
 
     def cost(self, run: Run) -> Cost | None:
         """Its row of the summary."""
-        return Cost(self.name, self.looks, self.seconds, self.finding)
+        failed = f"failed: {self.broken}" if self.broken else ""
+        finding = "; ".join(filter(None, [self.finding, failed]))
+        return Cost(self.name, self.looks, self.seconds, finding)
+
+    def fail(self, run: Run, error: Exception) -> None:
+        """From here on it rests; said once."""
+        said = f"{type(error).__name__}: {error}"
+        if self.broken:
+            log.debug("debug tool %s failed again: %s", self.name, said)
+            return
+        self.broken = said.partition("\n")[0]
+        run.history.add(
+            "tool_failed", f"debug tool {self.name}: {self.broken}", step=run.progress.step,
+            category="code", action="it rests, the run goes on", error=error,
+        )  # fmt: skip
+
+
+def _awake(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+    @wraps(due)
+    def guarded(self: Tool, step: int) -> bool:
+        return not self.broken and due(self, step)
+
+    return guarded
+
+
+def _answered(event: Callable[..., Any]) -> Callable[..., Any]:
+    """An event or `cost`; of a tool that failed there is the plain row of the summary left."""
+
+    @wraps(event)
+    def guarded(self: Tool, run: Run, *what: Any) -> Any:
+        if not self.broken:
+            try:
+                return event(self, run, *what)
+            except RunnerError:
+                raise
+            except Exception as error:  # whatever a model or a disk has in store for it
+                self.fail(run, error)
+        return None if what else Tool.cost(self, run)
+
+    return guarded
+
+
+def _entered(make: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @wraps(make)
+    def guarded(self: Tool, run: Run) -> _Guarded:
+        return _Guarded(self, run, make)
+
+    return guarded
+
+
+class _Guarded(AbstractContextManager[None]):
+    """A tool's context, whose own errors stay with the tool."""
+
+    def __init__(
+        self, tool: Tool, run: Run, make: Callable[..., AbstractContextManager[Any]]
+    ) -> None:
+        self.tool, self.run, self.make = tool, run, make
+        self.inner: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        if self.tool.broken:
+            return
+        try:
+            inner = self.make(self.tool, self.run)
+            inner.__enter__()
+            self.inner = inner
+        except RunnerError:
+            raise
+        except Exception as error:
+            self.tool.fail(self.run, error)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        if self.inner is None:
+            return None
+        try:
+            return self.inner.__exit__(kind, error, trace)
+        except RunnerError:
+            raise
+        except Exception as own:
+            if own is error:
+                raise
+            self.tool.fail(self.run, own)
+            return None  # what the step raised, if it did, goes on

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from runner.hook import Hook, Report
-from runner.record import markdown
+from runner.record import fault_rows
 from runner.record.config import TableKind
 from runner.record.export import export
 from runner.run import Run
@@ -76,26 +76,23 @@ class Faults(Hook):
         from runner.record import plots_faults
 
         faults, step = list(run.history.faults.values()), run.progress.step
-        lanes: dict[str, list[int]] = {}
+        lanes: dict[str, set[int]] = {}
         severities: dict[str, str] = {}
+        for row in run.guardian.anomalies:  # a fault names its first twenty steps, these all
+            lanes.setdefault(row.kind, set()).add(row.step)
         for fault in faults:
-            lanes.setdefault(fault.kind, []).extend(fault.steps)
+            lanes.setdefault(fault.kind, set()).update((*fault.steps, fault.last_step))
             worst = max(fault.severity, severities.get(fault.kind, "info"), key=SEVERITIES.index)
             severities[fault.kind] = worst
-        self._picture(run, "timeline", plots_faults.timeline(lanes, severities, step))
         counts = run.history.counts
+        self._picture(run, "timeline", plots_faults.timeline(lanes, counts, severities, step))
         self._picture(run, "distribution", plots_faults.distribution(counts, severities, step))
         if len(self.stretches) > 1:
             steps, typical, largest = zip(*self.stretches, strict=True)
             self._picture(
                 run, "gradient_norm", plots_faults.norms(steps, typical, largest, self.bad)
             )
-        rows = [
-            (f.kind, f.severity, _where(f.steps, f.count), f.message, f.action, f.capture)
-            for f in faults
-        ]
-        header = ("kind", "severity", "steps", "what", "done about it", "capture")
-        run.recorder.text("faults/history", markdown.table(header, rows), step)
+        run.recorder.text("faults/history", fault_rows.table(faults), step)
 
     def _picture(self, run: Run, name: str, rgb: NDArray[np.uint8]) -> None:
         run.recorder.image(f"faults/{name}", rgb, run.progress.step)
@@ -106,8 +103,3 @@ def _thinned(rows: list[tuple[int, float, float]]) -> list[tuple[int, float, flo
     """Half as many stretches, each as long as two."""
     pairs = zip(rows[::2], rows[1::2], strict=False)
     return [(b[0], (a[1] * b[1]) ** 0.5, max(a[2], b[2])) for a, b in pairs]
-
-
-def _where(steps: list[int], count: int) -> str:
-    shown = ", ".join(str(step) for step in steps[:5])
-    return f"{shown} … ({count} times)" if count > 5 else shown

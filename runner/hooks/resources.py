@@ -13,6 +13,7 @@ from runner.device import memory, resources
 from runner.device.leaks import LeakDetector, Trend
 from runner.device.resources import GIB, Machine, Reading, Room
 from runner.hook import Hook, Report, Verdict
+from runner.record.history import Fault
 from runner.run import Run
 from runner.stability.config import WatchConfig
 
@@ -50,6 +51,7 @@ class Resources(Hook):
         self.swap_before: int | None = None
         self.warned: set[str] = set()
         self.leaks: dict[str, LeakDetector] = {}
+        self.found: dict[str, Fault] = {}  # leaks, which longer windows find again
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -155,9 +157,16 @@ class Resources(Hook):
             f"to {trend.high / 1e3:.1f}, steps {trend.first} to {trend.last}); "
             f"{trend.held / MIB:,.0f} MiB now, {reached / MIB:,.0f} MiB at step {run.total_steps}"
         )
+        if what in self.found:  # the same one, better known
+            self.found[what].message = message
+            self.found[what].last_step = step
+            run.history.unwritten = True
+            return
         named = run.settings.get("debug.memory.enabled")
         action = "" if named else "debug=memory names what grows"
-        run.history.add("leak", message, step=step, category="memory", action=action)
+        self.found[what] = run.history.add(
+            "leak", message, step=step, category="memory", action=action
+        )
 
     # -- the rest --------------------------------------------------------------------------------
 

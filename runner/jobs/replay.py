@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -11,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from runner.captures.manifest import find
+from runner import storage
+from runner.captures.manifest import FOLDER, find
 from runner.captures.opening import open_capture
 from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
@@ -19,7 +23,8 @@ from runner.record import provenance
 from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.look import Look
-from runner.replay.reopen import settled
+from runner.replay.reopen import config_of, settled
+from runner.storage import HashedFile
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
@@ -36,11 +41,14 @@ def main(config: RunConfig, folder: Path) -> Replay:
     where = find(Path(config.replay.path))
     capture = open_capture(where)
     trusted = config.security.trusted
+    config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
         capture = settled(capture, Path(temporary), trusted=trusted)
-        look = Look(capture, folder, trusted, config.replay.attribute, config.replay.timeout_s)
+        look = Look(
+            capture, folder, trusted, config.replay.attribute, config.replay.timeout_s,
+            origin=where.absolute(),
+        )  # fmt: skip
         replay = look.all()
-    replay.capture = str(where)
     _write(replay, folder, where)
     problem = "" if replay.reproduced else f"step {replay.step} does not reproduce"
     Summary(
@@ -65,6 +73,29 @@ def _write(replay: Replay, folder: Path, beside: Path) -> None:
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error
     try:
-        (beside / "replay.md").write_text(text, "utf-8")
+        _put_beside(beside.absolute(), text)
     except OSError as error:  # it may be on a disk that only reads
         log.info("no replay.md beside the capture: %s", error.strerror)
+
+
+def _put_beside(capture: Path, text: str) -> None:
+    """Write replay.md into a capture, which may come from anybody: through no link in it."""
+    if any(folder.is_symlink() for folder in _within_run(capture)):
+        raise OSError(errno.ELOOP, f"{capture} is a link")
+    temporary = capture / f".tmp-replay-{secrets.token_hex(8)}.md"
+
+    def fill(file: HashedFile) -> None:
+        file.write(text.encode("utf-8", "replace"))
+
+    try:
+        storage.write_file(temporary, fill)  # fails where there is such a name, a link too
+        os.replace(temporary, capture / "replay.md")  # the link itself, if it is one
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _within_run(capture: Path) -> list[Path]:
+    """The capture's folder, and those above it that a run has made."""
+    above = [capture.parent, capture.parent.parent]
+    made = tuple(folder.name for folder in reversed(above)) == Path(FOLDER).parts
+    return [capture, *(above if made else [])]

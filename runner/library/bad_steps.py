@@ -69,6 +69,9 @@ class BadSteps:
             return None
         return relative
 
+    def tell(self) -> None:
+        """Nothing: what a loop says of a capture is in its last words and its summary."""
+
     def _fill(
         self, folder: Path, step: int, kind: str, message: str, batch: Any, noise: dict[str, Any]
     ) -> None:

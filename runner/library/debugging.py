@@ -170,12 +170,21 @@ class Debugger:
     ) -> GradientReport:
         """Each layer's gradient as it is in `.grad` now: vanishing, exploding, missing, not finite.
 
-        With the optimizer, also how large the update is next to the weight.
+        With the optimizer, those that it does not have are named too. What is amiss is recorded.
         """
-        from runner.debug.gradients.tool import check_gradients
+        from runner.debug.gradients.layers import FAULTS, State
+        from runner.debug.gradients.report import check_gradients, some, states
 
-        with self.context("check_gradients", memory=False):
-            return check_gradients(model, optimizer)
+        with self.context("check_gradients", memory=False) as row:
+            report = check_gradients(model, optimizer)
+            for state, names in states(report.layers).items():
+                if state is State.NOT_FINITE:
+                    with self.lock:
+                        row.not_finite += len(names)
+                path = "/".join(self._stack())
+                message = f"{path}: {state.value}: {some(names)}"
+                self._record(FAULTS[state], message, self._number(), "")
+            return report
 
     def summary(self) -> Summary:
         """What there was so far, those with faults first."""

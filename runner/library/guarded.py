@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from runner.library.step import KEPT, Stepper
 from runner.optim.clip import Clip
 from runner.optim.optimizer import Optimizer
 from runner.optim.scale import LossScale
+from runner.optim.update import Update
 from runner.reader import Reader
 from runner.record.history import History
 from runner.run import Progress, Run
@@ -46,7 +47,8 @@ class _Loop:
 @dataclass(frozen=True)
 class _Snapshot:
     step: int
-    tensors: list[Tensor]  # weights and buffers
+    weights: list[Tensor]
+    buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each belongs
     optimizer: dict[str, Any]
 
 
@@ -85,6 +87,7 @@ class Guarded:
         every = every or (1 if device.type == "cpu" else LATE)
         self.reader = Reader(device)
         self.guardian = Guardian(config, self.stepper.update, self.module)
+        self.guardian.table.rolls_back = bool(snapshot_every)
         self.loop = _Loop(history, every, None)
         self.progress = self.loop.progress
         if history.folder is not None:
@@ -99,13 +102,40 @@ class Guarded:
             gradients = {
                 p: p.grad for group in self.optimizer.param_groups for p in group["params"]
             }
+            before = self.stepper.update
             self.stepper.close()
             self.stepper = self._make_stepper()
+            self._carry_over(before)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
             self.guardian.update = self.stepper.update
             self.guardian.turn(self.progress.step)
         return self.stepper
+
+    def _carry_over(self, before: Update) -> None:
+        """What was learned with fewer parameters holds on."""
+        update = self.stepper.update
+        if update is not before:
+            update.buffers, update.begun = before.buffers, before.begun
+            with _rates_kept(self.optimizer):
+                update.set_backoff(before.backoff)
+            if update.scale is not None and before.scale is not None:
+                update.scale.value.copy_(before.scale.value)
+                update.scale.grown.copy_(before.scale.grown)
+        if self.snapshot is None:
+            return
+        # those that were added come last
+        saved, now = self.snapshot.optimizer["param_groups"], self.optimizer.state_dict()
+        added = now["param_groups"][len(saved) :]
+        self.snapshot.optimizer["param_groups"] = [*saved, *deepcopy(added)]
+        for number in [number for group in added for number in group["params"]]:
+            if number in now["state"]:
+                self.snapshot.optimizer["state"][number] = deepcopy(now["state"][number])
+        shapes = [[t.shape for t in ts] for ts in (self.snapshot.weights, self.module.parameters())]
+        if shapes[0] != shapes[1] or _sizes(self.snapshot.optimizer) != _sizes(now):
+            # the model has become another one
+            self.snapshot = None
+            self.snap()
 
     def _make_stepper(self) -> Stepper:
         stepper = Stepper(self.model, self.optimizer, None)
@@ -155,8 +185,13 @@ class Guarded:
         if not self.snapshot_every or bad or not self.guardian.sound():  # waits for the device
             return
         state = deepcopy(self.optimizer.state_dict())
-        tensors = [tensor.clone() for tensor in self._tensors()]
-        self.snapshot = _Snapshot(self.progress.step, tensors, state)
+        weights = [p.detach().clone() for p in self.module.parameters()]
+        buffers = [
+            (module._buffers, name, None if tensor is None else tensor.detach().clone())
+            for module in self.module.modules()
+            for name, tensor in module._buffers.items()
+        ]
+        self.snapshot = _Snapshot(self.progress.step, weights, buffers, state)
 
     def write(self) -> None:
         """Bring the files of the folder up to date."""
@@ -188,8 +223,14 @@ class Guarded:
             return False
         self.learn(wait=True)  # what is on its way is about the weights that go
         with torch.no_grad():
-            for tensor, before in zip(self._tensors(), self.snapshot.tensors, strict=True):
+            for tensor, before in zip(self.module.parameters(), self.snapshot.weights, strict=True):
                 tensor.copy_(before)
+            for buffers, name, saved in self.snapshot.buffers:
+                now = buffers.get(name)
+                if saved is not None and now is not None and now.shape == saved.shape:
+                    now.detach().copy_(saved)
+                else:  # a model may make one, or make one anew, in another shape
+                    buffers[name] = None if saved is None else saved.clone()
         self.optimizer.load_state_dict(deepcopy(self.snapshot.optimizer))
         self.progress.rollbacks += 1
         self.loop.history.add(
@@ -197,10 +238,6 @@ class Guarded:
             step=self.progress.step, category="numerics", action="rolled back",
         )  # fmt: skip
         return True
-
-    def _tensors(self) -> list[Tensor]:
-        weights: list[Tensor] = [p.detach() for p in self.module.parameters()]
-        return weights + self.stepper.update.buffers.now()
 
     def _replay(self) -> str:
         rows = reversed(self.guardian.anomalies.rows)
@@ -210,6 +247,10 @@ class Guarded:
         path = str(self.loop.history.folder / kept)
         call = f"runner.library.bad_steps.replay_step({path!r}, model, loss_fn)"
         return f"; to see where it comes from: {call}"
+
+
+def _sizes(state: Mapping[str, Any]) -> list[int]:
+    return [len(group["params"]) for group in state["param_groups"]]
 
 
 @contextmanager

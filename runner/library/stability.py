@@ -17,11 +17,11 @@ from runner.library.optimize import Optimized
 from runner.library.step import check_loss
 from runner.optim.optimizer import Optimizer
 from runner.record.history import History
-from runner.record.markdown import table
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import StabilityConfig
 
 WHO = "Stability"
+SHOWN = 20  # bad steps in a summary's text: half of them the first, half the latest
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,16 @@ class StabilitySummary:
     def __str__(self) -> str:
         head = f"{self.steps} steps, {self.skipped} skipped, {self.rollbacks} rolled back"
         rows = [
-            [a.step, a.kind, f"{a.loss:.4g}", f"{a.grad_norm:.4g}", a.action, a.capture]
+            (str(a.step), a.kind, f"{a.loss:.4g}", f"{a.grad_norm:.4g}", a.action, a.capture)
             for a in self.anomalies
         ]
-        columns = ["step", "what", "loss", "grad_norm", "action", "capture"]
-        return f"{head}\n\n{table(columns, rows)}" if rows else head
+        if len(rows) > SHOWN:
+            left = f"{len(rows) - SHOWN} more", "", "", "", "", ""
+            rows = [*rows[: SHOWN // 2], left, *rows[-SHOWN // 2 :]]
+        rows.insert(0, ("step", "what", "loss", "grad_norm", "action", "capture"))
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, wide)).rstrip() for row in rows]
+        return "\n".join([head, "", *lines]) if self.anomalies else head
 
 
 @final

@@ -3,70 +3,164 @@
 from __future__ import annotations
 
 import math
-from typing import final
+from operator import is_
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoint.sound import is_statistic
+
 LARGEST = torch.finfo(torch.float32).max
+Slot = tuple[dict[str, Tensor | None], str]
 
 
 @final
 class Buffers:
-    """A model's buffers, which go back with a skipped step, and whether a step has spoiled them."""
+    """A model's buffers, which go back with a skipped step, and whether a step has spoiled them.
+
+    A model may put new tensors in a buffer's place, of another shape too, make one in its first
+    forward or drop one. What has changed its kind is noticed by identity, which costs 30 ns each.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.owners = [
-            (module._buffers, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self.saved = [buffer.detach().clone() for buffer in self.now()]
-        # a mask of -Inf is left alone
-        self.watched = [i for i, b in enumerate(self.saved) if b.device == device and _is_sound(b)]
+        self.device = device
+        self.dicts = [module._buffers for module in model.modules()]
+        self._scan()
 
     def now(self) -> list[Tensor]:
         """As they are now: some models put new tensors in their place, which may need gradients."""
-        return [buffers[name] for buffers, name in self.owners]  # type: ignore[misc]
+        return _writable([buffers.get(name) for buffers, name in self.slots])
 
     def remember(self) -> None:
         """Before forward."""
+        if not self.slots and not any(self.dicts):
+            return
+        now = self._all()
+        same = now is not None and all(map(is_, now, self.seen))
+        if now is None or not (same or self._fits(now)):
+            self._scan()
+            return
         if self.saved:
             with torch.no_grad():
-                torch._foreach_copy_(self.saved, self.now())
+                torch._foreach_copy_(self.saved, now[: len(self.saved)])
+        if not same:
+            self._see()
 
     def put_back(self) -> None:
         """To what they were before forward."""
-        if self.saved:
+        now = self._all()
+        if now is None or not self._fits(now):
+            self._reassign()
+        elif self.saved:
             with torch.no_grad():
-                torch._foreach_copy_(self.now(), self.saved)
+                torch._foreach_copy_(now[: len(self.saved)], self.saved)
 
     def put_back_if(self, skipped: Tensor) -> None:
         """The same where the flag is 1, which nobody reads."""
+        if not self.slots and not any(self.dicts):
+            return
+        now = self._all()
+        if now is None or not self._fits(now):
+            if skipped.item():  # waits for the device, at a step that changed a buffer's kind only
+                self._reassign()
+            return
         if not self.saved:
             return
         skip = skipped.bool()
         with torch.no_grad():
-            for buffer, saved in zip(self.now(), self.saved, strict=True):
-                if buffer.dtype is saved.dtype:
-                    torch.where(skip, saved, buffer, out=buffer)
-                else:  # the model has put another kind in its place
-                    buffer.copy_(torch.where(skip, saved, buffer))
+            for buffer, saved in zip(now, self.saved, strict=False):
+                torch.where(skip, saved, buffer, out=buffer)
 
     def are_sound(self) -> Tensor:
-        """Whether all that were finite at first are so now; a flag on the device.
+        """Whether the statistics that were finite at first are so now; a flag on the device.
 
         Finite gradients do not vouch for them: a batch of 1e20 has a variance of Inf, and is as
-        small as any other once it is normalised. With 20 layers of BatchNorm it takes 21 us, or
-        0.2 ms with the caches as backward leaves them: 0.1 % of a step on a CPU.
+        small as any other once it is normalised. Other buffers may be Inf by design, as masks are.
+        With 20 layers of BatchNorm it takes 21 us, or 0.2 ms with the caches as backward leaves
+        them: 0.1 % of a step on a CPU.
         """
         with torch.no_grad():
-            now = self.now()
-            flat = [now[i] if now[i].ndim == 1 else now[i].reshape(-1) for i in self.watched]
-            # end to end, since there is no fast kernel for the maximum of each
+            each = [buffers.get(name) for buffers, name in self.watched]
+            now = [buffer for buffer in each if buffer is not None]
+            if not now:  # all were dropped
+                return torch.ones((), dtype=torch.bool, device=self.device)
+            flat = [b if b.ndim == 1 else b.reshape(-1) for b in now]
+            # end to end, since there is no fast kernel for the maximum of each; in the widest of
+            # their types, where all that is finite stays so
             largest: Tensor = torch.linalg.vector_norm(torch.cat(flat), math.inf)
-            return largest <= LARGEST  # NaN is not
+            return largest < math.inf  # NaN is not
+
+    def _all(self) -> list[Any] | None:
+        """What each slot holds; None for all where a buffer was registered or deleted since."""
+        if sum(map(len, self.dicts)) != len(self.slots):
+            return None
+        return [buffers.get(name) for buffers, name in self.slots]
+
+    def _fits(self, now: list[Tensor | None]) -> bool:
+        """Whether each is as what was saved of it: in shape, type and place, or None."""
+        if all(map(is_, now, self.seen)):
+            return True  # as nearly always
+        count = len(self.saved)
+        return all(map(is_, now[count:], self.seen[count:])) and all(
+            new is not None and _kind(new) == _kind(old)
+            for new, old in zip(now[:count], self.saved, strict=False)
+        )
+
+    def _scan(self) -> None:
+        """Save all that there is, of whatever kind it is by now."""
+        slots = [(buffers, name) for buffers in self.dicts for name in buffers]
+        held = [slot for slot in slots if _is_writable(slot[0][slot[1]])]
+        # the others hold nothing, or what nobody can write into: they can but be replaced
+        self.slots: list[Slot] = held + [s for s in slots if not _is_writable(s[0][s[1]])]
+        self.saved = [buffer.detach().clone() for buffer in self.now()]
+        self._see()
+        self.watched: list[Slot] = [
+            slot
+            for slot, saved in zip(held, self.saved, strict=True)
+            if is_statistic(slot[1]) and saved.device == self.device and _is_sound(saved)
+        ]
+
+    def _see(self) -> None:
+        """Remember which tensors are in the slots."""
+        self.seen = [buffers[name] for buffers, name in self.slots]
+        for i in range(len(self.saved)):  # no graph is held on to, since it holds activations
+            buffer = self.seen[i]
+            self.seen[i] = None if buffer is None or buffer.requires_grad else buffer
+
+    def _reassign(self) -> None:
+        """The same where not all fit: copies take their places, and what is new goes."""
+        for buffers in self.dicts:
+            known = {name for owner, name in self.slots if owner is buffers}
+            for name in buffers.keys() - known:
+                del buffers[name]
+        before = [*self.saved, *self.seen[len(self.saved) :]]
+        with torch.no_grad():
+            for i, ((buffers, name), old) in enumerate(zip(self.slots, before, strict=True)):
+                now = buffers.get(name)
+                if i >= len(self.saved) or old is None:
+                    buffers[name] = old
+                elif now is not None and _kind(now) == _kind(old):
+                    now.copy_(old)
+                else:
+                    buffers[name] = old.clone()
+
+
+def _writable(buffers: list[Tensor | None]) -> list[Tensor]:
+    return [buffer for buffer in buffers if buffer is not None and _is_writable(buffer)]
+
+
+def _is_writable(buffer: Tensor | None) -> bool:
+    """Whether there is something, and each of its elements has a place of its own."""
+    if buffer is None:
+        return False
+    return buffer.layout is not torch.strided or not any(
+        step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )
+
+
+def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+    return buffer.shape, buffer.dtype, buffer.device, _is_writable(buffer)
 
 
 def _is_sound(buffer: Tensor) -> bool:

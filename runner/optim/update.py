@@ -31,7 +31,7 @@ class Update:
 
     The gradient norm is over the whole model: a NaN or an Inf anywhere, in a gradient or in the
     loss, makes it non-finite. A step is skipped when its loss or norm is not finite or above
-    `limits`, or when a buffer is no longer finite.
+    `limits`, or when a normalisation's statistics (`running_…`) are no longer finite.
     """
 
     def __init__(
@@ -151,7 +151,10 @@ class Update:
                 gradients.divide(self.groups, divisors)  # the kernel takes but one
                 optimizer.grad_scale = None
             optimizer.found_inf = skipped
-            optimizer.step()
+            try:
+                optimizer.step()
+            finally:  # it may be the caller's, whose own step() would heed them
+                del optimizer.grad_scale, optimizer.found_inf
         self._settle(skipped)
 
     def _undone(self, undo: Undo, norm: Tensor, skipped: Tensor) -> None:

@@ -179,6 +179,8 @@ def _traced(
         target, veto = targets.checked(target, veto)
         before = [buffer.detach().clone() for buffer in update.buffers.now()]
         loss = objective(call(forward, inputs), target)
+        if [buffer.shape for buffer in update.buffers.now()] != [old.shape for old in before]:
+            raise RuntimeError("its forward makes, drops or resizes a buffer")
         scaled = loss if update.scale is None else loss * update.scale.value
         gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():

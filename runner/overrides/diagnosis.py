@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -52,7 +53,7 @@ def explain(
     for override in typed:
         if override.key in groups or override.key.startswith("hydra/"):
             continue
-        if found := _wrong_key(override, groups, config):
+        if found := _wrong_key(override, groups, config) or _wrong_item(override, config):
             return found
     return translated(error)
 
@@ -146,6 +147,48 @@ def _absent_key(override: Typed, parts: list[str], i: int, node: DictConfig) -> 
     return ConfigError(override.key, problem, f"{guess}there are {', '.join(there)}")
 
 
+def _wrong_item(override: Typed, config: DictConfig) -> ConfigError | None:
+    """What is wrong with a list of parts, such as the rules of stability.recovery."""
+    try:
+        node = OmegaConf.select(config, override.key)
+    except OmegaConfBaseException:
+        return None
+    part = node._metadata.element_type if isinstance(node, ListConfig) else None
+    if override.sign == "~" or not isinstance(part, type) or not is_dataclass(part):
+        return None
+    value = override.parsed.value()
+    if isinstance(value, dict):
+        return ConfigError(override.key, "is a list", f"write {override.key}=[{override.value}]")
+    for i, item in enumerate(value if isinstance(value, list) else []):
+        key = f"{override.key}[{i}]"
+        if not isinstance(item, dict):
+            return ConfigError(
+                key, f"{item} is no part with keys of its own",
+                f"write {override.key}=[{{{_key_for(item, part)}: {item}}}]",
+            )  # fmt: skip
+        there = [field.name for field in fields(part)]
+        for name, inner in item.items():
+            if str(name) not in there:
+                near = nearest(str(name), there)
+                guess = f"did you mean {near}? " if near else ""
+                return ConfigError(
+                    f"{key}.{name}", "there is no such key", f"{guess}there are {', '.join(there)}"
+                )
+            try:
+                OmegaConf.merge(OmegaConf.structured(part), {str(name): inner})
+            except ValidationError as error:
+                return _wrong_type(error, f"{key}.")
+    return None
+
+
+def _key_for(item: object, part: type) -> str:
+    """The key of the part that such a value is probably for."""
+    for name, kind in get_type_hints(part).items():
+        if isinstance(kind, type) and issubclass(kind, Enum) and str(item) in kind.__members__:
+            return name
+    return fields(part)[0].name
+
+
 def translated(error: Exception) -> ConfigError:
     """Hydra's own words on one line, led by the key where the error knows it."""
     inner: BaseException | None = error
@@ -159,14 +202,17 @@ def translated(error: Exception) -> ConfigError:
         if known and isinstance(inner, ConfigKeyError):  # in a list of parts
             fix = f"there are {', '.join(known)}"
             return ConfigError(inner.full_key or "config", "there is no such key", fix)
+        if first.startswith("Cannot merge DictConfig with ListConfig"):
+            key = inner.full_key or "config"
+            return ConfigError(key, "is a list", f"write {key}=[…]")
         return ConfigError(inner.full_key or "config", first)
     lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
     text = " ".join(" ".join(lines).partition("Config search path")[0].split())
     return ConfigError("config", text or type(error).__name__)
 
 
-def _wrong_type(error: ValidationError) -> ConfigError:
-    key = error.full_key or "config"
+def _wrong_type(error: ValidationError, within: str = "") -> ConfigError:
+    key = within + (error.full_key or "config")
     first = (error.msg or str(error)).partition("\n")[0]
     if found := re.search(r"Value '(.*)' of type .* could not be converted to (\w+)", first):
         return ConfigError(key, f"{found[1]!r} is not {KINDS.get(found[2], found[2])}")
@@ -174,7 +220,7 @@ def _wrong_type(error: ValidationError) -> ConfigError:
         return ConfigError(key, f"{found[1]!r} is not true or false")
     if found := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", first):
         near = nearest(found[1], found[2].split(", "))
-        fix = f"did you mean {key}={near}?" if near else ""
+        fix = (f"did you mean {near}?" if within else f"did you mean {key}={near}?") if near else ""
         return ConfigError(key, f"{found[1]!r} is not one of {found[2]}", fix)
     if "is not a ListConfig" in first:
         return ConfigError(key, "is a list", f"write {key}=[…]")

@@ -120,6 +120,15 @@ def _hand_over(group: str, overrides: list[Typed], compose: Compose) -> list[Typ
     return found
 
 
+def with_arguments(keys: set[str]) -> set[str]:
+    """The keys, and what `+model.width` is called once it is an argument of a foreign class."""
+    found = set(keys)
+    for group in FOREIGN:
+        own = {key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")}
+        found |= {f"{group}.arguments.{name}" for name in own}
+    return found
+
+
 def _is_argument(typed: Typed, group: str) -> bool:
     name = typed.key.removeprefix(f"{group}.")
     ours = name.partition(".")[0] in ("_target_", "arguments", "kind")

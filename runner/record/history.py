@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class History:
         self.faults: dict[tuple[str, str, str], Fault] = {}
         self.counts: dict[str, int] = {}  # by kind, those without a place here too
         self.unwritten = False
+        self.told: set[int] = set()  # steps of which a tool has said what went wrong in them
+        self.said: set[tuple[str, str, str]] = set()  # faults that had their line
 
     def add(
         self,
@@ -76,9 +78,10 @@ class History:
                 fault.traceback = "".join(traceback.format_exception(error))
             if len(self.faults) < LONGEST:
                 self.faults[key] = fault
-                if say:
-                    then = f"; {action}" if action else ""
-                    log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
+        if say and key in self.faults and key not in self.said:
+            self.said.add(key)
+            then = f"; {action}" if action else ""
+            log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
         fault.count += 1
         fault.last_step = step
         if len(fault.steps) < STEPS:
@@ -101,6 +104,16 @@ class History:
             log.debug("no history.json: %s", error)
         self.unwritten = False
 
+    @staticmethod
+    def read(folder: Path) -> list[Fault]:
+        """The faults that a run's folder tells of; none where its file is not there or torn."""
+        known = {x.name for x in fields(Fault)}
+        try:
+            rows = json.loads((folder / FILE).read_text(encoding="utf-8"))["faults"]
+            return [Fault(**{k: v for k, v in row.items() if k in known}) for row in rows]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return []
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"counts": dict(self.counts), "faults": self._rows()}
@@ -110,6 +123,7 @@ class History:
         self.counts = dict(state["counts"])
         rows = [Fault(**row) for row in state["faults"]]
         self.faults = {(f.kind, f.action, alike(f.message)): f for f in rows}
+        self.said = set(self.faults)
         self.unwritten = bool(rows)
 
     def _rows(self) -> list[dict[str, Any]]:

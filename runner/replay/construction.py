@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import site
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from runner.config import RunConfig
 from runner.models.build import FITS
 from runner.objectives.custom import Custom
 from runner.run import Run
+from runner.security.plain import check_name
 
 CODE = "model_code"
 OURS = ("runner.models.", "runner.deferred", "runner.errors")
@@ -83,12 +85,19 @@ def _expression(value: Any, made: Code) -> str:
         if "_target_" not in value:
             pairs = [f"{k!r}: {_expression(v, made)}" for k, v in inner.items()]
             return "{" + ", ".join(pairs) + "}"
-        name = _name(value["_target_"], made)
-        given = [f"{k}={_expression(v, made)}" for k, v in inner.items()]
-        return f"{name}({', '.join(given)})"
+        target = str(value["_target_"])
+        name = _name(target, made)
+        return f"{name}({', '.join(_given(inner, target, made))})"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_expression(v, made) for v in value) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
     return repr(value)
+
+
+def _given(arguments: Mapping[str, Any], target: str, made: Code) -> list[str]:
+    """Code for what a call gets; a name that is more than that is refused."""
+    return [f"{check_name(k, target)}={_expression(v, made)}" for k, v in arguments.items()]
 
 
 def _name(target: str, made: Code) -> str:
@@ -155,12 +164,12 @@ def loss_code(run: Run, config: RunConfig) -> Code | None:
             made.expression = f"{loss}{'.to(device)' if module else ''}(output, target)"
         else:
             name = _name(objective._target_, made)
-            extra = "".join(f", {k}={_expression(v, made)}" for k, v in given.items())
-            made.expression = f"{name}(output, target{extra})"
+            call = ["output", "target", *_given(given, objective._target_, made)]
+            made.expression = f"{name}({', '.join(call)})"
         return made
     kind = run.sizes.task if objective.kind == "auto" else objective.kind
     logits, skip = "logits_of(output)", ""
-    if objective.ignore_index is not None:
+    if objective.ignore_index not in (None, -100):  # which is torch's own
         skip = f", ignore_index={objective.ignore_index}"
     if kind == "regression":
         mean, deviation = run.sizes.target_mean, run.sizes.target_deviation

@@ -71,9 +71,10 @@ class Found:
     operation: str = ""
     line: Line | None = None
     inputs: list[Stats] = field(default_factory=list)  # of the module
-    outputs: list[Stats] = field(default_factory=list)  # of the operation
+    outputs: list[Stats] = field(default_factory=list)  # of the operation, or a gradient's
     state: list[Stats] = field(default_factory=list)  # the module's own parameters and buffers
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
+    grown: str = ""  # a weight far larger than any that a model begins with, in words
     samples: list[int] = field(default_factory=list)  # of the batch; 0 is the first
     growth: list[Ratio] = field(default_factory=list)  # of modules' outputs, in order of execution
     gradients: list[Ratio] = field(default_factory=list)  # norms by parameter, largest first

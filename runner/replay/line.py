@@ -17,7 +17,7 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(runner.__file__).parent) + os.sep
 SHOWN = tuple(OURS + part for part in ("models" + os.sep, "objectives" + os.sep, "deferred.py"))
 """Of ours what a model or a loss is made of."""
-END = OURS + "loop.py"  # what called the model; what called that is no part of the step
+END = OURS + "step.py"  # what called the model; what called that is no part of the step
 
 
 Place = tuple[str, int]

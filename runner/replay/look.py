@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.batch import Batch
+from runner.captures.manifest import captures
 from runner.captures.opening import Capture
 from runner.replay import script
 from runner.replay.attempt import is_spike, same
@@ -17,6 +18,7 @@ from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Attempt, Blame, Found, Phase, Replay
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import spike
+from runner.replay.statistics import grown
 from runner.replay.trace import trace, weights
 from runner.replay.trial import tried
 from runner.run import Run
@@ -36,6 +38,7 @@ class Look:
     attribute: bool = True
     timeout_s: float = 300.0  # for each try
     techniques: list[str] = field(default_factory=list)  # of the run, by name
+    origin: Path | None = None  # where the capture lies in its run, if this is a copy of it
 
     def all(self) -> Replay:
         """Everything: reproduced, traced, attributed, and as a script."""
@@ -49,9 +52,9 @@ class Look:
         if found is None and self.attribute and as_it_was.bad:
             blame = Search(as_it_was, self.attempt, seconds=6 * self.timeout_s).blame()
         replay = Replay(
-            str(capture.path), manifest.name, manifest.step, manifest.kind, manifest.message,
-            capture.loss, capture.grad_norm, as_it_was, as_it_was.bad, same(as_it_was, capture),
-            found or Found(Phase.nowhere, ""), blame=blame,
+            str(self.origin or capture.path), manifest.name, manifest.step, manifest.kind,
+            manifest.message, capture.loss, capture.grad_norm, as_it_was, as_it_was.bad,
+            same(as_it_was, capture), found or Found(Phase.nowhere, ""), blame=blame,
         )  # fmt: skip
         self._trace(replay, found is not None)
         within = [i for i in replay.found.samples if i < len(capture.samples)]
@@ -84,7 +87,10 @@ class Look:
                 if not known:
                     replay.found = self._look(run, batch, compiled)
                     left = [name for name in self.techniques if name not in without]
-                    replay.seen = f"with {', '.join(left)}" if left else "with no technique"
+                    replay.seen = "the step " + (
+                        f"with {', '.join(left)}" if left else "without any technique"
+                    )
+                    replay.found.grown = grown(run.model)
                     if compiled:
                         replay.seen += ", as the compiler traces it"
                 if replay.found.phase is not Phase.nowhere or i == len(plans) - 1:
@@ -144,6 +150,14 @@ class Look:
         replay.script_agrees = code == 1 and replay.reproduced
 
 
+def earlier(capture: Path, step: int) -> Path | None:
+    """The first captured step of the same run, where that is before this one."""
+    if capture.parent.name != "captures":
+        return None
+    first = next(iter(captures(capture.parents[2])), None)
+    return first if first is not None and int(first.name.removeprefix("step_")) < step else None
+
+
 def advice(replay: Replay) -> list[str]:
     """What to do next, in plain words."""
     found, blame = replay.found, replay.blame
@@ -167,18 +181,38 @@ def advice(replay: Replay) -> list[str]:
         if set(blame.techniques) & set(COMPILING):
             steps.append("Or keep that module out of the graph: @torch.compiler.disable on it.")
     steps += _by_phase(found, replay.samples)
+    first = earlier(Path(replay.capture), replay.step) if found.phase is Phase.weights else None
+    if first is not None:
+        number = int(first.name.removeprefix("step_"))
+        steps.insert(0, f"Step {number} of this run is captured too, and is earlier: "
+                        f"replay.path={first}")  # fmt: skip
     return steps
+
+
+def _which(samples: Sequence[int]) -> str:
+    rows = ", ".join(map(str, samples[:10]))
+    return f" Samples {rows} of the data set." if rows else ""
 
 
 def _by_phase(found: Found, samples: Sequence[int]) -> list[str]:
     if found.phase is Phase.input:
-        rows = ", ".join(map(str, samples[:10]))
-        which = f" Samples {rows} of the data set." if rows else ""
+        which = _which(samples)
         return [f"Look at these samples, and mend or drop them.{which}"]
     if found.phase is Phase.weights:
         return [
             "The fault is in a step before this one: go back to a checkpoint whose weights are "
             "finite, with stability.guard=true."
+        ]
+    if found.grown:
+        return [
+            f"The weights have grown: {found.grown}. The step before this one was too long: "
+            "lower optimizer.lr, and keep stability.clip_norm on."
+        ]
+    if found.phase is Phase.exception:
+        where = "that line" if found.line is not None else "that module"
+        return [
+            f"Mend {where}, or what it is given: the table says what went in. The batch is in "
+            "reproduce/batch.pt, and reproduce.py raises the same without the runner."
         ]
     if found.phase is Phase.forward or found.phase is Phase.loss:
         return [
@@ -192,7 +226,13 @@ def _by_phase(found: Found, samples: Sequence[int]) -> list[str]:
             "not on the result)."
         ]
     if found.phase is Phase.spike:
-        return ["Lower stability.clip_norm or optimizer.lr, or drop the samples that stand out."]
+        lower = "Lower stability.clip_norm or optimizer.lr"
+        if not samples:
+            return [f"{lower}."]
+        return [
+            f"Look at the samples that stand out, and mend or drop them.{_which(samples)}",
+            f"{lower}, where they are as they should be.",
+        ]
     if found.phase is Phase.norm:
         largest = math.sqrt(3.4e38)
         return [f"Gradients above {largest:.0e} overflow when squared; lower the loss's scale."]

@@ -38,6 +38,8 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
         lines[1] = ("recorded", replay.message)
     if found.module or found.kind:
         lines.append(("module", f"{found.module or 'the model itself'} ({found.kind})"))
+    if found.grown:
+        lines.append(("weights", found.grown))
     if found.operation:
         lines.append(("operation", found.operation))
     if found.line is not None:
@@ -50,14 +52,15 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
     if replay.samples:
         lines.append(("samples", f"{_some(replay.samples)} of the data set"))
     if replay.seen:
-        lines.append(("seen", replay.seen))
+        lines.append(("looked at", replay.seen))
     lines.append(("technique", _technique(replay)))
     if blame is not None and blame.untried:
         lines.append(("", f"not tried alone: {', '.join(blame.untried)}"))
     lines += [("note", note) for note in found.notes]
     if replay.script:
         agrees = "bad there too" if replay.script_agrees else "not bad there"
-        lines.append(("script", f"{replay.script}: {agrees}: {replay.script_says}"))
+        says = replay.script_says.removeprefix("bad: ")
+        lines.append(("script", f"{replay.script}: {agrees}" + (f": {says}" if says else "")))
     elif replay.script_says:
         lines.append(("script", replay.script_says))
     return lines
@@ -151,12 +154,12 @@ def _technique(replay: Replay) -> str:
 
 
 def _rows(found: Found) -> list[tuple[str, ...]]:
-    named = [("input", found.inputs), ("output", found.outputs), ("state", found.state)]
-    return [_row(kind, s) for kind, group in named for s in group[:SHOWN]]
+    inputs = [_row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
+              for s in found.inputs[:SHOWN]]  # fmt: skip
+    return inputs + [_row(s, s.name) for s in found.outputs[:SHOWN] + found.state[:SHOWN]]
 
 
-def _row(kind: str, s: Stats) -> tuple[str, ...]:
-    name = s.name if s.name.startswith(kind) or kind == "state" else f"{kind}: {s.name}"
+def _row(s: Stats, name: str) -> tuple[str, ...]:
     shape = "x".join(map(str, s.shape)) or "scalar"
     numbers = (s.minimum, s.maximum, s.mean, s.std)
     dtype = s.dtype.replace("bfloat16", "bf16").replace("float", "fp")

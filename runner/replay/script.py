@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,6 @@ TEMPLATE = '''"""Makes step {step} of {name!r} again, without the runner; exits 
 
 import random
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +45,12 @@ from torch.nn import functional as F
 
 FILES = Path(__file__).resolve().parent / "{files}"
 sys.path[:0] = [str(FILES)]
-sys.path += {paths}
-from watch import Watch
+{paths}from watch import Watch
 
 {imports}
 
-device = torch.device("{device}" if {available} else "cpu")
-torch.set_num_threads({threads})
+device = torch.device({device})
+torch.set_num_threads({threads:d})
 model = {model}
 model.load_state_dict(load_file(FILES / "weights.safetensors"), strict={strict})
 model.to(device).train()
@@ -86,26 +87,18 @@ def rows(value, which):
     return value[which]
 
 
-{noise}torch.manual_seed({seed})  # what the run seeds this step with
-samples, loss = {samples}, 0.0
+{noise}torch.manual_seed({seed:d})  # what the run seeds this step with
 try:
-    for start in range(0, samples, {micro}):  # a micro-batch at a time
-        part = slice(start, min(start + {micro}, samples))
-        with {autocast}:
-            one = loss_of(forward(rows(inputs, part)), rows(target, part))
-            one = one * ((part.stop - part.start) / samples)
-        (one * {scale}).backward()
-        loss += float(one.detach())
-except Exception as error:
+{passes}except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
     print((watch.verdict(inputs) if watch else "") or "raised outside the model's modules")
     sys.exit(1)
-squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-norm = float(torch.stack(squares).sum().sqrt()) / {scale}
+gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
+norm = float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt()){unscaled}
 print(f"loss {{loss:g}}, gradient norm {{norm:g}}")
 bad = {bad}
 said = watch.verdict(inputs, loss) if watch else ""
-print(said or ("bad: {found}" if bad else "all is finite"))
+print(said or ({found!r} if bad else "all is finite"))
 sys.exit(int(bad))
 '''
 
@@ -131,23 +124,24 @@ def write(
     random_state = _plain_noise(capture.random)
     torch.save({"inputs": inputs, "target": target, **random_state}, files / "batch.pt")
     model = model_code(config, run.sizes, files)
+    paths = sorted({*model.paths, *loss.paths})
     imports = sorted({*model.imports, *loss.imports})
     autocast, cast = _precision(run, config)
     scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
     path = folder / "reproduce.py"
     path.write_text(
         TEMPLATE.format(
-            step=capture.step, name=run.name, about=_about(capture, found), files=FILES,
-            paths=repr(sorted({*model.paths, *loss.paths})),
+            step=int(capture.step), name=run.name, about=_about(capture, found), files=FILES,
+            paths=f"sys.path += {paths}\n" if paths else "",
             imports="\n".join(imports) or "# all of it is torch's",
-            device=run.device.torch.type,
-            available=_available(run.device.kind), threads=run.device.threads,
+            device=_device(run), threads=capture.manifest.threads,
             model=model.expression,
             strict=len(kept) == len(state), watch="None" if compiled else "Watch(model)",
             call="torch.compile(model)" if compiled else "model", cast=cast, loss=loss.expression,
             noise=NOISE if random_state else "", seed=mix(run.seed, capture.step),
-            samples=len(_first(target)), micro=run.micro_batch, autocast=autocast, scale=scale,
-            found=found.replace('"', "'").replace("\\", "/").replace("{", "(").replace("}", ")"),
+            passes=_passes(len(_first(target)), run.micro_batch, autocast, scale),
+            unscaled="" if scale == 1.0 else f" / {scale}",
+            found=f"bad: {found}",
             bad=_bad(capture),
         ),
         "utf-8",
@@ -157,16 +151,27 @@ def write(
 
 def run_script(path: Path, timeout_s: float) -> tuple[int | None, str]:
     """Its exit code (None: not done in time) and the last line of what it says."""
-    try:
-        done = subprocess.run(  # noqa: S603  # what was just written, by this very python
-            [sys.executable, str(path)], capture_output=True, text=True, timeout=timeout_s,
-            cwd=path.parent, stdin=subprocess.DEVNULL, check=False,
+    # files, since a pipe stays open for as long as anything that was started here holds it
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(  # noqa: S603  # what was just written, by this very python
+            [sys.executable, str(path)], stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+            cwd=path.parent, start_new_session=True,
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None, f"not done within {timeout_s:g} s"
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return done.returncode, lines[-1] if lines else ""
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None, f"not done within {timeout_s:g} s"
+        finally:  # also on Ctrl-C: with the workers of its data or its compiler
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for file in (output, errors):
+            file.seek(0)
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            if lines:
+                return code, lines[-1]
+    return code, ""
 
 
 NOISE = """version, numbers, gauss = saved["python"]
@@ -198,19 +203,44 @@ def _about(capture: Capture, found: str) -> str:
     return text.replace("\\", "/").replace('"""', "'''").replace("{", "(").replace("}", ")")
 
 
-def _available(kind: str) -> str:
-    return {"cuda": "torch.cuda.is_available()", "mps": "torch.mps.is_available()"}.get(
-        kind, "True"
-    )
+def _device(run: Run) -> str:
+    """The run's device in code, and the CPU where the script finds no such one."""
+    check = {"cuda": "torch.cuda.is_available()", "mps": "torch.mps.is_available()"}
+    kind = run.device.torch.type
+    return f'"{kind}" if {check[kind]} else "cpu"' if kind in check else f'"{kind}"'
+
+
+def _passes(samples: int, micro: int, autocast: str, scale: float) -> str:
+    """Forward and backward of the batch, or of one micro-batch after the other."""
+    scaled = "one" if scale == 1.0 else f"(one * {scale})"
+    if micro >= samples:
+        within = f"    with {autocast}:\n        " if autocast else "    "
+        return AT_ONCE.format(within=within, scaled=scaled)
+    within = f"with {autocast}:\n            " if autocast else ""
+    return IN_PARTS.format(samples=samples, micro=micro, within=within, scaled=scaled)
+
+
+AT_ONCE = """{within}one = loss_of(forward(inputs), target)
+    {scaled}.backward()
+    loss = float(one.detach())
+"""
+IN_PARTS = """    samples, loss = {samples:d}, 0.0
+    for start in range(0, samples, {micro:d}):  # a micro-batch at a time
+        part = slice(start, min(start + {micro:d}, samples))
+        {within}one = loss_of(forward(rows(inputs, part)), rows(target, part))
+        one = one * ((part.stop - part.start) / samples)
+        {scaled}.backward()
+        loss += float(one.detach())
+"""
 
 
 def _precision(run: Run, config: RunConfig) -> tuple[str, str]:
     """What stands around forward and loss, and what is cast for `pure`."""
     amp = config.optimization.amp
     if not any(name == "amp" for name, _ in run.techniques):
-        return "nullcontext()", ""
+        return "", ""
     if amp.pure:
-        return "nullcontext()", PURE
+        return "", PURE
     dtype = "float16" if run.update.scale is not None else "bfloat16"
     return f"torch.autocast(device.type, dtype=torch.{dtype})", ""
 

@@ -61,8 +61,13 @@ def _name(run: Run, batch: Batch, healthy: Any, bad: _Sizes, good: _Sizes, found
     for name, tensor in batch_tensors(batch):
         times = _times(size(tensor), size(theirs[name])) if name in theirs else 1.0
         if times > JUMP:
-            found.cause = f"the batch itself: {name} is {times:,.1f} times as large as in another"
+            found.cause = (
+                f"the batch itself: {name} is {_about(times)} times as large as in another"
+            )
             found.inputs = [stats(name, tensor)]
+            if tensor.ndim and len(tensor) == count(batch[1]) <= SAMPLES:
+                alone = _outstanding([(i, size(row)) for i, row in enumerate(tensor)])
+                found.samples = alone or found.samples
             return
     for name in bad.outputs:
         grown = _times(bad.outputs[name], good.outputs.get(name, 0.0))
@@ -71,8 +76,8 @@ def _name(run: Run, batch: Batch, healthy: Any, bad: _Sizes, good: _Sizes, found
             module = run.model.get_submodule(name)
             found.module, found.kind, found.state = name, type(module).__name__, state_of(module)
             found.cause = (
-                f"{label(name, module)} returns {grown:,.1f} times what it does for another batch, "
-                f"of an input {came:,.1f} times as large"
+                f"{label(name, module)} returns {_about(grown)} times what it does for another "
+                f"batch, of an input {_about(came)} times as large"
             )
             return
     for name in bad.gradients:  # in the order in which the backward makes them
@@ -83,7 +88,7 @@ def _name(run: Run, batch: Batch, healthy: Any, bad: _Sizes, good: _Sizes, found
             found.module, found.kind, found.state = owner, type(module).__name__, state_of(module)
             found.parameters = [name]
             found.cause = (
-                f"the gradient of {name} is {times:,.1f} times that of another batch, and no "
+                f"the gradient of {name} is {_about(times)} times that of another batch, and no "
                 "module's output is"
             )
             return
@@ -173,6 +178,11 @@ def _outstanding(losses: list[tuple[int, float]]) -> list[int]:
 
 def _median(values: list[float]) -> float | None:
     return sorted(values)[len(values) // 2] if values else None
+
+
+def _about(times: float) -> str:
+    """In two digits."""
+    return f"{times:.1f}" if times < 10 else f"{float(f'{times:.2g}'):,.0f}"
 
 
 def _times(bad: float, good: float) -> float:

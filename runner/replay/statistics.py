@@ -12,6 +12,7 @@ from runner.deferred import DeferredLogits
 from runner.replay.findings import Stats
 
 FINITE, INF, NAN = 0, 1, 2
+GROWN = 1e3  # weights begin around 1, and those of a model that learns stay below 100
 
 
 def level(tensor: Tensor) -> int:
@@ -96,6 +97,19 @@ def bad_state(model: nn.Module) -> list[tuple[str, str, Stats]]:
                 continue
             what = name if parameter else f"buffer {name}"
             found.append((what, owner, stats(name, tensor)))
+    return found
+
+
+def grown(model: nn.Module) -> str:
+    """The largest weight, where it is larger than any a model begins with; else empty."""
+    largest, found = GROWN, ""
+    for name, parameter in model.named_parameters():
+        values = _values(parameter.detach())
+        if values is None or not values.numel():
+            continue
+        most = float(values.abs().max())
+        if most > largest:  # NaN is not
+            largest, found = most, f"{name} is up to {most:.2g}"
     return found
 
 

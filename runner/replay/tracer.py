@@ -142,7 +142,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 frame, place = of_forward[0], place or of_forward[1]
             name = f"{name} in {node.name()}"
         event = Event(name, frame, place, node is not None, parent=parent)
-        event.outputs = [stats("output", output)]
+        made = f"result of {name.partition('.')[0]}" if node is None else "gradient"
+        event.outputs = [stats(made, output)]
         event.samples = bad_samples(output)
         return event
 

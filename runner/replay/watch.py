@@ -19,7 +19,7 @@ class Watch:
         self.forward: list[str] = []  # modules whose output is not finite, though their input is
         self.backward: list[str] = []
         self.parameters: list[str] = []  # whose gradient is not finite
-        self.raised = ""
+        self.raised: str | None = None
         self.sound: dict[str, bool] = {}  # whether a module's inputs are finite
         self.upstream: dict[str, bool] = {}  # whether the gradient of its output is, once it came
         self.awaited: set[str] = set()  # modules to whose output one will come
@@ -33,12 +33,12 @@ class Watch:
 
     def verdict(self, inputs: Any, loss: float = 0.0) -> str:
         """In words, such as `forward: part (Cancels)`; empty where all is finite."""
-        if self.raised:
-            return f"raised in: {self.raised} ({self.kinds[self.raised]})"
+        if self.raised is not None:
+            return f"raised in: {self._label(self.raised)}"
         if not all(finite(tensor) for tensor in tensors(inputs)):
             return "input: it is not finite"
         if self.forward:
-            return f"forward: {self.forward[0]} ({self.kinds[self.forward[0]]})"
+            return f"forward: {self._label(self.forward[0])}"
         if loss - loss != 0.0:
             return "loss: what the model returns is finite"
         if self.backward:
@@ -47,11 +47,14 @@ class Watch:
                 if not (name.startswith(f"{first}.") or not first):
                     break
                 first = name
-            return f"backward: {first} ({self.kinds[first]})"
+            return f"backward: {self._label(first)}"
         if self.parameters:
             owner = self.parameters[0].rpartition(".")[0]
-            return f"backward: {owner} ({self.kinds[owner]}), {self.parameters[0]}"
+            return f"backward: {self._label(owner)}, {self.parameters[0]}"
         return ""
+
+    def _label(self, name: str) -> str:
+        return f"{name or 'the model itself'} ({self.kinds[name]})"
 
     def _before(self, name: str) -> Any:
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -66,7 +69,7 @@ class Watch:
     def _after(self, name: str) -> Any:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if sys.exc_info()[1] is not None:
-                self.raised = self.raised or name
+                self.raised = name if self.raised is None else self.raised
                 return
             outputs = tensors(output)
             if self.sound.get(name, True) and not all(finite(t) for t in outputs):

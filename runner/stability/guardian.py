@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runner.checkpoint.sound import finite
+from runner.checkpoint.sound import finite, is_statistic, masks
 from runner.errors import GaveUp
 from runner.hook import Report
 from runner.run import Run
@@ -21,6 +22,8 @@ from runner.stability.words import Decision, last_words, remedy, what
 
 if TYPE_CHECKING:
     from runner.optim.update import Update
+
+log = logging.getLogger("runner")
 
 FATAL = (Kind.non_finite, Kind.weights, Kind.buffers)  # what debug.on_anomaly=raise raises at
 NEVER = sys.maxsize
@@ -46,6 +49,7 @@ class Guardian:
         self.decision: Decision | None = None
         self.settled = 0  # up to this step, nothing was done after the last remedy
         self.forgotten = 0  # up to this step, numbers are about weights or data of before
+        self.streak = 0  # first of the bad steps in a row that go on; 0: none do
         self.share = 1.0  # of the learning rate, since the roll-backs
         self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
         self.ruined = False  # whether the weights were found not finite, and still are
@@ -53,7 +57,7 @@ class Guardian:
         self.due = NEVER  # the step after which `turn` has something to do
         self.model = model
         # buffers that are not finite by design, such as masks, say nothing of a checkpoint
-        self.odd = {name for name, buffer in model.named_buffers() if not finite([buffer])}
+        self.odd_at_first = {n for n, buffer in model.named_buffers() if not finite([buffer])}
 
     # -- what the loop calls -------------------------------------------------------------------
 
@@ -70,7 +74,7 @@ class Guardian:
                     step, kind.name, loss, norm, limits.loss, limits.grad_norm, report.skipped[i]
                 ))  # fmt: skip
             elif step > self.forgotten:
-                progress.consecutive_skips = 0
+                progress.consecutive_skips = self.streak = 0
             if step > self.forgotten:
                 self.spikes.add(step, {"loss": loss, "grad_norm": norm})
         self.spikes.move(report.last, report.last + run.report_every)
@@ -91,7 +95,7 @@ class Guardian:
     def ask(self, run: Run) -> None:
         """A hook wants a roll-back: the first row that is one says how, but for its kind."""
         rows = [i for i, rule in enumerate(self.table.rules) if rule.action is Action.rollback]
-        left = run.progress.rollbacks < self.table.max_rollbacks
+        left = self.table.can_roll_back(run.progress.rollbacks)
         row = (rows[0] if rows else -1) if left else None
         self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
 
@@ -100,15 +104,17 @@ class Guardian:
 
         Raises GaveUp where nothing is left to be done.
         """
+        if self.decision is not None and self.decision.outdated:
+            self._decide_again(run, self.decision)
         decision = self.decision
         if decision is None:
             return None
         rule = self._rule(decision)
         if rule is None or rule.action is Action.stop:
             self.decision = None  # a run that goes on from here, under another table, may
-            raise GaveUp(
-                last_words(decision, self.table, run.progress.consecutive_skips, run.folder)
-            )
+            first = next((row for row in self.anomalies if row.capture), None)
+            rollbacks = run.progress.rollbacks
+            raise GaveUp(last_words(decision, self.table, rollbacks, run.folder, first))
         if rule.action is Action.rollback:
             return rule
         step = run.progress.step
@@ -147,17 +153,33 @@ class Guardian:
         if decision is None:
             return
         decision.message += "; there is no good checkpoint to go back to"
+        decision.stuck = True
         if decision.kind == "asked" or decision.row is None:
             decision.row = None
         else:
             decision.row = self._fitting(run, Kind[decision.kind], decision.row + 1)
+        if decision.row is not None:  # else the last words say so
+            then = remedy(self._rule(decision))
+            log.warning("there is no good checkpoint to go back to; instead: %s", then)
 
     def sound(self) -> bool:
         """Whether weights, averages and buffers are finite; the host waits for the device."""
         if not self.config.guard:
             return True
-        buffers = [b for name, b in self.model.named_buffers() if name not in self.odd]
-        return finite([*self.update.parameters, *self.update.average, *buffers])
+        weights = [*self.update.parameters, *self.update.average]
+        buffers = {n: b for n, b in self.model.named_buffers() if n not in self.odd_at_first}
+        if finite([*weights, *buffers.values()]):
+            return True
+        return finite([*weights, *(b for name, b in buffers.items() if name not in self.odd)])
+
+    @property
+    def odd(self) -> set[str]:
+        """Buffers that are not finite by design, or so filled by a forward, such as masks.
+
+        The host waits for the device, once a buffer.
+        """
+        others = [row for row in self.model.named_buffers() if not is_statistic(row[0])]
+        return self.odd_at_first | masks(others)
 
     # -- what is wrong with a step -------------------------------------------------------------
 
@@ -193,6 +215,7 @@ class Guardian:
         """Decide, capture and record; nothing is carried out yet."""
         if found.step > self.forgotten:
             run.progress.consecutive_skips += 1
+            self.streak = self.streak or found.step
         message = what(kind, found, self.spikes)
         fatal = self.raises and kind in FATAL
         free = self.decision is None and found.step > self.settled
@@ -207,7 +230,10 @@ class Guardian:
             if rule is not None and rule.action is Action.skip:
                 self.table.note(row or 0, found.step)
             else:
-                self.decision = Decision(row, kind.name, found.step, message)
+                many = run.progress.consecutive_skips
+                self.decision = Decision(
+                    row, kind.name, found.step, message, in_a_row=many, since=self.streak
+                )
                 action = remedy(rule)
         # an overflow that is merely skipped is how a loss scale finds its place
         if run.captures is not None and not (kind is Kind.overflow and action == "skipped"):
@@ -216,15 +242,27 @@ class Guardian:
             self.decision.capture = found.capture
         found.action = action
         self.anomalies.add(found)
+        # debug=anomaly has said more of it already; a remedy is news all the same
+        say = found.step not in run.history.told or action not in ("", "skipped")
         run.history.add(
             kind.name, message, step=found.step, category="numerics", action=action,
-            severity="error" if kind is Kind.weights else "warning", capture=found.capture,
+            severity="error" if kind is Kind.weights else "warning", capture=found.capture, say=say,
         )  # fmt: skip
+        if run.captures is not None:
+            run.captures.tell()
 
     def _fitting(self, run: Run, kind: Kind, start: int = 0) -> int | None:
         progress, scaled = run.progress, self.update.scale is not None
         in_a_row = max(progress.consecutive_skips, 1)
         return self.table.first(kind, in_a_row, progress.rollbacks, scaled, start)
+
+    def _decide_again(self, run: Run, decision: Decision) -> None:
+        """By the table of now, what was decided by that of a run before."""
+        decision.outdated = False
+        if decision.kind == "asked":
+            self.ask(run)
+        elif not decision.raises:
+            decision.row = self._fitting(run, Kind[decision.kind])
 
     def _rule(self, decision: Decision) -> Rule | None:
         if decision.row is None:
@@ -237,7 +275,7 @@ class Guardian:
 
     def _begin_anew(self, run: Run) -> None:
         """What was usual is so no more."""
-        run.progress.consecutive_skips = 0
+        run.progress.consecutive_skips = self.streak = 0
         self.forgotten = run.progress.step
         self.spikes.forget(run.progress.step)
 
@@ -260,6 +298,7 @@ class Guardian:
             "decision": None if self.decision is None else asdict(self.decision),
             "settled": self.settled,
             "forgotten": self.forgotten,
+            "streak": self.streak,
             "share": self.share,
             "lowered": [list(row) for row in self.lowered],
             "ruined": self.ruined,
@@ -272,7 +311,10 @@ class Guardian:
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])
         self.decision = None if state["decision"] is None else Decision(**state["decision"])
+        if self.decision is not None and len(state["table"]["used"]) != len(self.table.rules):
+            self.decision.outdated = True  # its row is one of another table
         self.settled, self.forgotten = state["settled"], state["forgotten"]
+        self.streak = state.get("streak", 0)
         self.share, self.lowered = state["share"], [(n, x) for n, x in state["lowered"]]
         self.ruined, self.vetoed = state["ruined"], list(state["vetoed"])
         self.turn(step)

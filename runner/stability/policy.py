@@ -19,6 +19,7 @@ class Table:
     rules: Sequence[Rule]
     max_consecutive_skips: int
     max_rollbacks: int
+    rolls_back: bool = True  # else there is nothing to go back to, and such rows are passed over
     used: list[int] = field(default_factory=list)  # by row
     steps: dict[str, list[int]] = field(default_factory=dict)  # by action, the first few
     counts: dict[str, int] = field(default_factory=dict)  # by action
@@ -47,12 +48,16 @@ class Table:
                 continue
             if rule.action in MILD and in_a_row > self.max_consecutive_skips:
                 continue
-            if rule.action is Action.rollback and rollbacks >= self.max_rollbacks:
+            if rule.action is Action.rollback and not self.can_roll_back(rollbacks):
                 continue
             if rule.action is Action.lower_scale and not scaled:
                 continue
             return row
         return None
+
+    def can_roll_back(self, rollbacks: int) -> bool:
+        """Whether one more than so many is allowed."""
+        return self.rolls_back and rollbacks < self.max_rollbacks
 
     def note(self, row: int, step: int) -> None:
         """Take down that the row's action was taken at that step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,10 @@ class Decision:
     message: str
     capture: str = ""
     raises: bool = False  # because of debug.on_anomaly
+    in_a_row: int = 1  # bad steps, this one too
+    stuck: bool = False  # there was nothing to go back to
+    since: int = 0  # the first of those bad steps; 0: none is known
+    outdated: bool = False  # `row` is one of another table
 
 
 def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:
@@ -55,21 +60,56 @@ def remedy(rule: Rule | None) -> str:
     }[rule.action]
 
 
-def last_words(decision: Decision, table: Table, in_a_row: int, folder: Path | None) -> str:
-    """Why the run gives up, what was tried, and what to do now."""
-    where = folder / decision.capture if folder and decision.capture else None
-    replay = f"python -m runner job=replay replay.path={where}" if where else ""
+def last_words(
+    decision: Decision,
+    table: Table,
+    rollbacks: int,
+    folder: Path | None,
+    first: Anomaly | None = None,
+) -> str:
+    """Why the run gives up, what was tried, and what to do now.
+
+    `first` is the first bad step of which there is a capture, if there is one.
+    """
     if decision.raises:
+        replay = _replay(folder, decision.capture)
         see = f"to see where it comes from: {replay}" if replay else "debug=anomaly says where"
         return f"step {decision.step}: {decision.message} (debug.on_anomaly=raise); {see}"
-    many = f", {in_a_row} bad steps in a row" if in_a_row > 1 else ""
-    look = f"see what made it: {replay}" if replay else "look at the data of these steps"
+    many = f", {decision.in_a_row} bad steps in a row" if decision.in_a_row > 1 else ""
     said = f"step {decision.step}: {decision.message}{many}"
+    look = "look at the data of these steps"
+    if own := _replay(folder, decision.capture):
+        look = f"see what made it: {own}"
+    elif first is not None and (earlier := _replay(folder, first.capture)):
+        look = f"see what made the first, step {first.step}: {earlier}"
     if decision.row is not None:
         return f"{said}; row {decision.row + 1} of stability.recovery says stop; tried before: " + (
             f"{table.tried()}; {look}"
         )
     return (
         f"{said}; no row of stability.recovery is left for it; tried: {table.tried()}; {look}; "
-        "then lower optimizer.lr, or raise stability.max_rollbacks"
+        f"then lower optimizer.lr{_otherwise(decision, table, rollbacks)}"
     )
+
+
+def _otherwise(decision: Decision, table: Table, rollbacks: int) -> str:
+    """What would have let the run go on, as far as the table says."""
+    for_it = decision.kind == "asked" or any(
+        rule.action is Action.rollback and rule.kind.name in ("any", decision.kind)
+        for rule in table.rules
+    )
+    if not for_it:
+        return f", or give stability.recovery another row for kind: {decision.kind}"
+    if not table.rolls_back:
+        return ", or give snapshot_every=, so that there is something to go back to"
+    if decision.stuck:
+        return ""
+    if rollbacks >= table.max_rollbacks:
+        return ", or raise stability.max_rollbacks"
+    return f", or give stability.recovery another row for kind: {decision.kind}"
+
+
+def _replay(folder: Path | None, capture: str) -> str:
+    if folder is None or not capture:
+        return ""
+    return f"python -m runner job=replay {shlex.quote(f'replay.path={folder / capture}')}"

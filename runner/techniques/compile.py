@@ -13,6 +13,7 @@ from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks
 from runner.techniques.break_even import not_worth_it
+from runner.techniques.whole_step import kept_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,13 +84,16 @@ class Compile(Technique):
         """Graphs, graph breaks with their lines, recompiles and seconds, as dynamo counted them."""
         compilation = run.compilation
         if run.whole is not None:
-            return Evidence(True, "", {"part_of": "whole_step"})
+            made = run.whole.steps > 0
+            reason = "" if made else kept_out(run) or "no step was made in one graph"
+            return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
         if compilation is None or not compilation.mode:
             return Evidence(False, run.fallen.get("compile", "nothing was compiled"))
         facts = {"mode": compilation.mode, **compiler.facts()}
         reason = run.fallen.get("compile", "")
         if not facts["graphs"]:
-            return Evidence(False, "; ".join(["no graph", *facts.get("failed", [])])[:300], facts)
+            why = facts.get("failed") or [told for told in [kept_out(run, eager=True)] if told]
+            return Evidence(False, "; ".join(["no graph", *why])[:300], facts)
         return Evidence(True, reason, facts)
 
 

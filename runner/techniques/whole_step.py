@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runner import compiler
 from runner.errors import ConfigError
+from runner.hook import Hook
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.break_even import not_worth_it
@@ -14,6 +16,11 @@ from runner.techniques.fused_optimizer import fastest
 
 if TYPE_CHECKING:
     from runner.device.device import Device
+
+
+log = logging.getLogger("runner")
+
+EVENTS = ("around", "on_gradients")  # what a step in one graph has no place for
 
 
 @dataclass
@@ -60,7 +67,34 @@ class WholeStep(Technique):
         if whole is None:
             return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
         facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.facts()}
-        return Evidence(whole.steps > 0, "" if whole.steps else "no full batch came", facts)
+        reason = "" if whole.steps else kept_out(run) or "no full batch came"
+        return Evidence(whole.steps > 0, reason, facts)
+
+
+def kept_out(run: Run, eager: bool = False) -> str:
+    """What looks at every step, so that none is made in one graph; empty where nothing does.
+
+    With `eager`, what has every step made uncompiled.
+    """
+    for hook in run.hooks:
+        looks = any(getattr(type(hook), event) is not getattr(Hook, event) for event in EVENTS)
+        if hook.every == 1 and looks and (hook.eager or not eager):
+            tool = getattr(hook, "name", "")  # a debug tool has one, which is that of its key
+            name, slower = type(hook).__name__, ""
+            if tool:
+                name, slower = f"debug={tool}", f"; debug.{tool}.every=50 leaves most of it"
+            how = "uncompiled" if hook.eager else "in more than one graph"
+            return f"{name} looks at every step, which is then made {how}{slower}"
+    return ""
+
+
+def warn_kept_out(run: Run) -> None:
+    """Say at the start what will come of nothing."""
+    compiled = run.compilation is not None and run.compilation.mode
+    if run.whole is not None and (reason := kept_out(run)):
+        log.warning("optimization.whole_step: %s", reason)
+    elif run.whole is None and compiled and (reason := kept_out(run, eager=True)):
+        log.warning("optimization.compile: %s", reason)
 
 
 def _index_limit(draft: Draft) -> int | None:

@@ -29,7 +29,9 @@ FILES = ("state.pt", "model.safetensors", "manifest.json", "checkpoint/state.pt"
 def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
     path = folder / name
     whole = path.read_bytes()
-    for data in (whole[:-1], b"", whole[: len(whole) // 2] + b"\0" + whole[len(whole) // 2 + 1 :]):
+    half = len(whole) // 2
+    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+    for data in (whole[:-1], b"", flipped):
         path.unlink()  # a link shares its bytes with the checkpoint
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=name.rpartition("/")[2].replace(".", r"\.")):
@@ -71,7 +73,7 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Pat
     [
         {"format": 2}, {"step": 3}, {"step": "17"}, {"weights": "none"}, {"config": []},
         {"files": {"../../x": {"size": 1, "sha256": ""}}}, {"files": {}}, {"surprise": 1},
-        {"weights": "again"},
+        {"weights": "again"}, {"threads": "2"}, {"micro_batch": [1]}, {"message": None},
     ],
 )  # fmt: skip
 def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
@@ -82,7 +84,10 @@ def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, 
 
 def test_a_state_of_another_shape_is_refused(folder: Path) -> None:
     path = folder / "state.pt"
-    for state in ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1]):
+    good = torch.load(path, weights_only=True)
+    text = [{**good, "state": {**good["state"], **c}} for c in ({"grad_norm": "1"}, {"loss": []})]
+    odd = ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1])
+    for state in (*odd, *text):
         torch.save(state, path)
         data = path.read_bytes()
         files = json.loads((folder / "manifest.json").read_text())["files"]

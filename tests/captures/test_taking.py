@@ -38,10 +38,16 @@ def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_
 
 
 def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
-    kit: Any, tmp_path: Path
+    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     bounded = [POISON, "debug.capture.at_most=2"]
     summary = kit.trained(tmp_path, None, *bounded)
+    shown = [record for record in caplog.records if not getattr(record, "live", False)]
+    said = [record.getMessage() for record in shown]
+    fault = next(i for i, line in enumerate(said) if "the loss was nan" in line)
+    assert "is kept; to look into it" in said[fault + 1]  # after the line about the step
+    assert sum("is kept" in line for line in said) == 1
     assert summary.skipped_steps > 2
     kept = [fault["capture"] for fault in faults(tmp_path)]
     assert [str(p.relative_to(tmp_path)) for p in captures(tmp_path)][0] == kept[0]

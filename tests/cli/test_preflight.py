@@ -48,6 +48,17 @@ def ask(*typed: str) -> Request:
         ("optimization.strict=3.5", "optimization.strict: '3.5' is not true or false"),
         ("device.kind=gpu", "device.kind: 'gpu' is not one of auto, cpu, cuda, mps"),
         ("optimization.compile=true", "set optimization.compile.enabled=true"),
+        (
+            "stability.recovery=[{knd:spike,action:skip}]",
+            "recovery[0].knd: there is no such key; did you mean kind?",
+        ),
+        (
+            "stability.recovery=[{kind:any},{kind:spke}]",
+            "stability.recovery[1].kind: 'spke' is not",
+        ),
+        ("stability.recovery=[skip]", "write stability.recovery=[{action: skip}]"),
+        ("stability.recovery={kind:any}", "is a list; write stability.recovery=[{kind:any}]"),
+        ("debug.hooks={a:b}", "debug.hooks: is a list; write debug.hooks=[…]"),
         ("seed=null", "seed: null is no value for it"),
         ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
         ("seed=${oc.env:RUNNER_NOT_SET}", "RUNNER_NOT_SET"),

@@ -13,7 +13,7 @@ from runner.captures.manifest import FOLDER, Manifest, Weights
 from runner.checkpoint.manifest import MODEL, STATE, sealed
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.config import RunConfig, compose, plain
+from runner.config import RunConfig, compose, compose_raw, plain
 from runner.errors import CheckpointError, ConfigError, SecurityError, UsageError
 
 CAPTURE = f"run/{FOLDER}/step_00000012"
@@ -93,6 +93,27 @@ def test_a_runs_folder_means_its_first_capture(path: str) -> None:
     assert composed(path=path).seed == 4
 
 
+def test_a_replays_folder_means_what_it_is_a_replay_of() -> None:
+    capture = make_capture("seed=4")
+    Path("replay/.hydra").mkdir(parents=True)
+    page = Path("replay/replay.json")
+    page.write_text(json.dumps({"capture": str(capture.absolute())}))
+    assert composed(path="replay").seed == 4 == composed(path=str(page)).seed
+    page.write_text(json.dumps({"capture": "/gone"}))
+    with pytest.raises(CheckpointError, match="a replay of /gone, which is gone"):
+        ask(path="replay")
+    page.write_text("[]")
+    with pytest.raises(CheckpointError, match="does not say what it is a replay of"):
+        ask(path="replay")
+
+
+def test_replays_lie_beside_the_runs_not_among_them() -> None:
+    make_capture("name=mine")
+    place = compose_raw(ask()[:], hydra_too=True).hydra.run.dir
+    assert place.startswith("outputs/replays/mine/")
+    assert compose_raw(["name=mine"], hydra_too=True).hydra.run.dir.startswith("outputs/runs/mine/")
+
+
 def test_from_inside_the_folder_a_path_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = make_capture("seed=4").absolute()
     monkeypatch.chdir(capture)
@@ -106,6 +127,8 @@ def test_mistakes_are_answered_with_the_way_out() -> None:
         ask(path="nowhere")
     with pytest.raises(ConfigError, match=r"replay\.path: job=replay needs to know which step"):
         check(read_arguments(["job=replay"]))
+    with pytest.raises(ConfigError, match=r"replay\.path: job=replay needs to know which step"):
+        ask(path="")
     capture = make_capture()
     with pytest.raises(ConfigError, match="add job=replay"):
         check(read_arguments([f"replay.path={capture}"]))
@@ -139,6 +162,25 @@ def test_a_capture_brings_no_trust_and_no_key_of_hydras() -> None:
     with pytest.raises(SecurityError, match=r"theirs\.Net is refused"):
         ask()
     assert not [line for line in ask("security.trusted=[theirs]") if line.startswith("hydra")]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {" hydra.callbacks.x": {"_target_": "os.mkdir", "path": "ran"}},
+        {" security.trusted": ["theirs"]},
+        {"hydra/job_logging": "none"},
+        {"model": {"kind": "../../theirs"}},
+        {"model": {"kind": "mlp", "arguments": {"a=1,b": 2}}},
+        {"model": {"kind": "mlp", "arguments": {"sizes": [{"a:{b": 2}]}}},
+        {"name": "${oc.env:HOME}"},
+    ],
+    ids=["hydra", "trust", "group", "path", "argument", "key", "interpolation"],
+)
+def test_a_capture_has_no_word_in_hydras_language(forged: dict[str, Any]) -> None:
+    make_capture(config={**plain(compose([])), **forged})
+    with pytest.raises(SecurityError, match="is refused"):
+        ask()
 
 
 def test_a_config_of_another_version_is_said_to_be_one() -> None:

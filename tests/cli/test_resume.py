@@ -75,6 +75,14 @@ def test_what_the_user_types_wins_over_what_was_recorded() -> None:
     ]  # fmt: skip
 
 
+def test_an_argument_of_an_own_class_is_typed_again_as_it_was_before() -> None:
+    own = ["data._target_=my_package.Noisy", "security.trusted=[my_package]"]
+    make_run(RUN, [*own, "+data.arguments.noise=0.1", "+data.arguments.seed=3"])
+    handed = ask(f"checkpoint.resume={RUN}", *own, "+data.noise=0.2").arguments
+    assert [text for text in handed if "noise" in text] == ["+data.arguments.noise=0.2"]
+    assert "+data.arguments.seed=3" in handed
+
+
 def test_naming_the_same_option_again_keeps_its_keys() -> None:
     make_run(RUN, ["optimizer=sgd", "optimizer.lr=0.1"])
     handed = ask(f"checkpoint.resume={RUN}", "optimizer=sgd").arguments

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, train
+from runner.batch import Batch
 from runner.build import Given
-from runner.debug.anomaly.tool import line_of
+from runner.debug.anomaly.lines import OURS, line_of
+from runner.debug.anomaly.tool import Anomaly
 from runner.debug.anomaly.trail import Trail
+from runner.debug.tool import Tool
 from runner.errors import ConfigError, GaveUp
+from runner.objectives.custom import Custom
 from runner.run import Run
 from runner.summary import Summary
 
@@ -73,6 +81,41 @@ def finding(summary: Summary) -> str:
     return next(tool.finding for tool in summary.tools if tool.name == "anomaly")
 
 
+class Teacher(nn.Module):
+    """A second layer follows the first in the forward, as an averaged teacher does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.teacher = nn.Linear(64, 10), nn.Linear(64, 10).requires_grad_(False)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.append(len(x))
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.layer.weight, 0.1)
+        return self.layer(x.flatten(1)) + self.teacher(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def test_the_model_in_memory_is_the_one_that_was_trained_though_steps_are_rehearsed() -> None:
+    plain, watched = Teacher(), Teacher()
+    run_of(DIGITS, None, plain)
+    run, _ = run_of(ANOMALY, None, watched)
+    assert next(h for h in run.hooks if isinstance(h, Anomaly)).added is not None
+    assert watched.seen == plain.seen
+    assert torch.equal(watched.teacher.weight, plain.teacher.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_torchscript_takes_no_hooks_and_is_passed_over() -> None:
+    script: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    trail = Trail(nn.Sequential(nn.Linear(4, 4), script))
+    with trail.followed():
+        trail.model(torch.full((2, 4), math.nan)).sum().backward()
+    assert trail.culprit() == ("0", "NaN")
+
+
 def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
     run, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Net(Root(), bad=(3, 5)))
     assert summary.status == "done"
@@ -114,7 +157,7 @@ def test_a_nan_of_forward_is_told_from_what_it_does_to_backward(tmp_path: Path) 
     _, summary = run_of([*ANOMALY, "model=mlp"], tmp_path, Net(Quotient(), bad=(4,)))
     assert summary.status == "done"
     (fault,) = anomalies(tmp_path)
-    assert fault["message"].startswith("NaN first from part in forward; ")
+    assert fault["message"] == "NaN first from part in forward"  # and not what backward made of it
     assert "1 × part in forward" in finding(summary)
 
 
@@ -204,6 +247,95 @@ def test_the_innermost_line_that_is_not_torchs_is_it() -> None:
     )
     assert str(line_of(trace)) == "/home/me/net.py:7 `y = self.norm(x)`"
     assert line_of("No forward pass information available.") is None
+
+
+def test_a_line_inside_the_runner_is_named_only_where_it_is_of_a_model_of_its_own() -> None:
+    def frame(file: str, code: str) -> str:
+        return f'  File "{file}", line 3, in forward\n    {code}\n'
+
+    started = frame("/home/me/train.py", "train(run)")  # whoever starts a run is to blame for none
+    called = frame(f"{OURS}step.py", "call(run.forward, batch[0])")
+    theirs = frame("/home/me/net.py", "x.sqrt()")
+    watched = frame(f"{OURS}debug/gradients/units.py", "output = func(*args, **kwargs)")
+    model = frame(f"{OURS}models/mlp.py", "x.relu()")
+    loss = frame(f"{OURS}objectives/cross_entropy.py", "cross_entropy(output, target)")
+    assert str(line_of(started + called + theirs + watched)) == "/home/me/net.py:3 `x.sqrt()`"
+    assert str(line_of(started + called + model + watched)).endswith("mlp.py:3 `x.relu()`")
+    assert line_of(started + called + loss) is None
+
+
+POISONED = [*ANOMALY[1:], "model._target_=my_package.Net", "data._target_=my_package.Noisy",
+            "+data.poison=[7]", "security.trusted=[my_package]", "data.workers=0"]  # fmt: skip
+
+
+def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    _, summary = run_of(POISONED, tmp_path)
+    assert summary.status == "done"
+    (fault,) = anomalies(tmp_path)
+    assert fault["message"] == "the input is not finite: 1 of 32 samples"
+    assert "× bad input" in finding(summary)
+    bad = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
+    assert bad == [f"step {fault['steps'][0]}: the input is not finite: 1 of 32 samples; skipped"]
+    assert summary.faults["non_finite"] == summary.faults["anomaly"]  # counted, if not said
+
+
+def test_steps_that_it_does_not_look_at_have_the_guards_own_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*ANOMALY, "model=mlp", "debug.anomaly.every=2"]
+    run_of(overrides, tmp_path, Net(Root(), bad=(4, 5)))
+    said = [r.getMessage() for r in caplog.records if "finite" in r.getMessage()]
+    assert len(said) == 1 and said[0].startswith("step 5: a gradient was not finite")
+
+
+class Poisoned(nn.Module):
+    """A loss whose targets are not numbers at one step."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output.mean(1) - target).square().mean()
+
+
+def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
+    overrides = [*ANOMALY, "model=mlp", "training.steps=2"]
+    with build(compose(overrides), tmp_path, Given(objective=Custom(Poisoned(), "own"))) as run:
+        batches, at = run.train.batches, run.train.at
+
+        def poisoned(batch: Batch) -> Batch:
+            target = batch[1].float()
+            target[:3] = torch.nan
+            return batch[0], target
+
+        run.train.batches = lambda start: map(poisoned, batches(start))  # type: ignore[method-assign]
+        run.train.at = lambda step: poisoned(at(step))  # type: ignore[method-assign]
+        train(run)
+    (fault,) = anomalies(tmp_path)
+    assert fault["message"] == "the target is not finite: 3 of 32 samples"
+
+
+def test_what_other_tools_take_at_the_same_steps_is_not_on_its_account(tmp_path: Path) -> None:
+    class Slow(Tool):
+        name = "slow"
+
+        def around(self, run: Run) -> Any:
+            return self._around()
+
+        @contextmanager
+        def _around(self) -> Iterator[None]:
+            end = time.perf_counter() + 0.1
+            while time.perf_counter() < end:
+                pass
+            yield
+
+    config = compose([*ANOMALY, "model=mlp", "debug.anomaly.every=5", "training.steps=20"])
+    with build(config, tmp_path, Given()) as run:
+        run.hooks.insert(0, Slow(config.debug, every=5))
+        summary = train(run)
+    cost = next(tool for tool in summary.tools if tool.name == "anomaly")
+    assert cost.looks == 4
+    assert cost.seconds < 0.2  # of the 0.4 that the other one took
 
 
 def test_the_module_whose_backward_is_under_way() -> None:

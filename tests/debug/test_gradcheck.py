@@ -268,6 +268,18 @@ def test_what_cannot_be_checked_says_why() -> None:
     assert check.result == "passed"
 
 
+def test_a_model_of_torchs_own_modules_says_that_they_are_left_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+    batch = torch.randn(4, 16), torch.tensor([0, 1, 2, 0])
+    loss, rest = gradcheck_model(model, batch, cross_entropy)
+    assert (loss.name, loss.result) == ("objective", "passed")
+    assert (rest.name, rest.result) == ("Sequential", "left out")
+    assert "torch's own" in rest.why
+    named = gradcheck_model(model, batch, cross_entropy, modules=["0", "2"])
+    assert [check.name for check in named] == ["objective", "2", "0"]
+
+
 def halved(output: Tensor, target: Tensor) -> Tensor:
     one_hot = nn.functional.one_hot(target, 10).to(output.dtype)
     error = output - one_hot
@@ -371,7 +383,7 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
     assert "gradient of by is off by 0.5" in fault["message"]
     assert "tail.scale (Doubled)" in caplog.text
     tool = next(hook for hook in run.hooks if getattr(hook, "name", "") == "gradcheck")
-    assert tool.finding == "2 checked, 1 wrong: tail.scale off by 0.5; 3 not"
+    assert tool.finding == "2 checked, 1 wrong: tail.scale off by 0.5; 3 could not be checked"
     record = json.loads((tmp_path / "debug/gradcheck.json").read_text())
     assert {c["name"]: c["result"] for c in record["checks"]}["tail.scale"] == "unchecked"
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from runner import build, compose, train
 from runner.build import Given
 from runner.debug.config import Bounds, GradientsConfig
+from runner.debug.gradients.flow import bars
 from runner.debug.gradients.layers import Layer, State, grouped
 from runner.debug.gradients.record import GradientRecord
 from runner.debug.gradients.tool import Gradients, check_gradients
@@ -61,6 +62,25 @@ def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
     found = json.loads((folder / "debug" / "gradients.json").read_text())[kind]
     assert isinstance(found, list)
     return found
+
+
+class Empty(nn.Module):
+    """A parameter without values, as a layer of no units has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.none = mlp(), nn.Parameter(torch.zeros(0, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.none.sum(0)  # type: ignore[no-any-return]
+
+
+def test_a_parameter_without_values_has_no_statistics_and_is_no_fault(tmp_path: Path) -> None:
+    histograms = "debug.gradients.histograms_every=1"
+    run, summary = run_of([*LOOKING, histograms], tmp_path, Empty())
+    assert summary.status == "done" and "tool_failed" not in summary.faults
+    row = next(row for row in rows(tmp_path) if row["layer"] == "none")
+    assert row["state"] == "fine" and row["norm"] is None and row["zeros"] is None
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -328,7 +348,54 @@ def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
     states = {row["layer"]: (row["state"], row["update_ratio"]) for row in rows(tmp_path)}
     assert states["layers.3.bias"] == ("not finite", None)
     assert states["layers.1.weight"] == ("fine", None)
-    assert finding(summary) == "layers.3.bias is not finite"
+    assert finding(summary) == "layers.3.bias is not finite at 1 of 1 look"
+
+
+def test_what_was_not_finite_at_one_look_is_said_at_the_end_too(tmp_path: Path) -> None:
+    model, calls = mlp(), iter(range(1, 100))
+    model.layers[3].bias.register_hook(lambda g: g * math.nan if next(calls) in (4, 5) else g)
+    _, summary = run_of([*LOOKING, "training.validate_every=99"], tmp_path, model)
+    assert finding(summary) == "layers.3.bias is not finite at 1 of 6 looks"
+
+
+def test_too_few_looks_are_said_and_not_taken_for_nothing_amiss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "runner")
+    short = [*DIGITS, "model=mlp", "debug=gradients", "training.steps=4"]
+    _, summary = run_of([*short, "debug.every=50"], tmp_path / "none")
+    assert finding(summary) == "0 looks; 3 are needed: lower debug.every"
+    assert "every 50 steps makes 0 looks in 4 steps, and 3 are needed: lower debug.every" in (
+        caplog.text
+    )
+    _, summary = run_of([*short, "debug.gradients.every=3"], tmp_path / "one")
+    assert finding(summary) == "1 look; 3 are needed: lower debug.gradients.every"
+    caplog.clear()
+    _, summary = run_of([*short, "debug.every=1"], tmp_path / "enough")
+    assert finding(summary) == "nothing amiss"
+    assert "are needed" not in caplog.text
+
+
+def test_the_picture_is_of_a_look_at_which_something_was_learned(tmp_path: Path) -> None:
+    overrides = [*LOOKING, "model=mlp", "debug.every=1", "schedule=cosine", "schedule.floor=0"]
+    run, _ = run_of([*overrides, "training.steps=40"], tmp_path)
+    tool = next(hook for hook in run.hooks if isinstance(hook, Gradients))
+    step, rates = tool.shown[2], [run.update.lr_at(step) for step in range(40)]
+    assert (tool.last, rates[-1]) == (40, pytest.approx(0.0, abs=0.01 * max(rates)))
+    assert step == max(i + 1 for i, rate in enumerate(rates) if rate >= 0.01 * max(rates)) < 40
+    assert tool.drawn == step
+    assert rows(tmp_path)[-1]["step"] == 40
+
+
+def test_a_bar_names_the_layer_that_something_is_amiss_with() -> None:
+    layers = [
+        Layer("a.weight", 4, 2, norm=1.0), Layer("a.bias", 2, 1, norm=1.0),
+        Layer("b.weight", 4, 2, norm=0.0, state=State.VANISHING),
+        Layer("b.bias", 2, 1, norm=1.0),
+        Layer("c.weight", 4, 2, state=State.NO_GRADIENT), Layer("c.bias", 2, 1,
+                                                                state=State.NO_GRADIENT),
+    ]  # fmt: skip
+    assert [bar.label for bar in bars(layers, {})] == ["a", "b.weight", "c"]
 
 
 # -- what is written -------------------------------------------------------------------------------

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from runner import Hook, build, compose, profile, train
-from runner.debug.config import ProfileConfig
+from runner.debug.config import DebugConfig, ProfileConfig
 from runner.debug.profile.drift import Change, Drift
+from runner.debug.profile.kinds import kind, shown
 from runner.debug.profile.tool import Profile
 from runner.debug.profile.trace import read
+from runner.debug.profile.verdict import Facts, verdicts
+from runner.debug.tool import Tool
 from runner.errors import ConfigError
 from runner.hook import Step
 from runner.run import Run
@@ -75,6 +78,59 @@ def test_a_run_is_told_what_keeps_it_from_being_faster(
     assert row.finding == tool.verdicts[0]
     assert row.looks == 1
     assert row.seconds > 0
+
+
+class Looking(Tool):
+    """A debug tool that takes longer than the steps, between them."""
+
+    name = "looking"
+
+    def on_step(self, run: Run, step: Step) -> None:
+        with self.looking():
+            Dawdling().on_step(run, step)
+
+
+def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
+    tool, _, run = profiled([*SMALL, "model.width=8"], hook=Looking(DebugConfig()))
+    assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
+    assert not any("between steps" in said for said in tool.verdicts), tool.verdicts
+    assert tool.facts.split["other"] < 0.25
+    assert "without the time of debug tools" in tool.markdown()
+
+
+def test_a_run_whose_time_goes_to_few_long_operators_is_not_bound_by_its_many_short_ones() -> None:
+    most = {"operators": 1800.0, "operator_share": 0.9, "short": 0.3}
+    (said,) = verdicts(Facts({}, kinds={"convolutions": 0.55, "matrix products": 0.03}, **most))
+    assert said.startswith("compute-bound: convolutions take 55% of the operators' time; 16 bits")
+    (said,) = verdicts(Facts({}, kinds={"matrix products": 0.6}, **most | {"short": 0.7}))
+    assert said.startswith("host-bound: 1,800 operators a step, 70% of their time in calls")
+
+
+def test_attention_is_named_and_its_technique_where_it_is_off() -> None:
+    kinds = {"matrix products": 0.2, "attention": 0.54}
+    (said,) = verdicts(Facts({}, operators=1.0, operator_share=0.9, kinds=kinds))
+    assert "attention takes 54% of the operators' time, matrix products 20%" in said
+    assert "optimization.attention.enabled=true" in said
+    on = frozenset({"attention", "amp"})
+    (said,) = verdicts(Facts({}, operator_share=0.9, kinds=kinds, techniques=on))
+    assert "optimization." not in said
+
+
+def test_time_in_compiled_graphs_proves_no_bound() -> None:
+    (said,) = verdicts(Facts({}, operators=210.0, operator_share=0.99, graph=0.99))
+    assert "bound" not in said and "optimization=basic" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+     ("aten::convolution_backward", "convolutions"), ("aten::mkldnn_convolution", "convolutions"),
+     ("aten::addmm", "matrix products"), ("aten::resolve_conj", ""), ("aten::relu", ""),
+     ("## Call CompiledFxGraph fhr6rbnwwefn7wij ##", "compiled graphs")],
+)  # fmt: skip
+def test_operators_are_told_apart_by_their_names(name: str, what: str) -> None:
+    assert kind(name) == what
+    assert "#" not in shown(name)
 
 
 def test_what_is_fused_already_is_not_recommended() -> None:
@@ -242,6 +298,7 @@ def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
     assert engaged[technique]
     assert tool.reading is not None
     assert any("ompiled" in operator.name for operator in tool.reading.operators)
+    assert "##" not in tool.markdown().partition("### Operators")[2].partition("### Modules")[0]
     assert "No times by module: the " in tool.markdown()
 
 
@@ -356,6 +413,8 @@ def test_a_gpus_trace_tells_how_busy_it_was_and_what_was_copied() -> None:
     assert [o.name for o in reading.operators] == ["aten::mm", "aten::relu"]
     assert reading.spent(reading.operators[0]) == pytest.approx(300e-6)
     assert reading.products == pytest.approx(0.75)
+    assert reading.kinds == {"matrix products": pytest.approx(0.75)}
+    assert reading.short == pytest.approx(10e-6), "of the host: relu alone is shorter than 12 µs"
     assert (reading.copies["HtoD"].count, reading.copies["HtoD"].bytes) == (1, 4_000_000)
     assert reading.copies["DtoH"].seconds == pytest.approx(100e-6)
 

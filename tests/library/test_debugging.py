@@ -191,3 +191,23 @@ def test_gradients_are_looked_at(own: Debugger) -> None:
     report = own.check_gradients(model)
     assert isinstance(report, gradients.GradientReport)
     assert own.summary().operations[0].name == "check_gradients"
+    assert own.summary().faults == []
+
+
+def test_what_is_amiss_with_gradients_is_recorded_and_said(
+    own: Debugger, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 1)
+    (model(torch.randn(5, 3)).sum() * float("nan")).backward()
+    with own.context("step"):
+        own.check_gradients(model)
+    (fault,) = own.summary().faults
+    assert fault.kind == "non_finite"
+    assert fault.message == "step/check_gradients: not finite: weight, bias"
+    row = next(r for r in own.summary().operations if r.name == "step/check_gradients")
+    assert (row.calls, row.not_finite) == (1, 2)
+    assert fault.message in caplog.text
+    model.weight.grad, model.bias.grad = None, torch.ones(1)
+    own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))
+    kinds = [fault.kind for fault in own.summary().faults]
+    assert kinds == ["non_finite", "no_gradient", "not_optimized"]

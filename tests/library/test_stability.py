@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from runner import Stability, optimize
 from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
 from runner.library.bad_steps import replay_step
+from runner.library.stability import StabilitySummary
 from runner.replay.findings import Phase
+from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -103,7 +106,21 @@ def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> N
         assert report.skipped and report.faults[0].kind == "spike"
         assert same(before, state(net, optimizer))
         assert not stability.step(net, loss_of(net(x), y), optimizer).skipped
-    assert "| 21 | spike |" in str(stability.summary())
+    text = str(stability.summary())
+    assert [line.split()[:2] for line in text.splitlines()[2:]] == [
+        ["step", "what"],
+        ["21", "spike"],
+    ]
+    assert "\\" not in text and "|" not in text
+
+
+def test_of_many_bad_steps_a_summary_shows_the_first_and_the_latest() -> None:
+    row = Anomaly(1, "non_finite", math.nan, math.nan, math.inf, math.inf, True, "skipped")
+    rows = [replace(row, step=step) for step in range(1, 501)]
+    text = str(StabilitySummary(500, 500, 0, {"non_finite": 500}, rows))
+    lines = text.splitlines()
+    assert len(lines) == 24 and "non_finite" in lines[3] and "480 more" in text
+    assert lines[3].startswith("1 ") and lines[-1].startswith("500 ")
 
 
 def test_data_that_is_never_finite_ends_in_giving_up_that_says_what_was_tried(
@@ -118,8 +135,11 @@ def test_data_that_is_never_finite_ends_in_giving_up_that_says_what_was_tried(
             loop(net, optimizer, [poisoned(b) for b in batches], stability, kept=True)
         assert same(before, state(net, optimizer))
     assert caught.value.exit_code == 4 and "replay_step(" in str(caught.value)
+    assert "give snapshot_every=" in str(caught.value)
+    assert "max_rollbacks" not in str(caught.value)
     history = json.loads((tmp_path / "debug/history.json").read_text())
     assert history["counts"] == {"non_finite": 4}
+    assert [row["action"] for row in history["faults"]] == ["skipped", "the run gives up"]
     assert json.loads((tmp_path / "debug/anomalies.json").read_text())["count"] == 4
     with pytest.raises(GaveUp, match="row 2 of stability.recovery says stop"):
         loop(net, torch.optim.AdamW(net.parameters()), [poisoned(batches[0])], Stability("strict"))
@@ -295,6 +315,35 @@ def test_an_optimized_model_and_parameters_added_later_are_guarded_too(
         assert not torch.equal(before, body[0])
         assert stability.summary().skipped == 1
         assert net[2].running_mean.isfinite().all()
+
+
+def test_parameters_added_later_leave_rate_scale_and_snapshot_as_they_were(
+    net: Any, batches: list[Batch]
+) -> None:
+    rules = [
+        Rule(Kind.non_finite, action=Action.lower_lr, factor=0.01, for_steps=100, at_most=1),
+        Rule(Kind.non_finite, action=Action.rollback),
+    ]
+    optimizer = torch.optim.SGD(net[4].parameters(), lr=0.1, momentum=0.9)
+    config = StabilityConfig(recovery=rules)
+    with Stability(config, snapshot_every=1, loss_scale=2.0**17) as stability:
+        stability.watch(net, optimizer)
+        loop(net, optimizer, [batches[0], poisoned(batches[1])], stability)
+        assert stability.guarded is not None
+        update = stability.guarded.stepper.update
+        update.scale.value.fill_(1024.0)
+        update.scale.grown.fill_(7)
+        good = [t.clone() for t in net.state_dict().values()]
+        optimizer.add_param_group({"params": net[1].parameters(), "lr": 0.3})
+        x, y = poisoned(batches[2])
+        report = stability.step(net, loss_of(net(x), y), optimizer)
+        now = stability.guarded.stepper.update
+        assert now is not update and now.backoff == 0.005  # also for the roll-back
+        assert (float(now.scale.value), int(now.scale.grown)) == (512.0, 0)  # halved once
+        assert report.rolled_back
+        assert same(good, list(net.state_dict().values()))
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3]
+        assert not loop(net, optimizer, [batches[3]], stability)[0].skipped
 
 
 def test_what_it_hooked_is_gone_after_closing(net: nn.Module, batches: list[Batch]) -> None:

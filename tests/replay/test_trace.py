@@ -59,6 +59,7 @@ def test_what_went_into_the_module_is_told_in_numbers(captured: Any, standing: A
     assert told.shape == list(x.shape)
     assert told.not_finite == 0
     assert (told.minimum, told.maximum) == pytest.approx((float(x.min()), float(x.max())))
+    assert found.outputs[0].name == "result of log"
     assert found.outputs[0].not_finite == len(found.samples) == int(off.sum())
     assert {capture.samples[i] for i in found.samples} <= {3, 17, 20, 33, 41, 50}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner import train
+from runner import evaluate, train
 from runner.errors import GaveUp, Interrupted
 from runner.hook import Hook, Step, Verdict
 from runner.reader import Reader
@@ -26,6 +26,32 @@ from tests.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, fau
 pytestmark = pytest.mark.usefixtures("my_package")
 
 WARM = [*LINE, "training.steps=60"]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+class Past(Hook):
+    """The weights after some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+        self.weights: dict[int, list[Tensor]] = {}
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number in self.steps:
+            self.weights[step.number] = [p.detach().clone() for p in run.model.parameters()]
+
+
+class Back(Hook):
+    """Asks for a roll-back after some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        return Verdict.ROLLBACK if step.number in self.steps else None
 
 
 def times(factor: float):  # type: ignore[no-untyped-def]
@@ -148,6 +174,68 @@ def test_with_nothing_good_to_go_back_to_the_next_row_is_read() -> None:
     assert run.progress.step == 10
 
 
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
+    where: str, tmp_path: Path
+) -> None:
+    """Those of steps 45 to 55 hold the weights of step 44, from which there was no way on."""
+    at = dict.fromkeys(range(45, 61), louder)
+    often = ["checkpoint.every=5", "checkpoint.keep=1", "training.steps=65",
+             "debug.capture.enabled=false"]  # fmt: skip
+    with faulty([*WARM, *WATCHFUL, *often], tmp_path if where == "disk" else None, at) as run:
+        run.hooks.append(past := Past(40, 44, 60, 61))
+        train(run)
+        said = [f.message for f in run.history.faults.values() if f.kind == "rollback"]
+    assert said[0].startswith("rolled back to step 40")
+    assert same(past.weights[60], past.weights[44])  # on_step comes before the roll-back
+    assert not same(past.weights[60], past.weights[40])
+
+
+def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
+    """That of step 48 is the newest when a hook asks at step 70."""
+    at = dict.fromkeys(range(41, 60), louder)
+    every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70",
+             "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]"]  # fmt: skip
+    with faulty([*WARM, *WATCHFUL, *every], tmp_path, at) as run:
+        run.hooks += [past := Past(24, 48), Back(70)]
+        assert train(run).faults["rollback"] == 2
+        assert same(past.weights[24], list(run.model.parameters()))
+    assert not same(past.weights[24], past.weights[48])
+
+
+def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: Path) -> None:
+    """The last, partial stretch is judged before, and not after."""
+    back = "stability.recovery=[{kind:any,action:rollback,factor:0.5}]"
+    steps = ["training.steps=47", "checkpoint.every=10", back]
+    with faulty([*LINE, *steps], tmp_path, {45: times(math.nan)}) as run:
+        summary = train(run)
+        assert summary.faults["rollback"] == 1
+        assert evaluate(run).metrics == summary.metrics
+        saved = run.checkpointer.restore()
+        assert saved is not None
+        assert saved.step == 47
+        assert saved.state["update"]["backoff"] == run.update.backoff == 0.5
+        assert same([saved.model[name] for name in run.model.state_dict()],
+                    list(run.model.state_dict().values()))  # fmt: skip
+
+
+def test_what_was_decided_is_decided_again_under_another_table(tmp_path: Path) -> None:
+    """The third row of three was to be used when the run was cut off; then there is one."""
+    three = "[{kind:spike,action:skip},{in_a_row:9,action:skip},{action:lower_lr}]"
+    with faulty([*WARM, f"stability.recovery={three}"], tmp_path, {14: times(math.nan)}) as run:
+        run.reader = Late(run.device.torch)
+        run.hooks.append(CutOff(23))
+        with pytest.raises(Interrupted):
+            train(run)
+        assert run.guardian.decision is not None
+        assert run.guardian.decision.row == 2
+    one = ["stability.recovery=[{action:rollback}]", "checkpoint.resume=auto"]
+    with faulty([*WARM, *one], tmp_path) as run:
+        summary = train(run)
+    assert summary.status == "done"
+    assert summary.faults["rollback"] == 1
+
+
 def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
     fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30",
             "optimization.amp.initial_scale=1e8"]  # fmt: skip
@@ -233,6 +321,23 @@ def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(
         with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
             train(run)
     assert (tmp_path / "checkpoints/step_00000050").is_dir()
+
+
+def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
+    tmp_path: Path,
+) -> None:
+    at = {step: times(math.nan) for step in range(11, 61)}
+    overrides = [*WARM, "stability.recovery=[{kind:any,action:skip}]", "debug.capture.at_most=2",
+                 "stability.max_consecutive_skips=3"]  # fmt: skip
+    with faulty(overrides, tmp_path, at) as run:
+        with pytest.raises(GaveUp) as caught:
+            train(run)
+    assert run.progress.consecutive_skips == 10  # the host learned late
+    said = str(caught.value)
+    assert "step 14: the loss was nan, 4 bad steps in a row" in said
+    assert "skipped a step 3 times (steps 11, 12, 13)" in said
+    assert "replay.path=" in said and "step_00000011" in said
+    assert "max_rollbacks" not in said and "another row for kind: non_finite" in said
 
 
 def test_a_hook_that_asks_too_often_is_refused() -> None:
@@ -334,6 +439,9 @@ def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None
     assert done.returncode == GaveUp.exit_code == 4
     assert "no row of stability.recovery is left" in done.stderr
     assert "tried: skipped a step" in done.stderr
+    assert "max_rollbacks" in done.stderr
+    assert "failed" in done.stdout and "rollback" in done.stdout
+    assert "look into it" in done.stdout and "captures/ (3)" in done.stdout
     assert "rolled back 2 times" in done.stderr
     assert "job=replay replay.path=" in done.stderr
     assert list((tmp_path / "run/checkpoints").glob("step_*"))

@@ -45,6 +45,12 @@ def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
     assert chosen(table(), Kind.spike) is None
 
 
+def test_rows_that_roll_back_are_passed_over_where_there_is_nothing_to_go_back_to() -> None:
+    rules = table(Rule(action=Action.rollback), Rule())
+    rules.rolls_back = False
+    assert chosen(rules, Kind.spike) is Action.skip
+
+
 def test_a_loss_scale_is_lowered_where_there_is_one() -> None:
     rules = table(Rule(action=Action.lower_scale), Rule())
     assert rules.first(Kind.overflow, 1, 0, scaled=True) == 0

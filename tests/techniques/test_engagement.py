@@ -10,6 +10,8 @@ import torch
 
 from runner import build, compose, train
 from runner.errors import ConfigError
+from runner.outcome import engagements
+from runner.report import _verdict
 from runner.summary import Summary
 from runner.technique import Engagement
 
@@ -116,3 +118,29 @@ def test_looking_while_training_leaves_the_workers_at_what_they_do() -> None:
     assert row(watched, "system").engaged  # looked at after the first report, strictly
     assert watched.steps == 40
     assert watched.metrics == plain.metrics
+
+
+def test_what_a_failed_run_never_looked_at_is_not_called_a_fall_back() -> None:
+    with build(compose([*QUICK, "optimization=basic", "device.threads=1"])) as run:
+        first = next(engagement for engagement in engagements(run) if engagement.requested)
+        assert not first.known
+        assert _verdict(first, None) == "unknown: the run ended before it was looked at"
+        summary = train(run)
+    assert all(engagement.known for engagement in summary.techniques)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [(["optimization.whole_step.enabled=true"], "whole_step"), ([], "compile")],
+)
+def test_anomaly_mode_at_every_step_is_said_to_keep_it_from_being_compiled(
+    asked: list[str], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = ["optimization=none", "optimization.compile.enabled=true", *asked]
+    summary = trained(*compiled, "debug=anomaly")
+    said = "debug=anomaly looks at every step"
+    assert f"optimization.{name}: {said}" in caplog.text
+    assert "debug.anomaly.every=50" in caplog.text
+    for technique in {name, "compile"}:
+        assert not row(summary, technique).engaged
+        assert said in row(summary, technique).reason

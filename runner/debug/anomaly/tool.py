@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-import time
 import warnings
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 
-import runner
-from runner.batch import call, count, rows
-from runner.debug.anomaly.trail import Trail, peak
+from runner.debug.anomaly.added import added
+from runner.debug.anomaly.lines import line_of
+from runner.debug.anomaly.trail import Trail, bad_samples, peak
 from runner.debug.config import DebugConfig
 from runner.debug.tool import Tool
 from runner.errors import GaveUp
@@ -32,34 +29,6 @@ log = logging.getLogger("runner")
 
 RAISED = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
 WARNED = "Error detected in "
-FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?:    (?P<code>.+)\n?)?')
-TORCH = str(Path(torch.__file__).parent) + os.sep
-LOOP = tuple(str(Path(runner.__file__).with_name(name)) for name in ("batch.py", "loop.py"))
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of somebody's code."""
-
-    file: str
-    number: int
-    code: str
-
-    def __str__(self) -> str:
-        path = Path(self.file)
-        near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return f"{near}:{self.number} `{self.code}`" if self.code else f"{near}:{self.number}"
-
-
-def line_of(trace: str) -> Line | None:
-    """The innermost line that is not torch's own in a trace as Python prints it.
-
-    None where the loop itself calls torch, as with a model that is one nn.Sequential.
-    """
-    found = [match for match in FRAME.finditer(trace) if not match["file"].startswith(TORCH)]
-    if not found or found[-1]["file"].startswith(LOOP):
-        return None
-    return Line(found[-1]["file"], int(found[-1]["line"]), found[-1]["code"] or "")
 
 
 class Anomaly(Tool):
@@ -84,8 +53,9 @@ class Anomaly(Tool):
         self.culprits: Counter[str] = Counter()
         self.suspicious = False  # the last step looked at was not finite
         self.first = 0  # step before the first of this process
-        self.steps: list[int] = []  # those looked at
-        self.added: float | None = None  # seconds a step, where all steps are looked at
+        self.steps = array("q")  # those looked at; 8 bytes a step
+        self.shared = array("q")  # those of them that other tools looked at too
+        self.added: float | None = None  # seconds a step, where steps do not tell
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -98,9 +68,11 @@ class Anomaly(Tool):
                 warnings.filterwarnings("always", message=WARNED)
                 warnings.showwarning = self._listen(warnings.showwarning)
                 yield
-                if self.every == 1 and self.steps:
-                    self.added = _added(run, self.trail)
+                if self.steps and not self._comparable(run):
+                    self.active = True  # a batch of NaN is no news here
+                    self.added = added(run, self.trail)
         finally:
+            self.active = False
             run.recoveries.remove(self._recover)
 
     def around(self, run: Run) -> AbstractContextManager[None]:
@@ -110,7 +82,10 @@ class Anomaly(Tool):
     @contextmanager
     def _around(self, run: Run) -> Iterator[None]:
         self.looks += 1
-        self.steps.append(run.progress.step + 1)
+        step = run.progress.step + 1
+        self.steps.append(step)
+        if any(isinstance(h, Tool) and h is not self and h.due(step) for h in run.hooks):
+            self.shared.append(step)
         self.warned, self.failed = "", None
         trail = self.trail or Trail(run.model)
         with trail.followed(), torch.autograd.set_detect_anomaly(True):
@@ -128,7 +103,8 @@ class Anomaly(Tool):
         self.suspicious = not finite
         if self.trail is None or (finite and failed is None):
             return
-        if failed is not None or run.update.scale is None or self.trail.culprit():
+        bad = self.trail.bad_input() is not None or self.trail.culprit() is not None
+        if failed is not None or run.update.scale is None or bad:
             self._note(run, *self._told(run, self.trail, failed), failed)
 
     def _listen(self, show: Callable[..., None]) -> Callable[..., None]:
@@ -142,7 +118,11 @@ class Anomaly(Tool):
 
     def _recover(self, run: Run, error: Exception) -> bool:
         """A NaN: the step is worth another try, in which nothing is raised but all looked at."""
-        if not self.active or self.trail is None or RAISED.search(str(error)) is None:
+        if not self.active or self.trail is None:
+            return False
+        self.trail.inputs.clear()  # whoever takes care of it, the step is made again
+        self.trail.outputs.clear()
+        if RAISED.search(str(error)) is None:
             return False
         self.active, self.failed = False, error
         self.module = self.trail.module()
@@ -153,28 +133,37 @@ class Anomaly(Tool):
 
     def _told(self, run: Run, trail: Trail, error: Exception | None) -> tuple[str, str]:
         """What there is to say of a step that is not finite, and by what to count it."""
-        found = RAISED.search(str(error))
-        origin, culprit = trail.origin(), trail.culprit()  # waits
-        said = key = ""
-        if culprit is not None:
-            key = f"{_module(culprit[0])} in forward"
-            said = f"{culprit[1]} first from {key}"
-        if origin is not None and culprit is None:
+        key = self._in_forward(run, trail)  # a batch that is bad is no module's fault
+        if key:
+            return key
+        found, origin = RAISED.search(str(error)), trail.origin()  # waits
+        if origin is not None:
             operation, kind = origin[0].name, origin[1]
             trace, module = origin[0].trace, origin[0].module
         elif found is not None:
             operation, kind, trace, module = found[1], "NaN", self.warned, self.module
-        elif culprit is not None:
-            return said, key
         else:
-            key = f"the gradient of {name}" if (name := _not_finite(run)) else "the loss"
-            return f"{key} is not finite, and backward made no NaN of it", key
+            what = f"the gradient of {name}" if (name := _not_finite(run)) else "the loss"
+            return f"{what} is not finite, and backward made no NaN of it", what
         line = line_of(trace)
-        what = f"{operation} gave {kind} in backward, in {_module(module)}"
-        what += f", {line}" if line is not None else ""
-        if culprit is not None:
-            return f"{said}; then {what}", key
-        return what, f"{operation} at {line}" if line is not None else operation
+        said = f"{operation} gave {kind} in backward, in {_module(module)}"
+        if line is None:
+            return said, operation
+        return f"{said}, {line}", f"{operation} at {line}"
+
+    def _in_forward(self, run: Run, trail: Trail) -> tuple[str, str] | None:
+        """The same of a batch or an output of forward that is not finite; None for neither."""
+        name, bad = "input", trail.bad_input()  # waits
+        culprit = None if bad is not None else trail.culprit()  # waits
+        if bad is None and culprit is None:
+            name, bad = "target", bad_samples(run.train.at(run.progress.step)[1])
+        if bad is not None:
+            few, many = bad
+            return f"the {name} is not finite: {few:,} of {many:,} samples", f"bad {name}"
+        if culprit is None:
+            return None
+        key = f"{_module(culprit[0])} in forward"
+        return f"{culprit[1]} first from {key}", key
 
     def _note(self, run: Run, said: str, key: str, error: Exception | None = None) -> None:
         step = run.progress.step + 1
@@ -182,9 +171,11 @@ class Anomaly(Tool):
         (worst, times), others = self.culprits.most_common(1)[0], len(self.culprits) - 1
         self.finding = f"{times} × {worst}" + (f", {others} others" if others else "")
         # fp16 overflows are how its loss scale finds its size: they are no reason to end
-        ends = self.raises and (run.update.scale is None or " in forward" in key)
+        here = " in forward" in key or key.startswith("bad ")
+        ends = self.raises and (run.update.scale is None or here)
         if run.update.scale:
             said += f", at a loss scale of {run.update.scale.value.item():g}"  # waits
+        run.history.told.add(step)
         action = "the run ends" if ends else "skipped" if run.update.guard else ""
         run.history.add(
             "anomaly", said, step=step, category="numerics",
@@ -203,21 +194,37 @@ class Anomaly(Tool):
         finding = "; ".join(filter(None, [said, self.finding]))
         return Cost(self.name, self.looks, self.seconds, finding)
 
+    def _comparable(self, run: Run) -> bool:
+        """Whether the run has steps that are the tool's alone, and others to hold against them."""
+        alone, others = self._times(run)
+        return bool(alone and others)
+
+    def _times(self, run: Run) -> tuple[list[float], list[float]]:
+        """Seconds of the steps that only this tool looked at, and of those that it did not."""
+        seconds = run.watch.steps
+        mine = {step - self.first - 1 for step in self.steps}
+        alone = sorted(mine - {step - self.first - 1 for step in self.shared})
+        return (
+            [seconds[i] for i in alone if SETTLING <= i < len(seconds)],
+            [seconds[i] for i in range(SETTLING, len(seconds)) if i not in mine],
+        )
+
     def _slower(self, run: Run) -> tuple[float, float]:
         """Its steps against the others, and the seconds it took in all; 0 where none can be told.
 
-        Other tools that look at the same steps are in it.
+        What other tools took at the same steps is not in it.
         """
-        seconds = run.watch.steps
-        at = {step - self.first - 1 for step in self.steps}
-        mine = [seconds[i] for i in at if SETTLING <= i < len(seconds)]
-        others = [seconds[i] for i in range(SETTLING, len(seconds)) if i not in at]
-        if not mine:
+        alone, others = self._times(run)
+        if alone and others:
+            usual, more = median(others), median(alone) - median(others)
+        elif self.added is not None and (alone or others):
+            more = self.added
+            usual = median(others) if others else median(alone) - more
+        else:
             return 0.0, 0.0
-        usual = median(others) if others else median(mine) - (self.added or 0.0)
-        if usual <= 0 or not (others or self.added):
+        if usual <= 0:
             return 0.0, 0.0
-        return median(mine) / usual, max(0.0, sum(mine) - len(mine) * usual)
+        return max(1.0, 1 + more / usual), max(0.0, more * len(self.steps))
 
 
 def _module(name: str | None) -> str:
@@ -232,35 +239,3 @@ def _not_finite(run: Run) -> str | None:
         if parameter.grad is not None and not math.isfinite(peak([parameter.grad]).item()):
             return name
     return None
-
-
-def _added(run: Run, trail: Trail) -> float | None:
-    """Seconds that the mode adds to a step, where no step was made without: six are rehearsed.
-
-    Once training is over; no update is made, and buffers go back.
-    """
-    batch = rows(run.train.peek(), slice(run.micro_batch))
-    spent: dict[bool, list[float]] = {True: [], False: []}
-    try:
-        for watched in (True, False) * 3:
-            with ExitStack() as stack:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                if watched:
-                    stack.enter_context(trail.followed())
-                    stack.enter_context(torch.autograd.set_detect_anomaly(True))
-                for context in run.contexts:
-                    stack.enter_context(context())
-                run.update.begin()
-                run.device.synchronize()
-                start = time.perf_counter()
-                run.objective(call(run.forward, batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-                run.device.synchronize()
-                spent[watched].append(time.perf_counter() - start)
-            run.update.abandon()
-    except RuntimeError as error:  # a model that makes NaN of this batch too
-        log.debug("anomaly mode is not timed: %s", error)
-        return None
-    finally:
-        run.update.abandon()
-    parts = -(-count(run.train.peek()[1]) // run.micro_batch)
-    return max(0.0, min(spent[True]) - min(spent[False])) * parts

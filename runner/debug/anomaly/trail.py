@@ -34,6 +34,7 @@ class Trail:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.inside: list[str] = []  # entered and not left; what is in another comes after it
+        self.inputs: list[Tensor] = []  # of each micro-batch: which samples are not finite
         self.outputs: list[tuple[str, Tensor]] = []  # largest absolute value, in order
         self.digging = False
         self.operations: list[Operation] = []  # in the order of backward
@@ -41,16 +42,25 @@ class Trail:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Hooks on every module; what was seen stays afterwards."""
-        self.inside, self.outputs, self.operations, self.digging = [], [], [], False
+        self.inside, self.operations, self.digging = [], [], False
+        self.inputs, self.outputs = [], []
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks from outside
+                    continue
                 stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
                 stack.callback(module.register_forward_hook(self._after(name)).remove)
+            note = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            stack.callback(note.remove)
             yield
 
     def module(self) -> str | None:
         """The innermost module whose backward is under way; None outside the model."""
         return self.inside[-1] if self.inside else None
+
+    def bad_input(self) -> tuple[int, int] | None:
+        """How many samples that the model got are not finite, and of how many; waits."""
+        return _counted(self.inputs)
 
     def culprit(self) -> tuple[str, str] | None:
         """The first module with an output that is not finite, and whether NaN or Inf; waits."""
@@ -97,6 +107,11 @@ class Trail:
 
         return hook
 
+    def _begin(self, module: nn.Module, inputs: Any, by_name: dict[str, Any]) -> None:
+        bad = _bad((inputs, by_name))
+        if bad is not None:
+            self.inputs.append(bad)
+
     def _dig(self, output: Any) -> None:
         """Keep account of all operations that lead to the model's output."""
         waiting = [tensor.grad_fn for tensor in _tensors(output)]
@@ -138,6 +153,32 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, dict | tuple | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
+
+
+def bad_samples(value: Any) -> tuple[int, int] | None:
+    """How many samples of a batch's nest are not finite, and of how many; None: all are. Waits."""
+    bad = _bad(value)
+    return None if bad is None else _counted([bad])
+
+
+def _bad(value: Any) -> Tensor | None:
+    """Which samples of a nest are not finite, on the device; None where it has no floats."""
+    found: Tensor | None = None
+    for tensor in _tensors(value):
+        if not (tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided):
+            continue
+        bad = ~tensor.detach().isfinite()
+        bad = bad.flatten(1).any(1) if bad.dim() > 1 else bad
+        if found is None:
+            found = bad
+        elif found.shape == bad.shape:
+            found = found | bad.to(found.device)
+    return found
+
+
+def _counted(bad: Sequence[Tensor]) -> tuple[int, int] | None:
+    few = sum(int(one.sum()) for one in bad)  # waits
+    return (few, sum(map(len, bad))) if few else None
 
 
 def peak(tensors: Iterable[Tensor]) -> Tensor:

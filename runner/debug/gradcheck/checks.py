@@ -35,7 +35,7 @@ from runner.debug.gradcheck.subjects import (
 from runner.device import memory
 from runner.errors import ConfigError
 
-PASSED, WRONG, UNCHECKED = "passed", "wrong", "unchecked"
+PASSED, WRONG, UNCHECKED, LEFT_OUT = "passed", "wrong", "unchecked", "left out"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Check:
     name: str  # the module's dotted name, or `objective`
     kind: str  # function | objective | module
     of: str  # class
-    result: str  # passed | wrong | unchecked
+    result: str  # passed | wrong | unchecked | left out
     error: float | None = None  # worst relative one: |gradient - difference| over the larger
     where: str = ""  # the input or weight that it is the gradient of
     why: str = ""  # nothing could be said, or only less exactly
@@ -179,6 +179,9 @@ def _subjects(
     if objective is not None and not {OBJECTIVE, name} & {*skip, *meant}:
         yield objective_subject(objective, name, seen.output, seen.target)
 
+    if wanted is None and not any(foreign_to_torch(type(m)) for m in seen.model.modules()):
+        why = "its modules are torch's own; those named in `modules` are checked all the same"
+        yield Check(whole, "module", whole, LEFT_OUT, why=why)
     alike: dict[Any, list[str]] = {}
     modules = [
         (part, module) for part, module in seen.model.named_modules()

@@ -15,7 +15,7 @@ from torch import nn
 
 from runner.batch import Batch
 from runner.debug.config import DebugConfig, GradcheckConfig
-from runner.debug.gradcheck.checks import UNCHECKED, WRONG, Check, check_all
+from runner.debug.gradcheck.checks import PASSED, UNCHECKED, WRONG, Check, check_all
 from runner.debug.gradcheck.observed import Loss
 from runner.debug.tool import Tool
 from runner.errors import NotVerified
@@ -46,6 +46,7 @@ def gradcheck_model(
 
     `batch` is (inputs, target), or the inputs alone where there is no `loss_fn(output, target)`.
     Arguments are as in the config's `debug.gradcheck`; each module is in the mode that it is in.
+    torch's own modules are taken to be right: they are checked where `modules` names them.
     The model, its gradients and every random state stay as they are. Raises ConfigError.
     """
     config = GradcheckConfig(
@@ -93,13 +94,14 @@ class Gradcheck(Tool):
 
     def _tell(self, run: Run) -> None:
         wrong = [check for check in self.checks if check.result == WRONG]
-        done = [check for check in self.checks if check.result != UNCHECKED]
+        done = [check for check in self.checks if check.result in (PASSED, WRONG)]
+        left = [check for check in self.checks if check.result == UNCHECKED]
         self.finding = f"{len(done)} checked, {len(wrong)} wrong"
         if wrong:
             first = max(wrong, key=lambda check: check.error or 0.0)
             self.finding += f": {first.name} off by {first.error:.2g}"
-        if left := len(self.checks) - len(done):
-            self.finding += f"; {left} not"
+        if left:
+            self.finding += f"; {len(left)} could not be checked"
         ends = self.config.on_anomaly.name == "raise"
         for check in wrong:
             run.history.add(

@@ -53,6 +53,7 @@ class Bar:
     """A module, or as many as have to share a row."""
 
     name: str
+    label: str  # the same, and which of its layers it is that something is amiss with
     norm: float | None  # of its gradients
     update: float | None  # norm of its updates / norm of its weights
     state: State  # the worst of its layers
@@ -72,16 +73,26 @@ def bars(layers: Sequence[Layer], dead: Dead, most: int = ROWS) -> list[Bar]:
         ]
         update = together(steps)
         units = [pair for key, pair in dead.items() if key == name or key.startswith(f"{name}.")]
+        state = _worst([layer.state for layer in mine])
         found.append(
             Bar(
                 name,
+                _label(name, mine, state),
                 together([layer.norm for layer in mine]),
                 update / weight if update is not None and weight else None,
-                _worst([layer.state for layer in mine]),
+                state,
                 sum(pair[0] for pair in units) / max(1, sum(pair[1] for pair in units)),
             )
         )
     return found
+
+
+def _label(name: str, layers: Sequence[Layer], state: State) -> str:
+    """The module's name, or what of it is amiss: the layer, or how many of them."""
+    amiss = [layer.name for layer in layers if layer.state is state]
+    if state is State.FINE or len(amiss) == len(layers):
+        return name
+    return amiss[0] if len(amiss) == 1 else f"{name} · {len(amiss)} of {len(layers)}"
 
 
 def _worst(states: Sequence[State]) -> State:
@@ -109,7 +120,7 @@ def draw(layers: Sequence[Layer], dead: Dead, step: int) -> NDArray[np.uint8]:
     for i, row in enumerate(rows):
         middle = TOP + ROW * i + ROW / 2
         colour = INK if row.state is State.FINE else COLOURS[row.state]
-        label = f"{row.name} · {row.dead:.0%} dead" if row.dead >= 0.005 else row.name
+        label = f"{row.label} · {row.dead:.0%} dead" if row.dead >= 0.005 else row.label
         label = label if len(label) < 40 else "…" + label[-39:]
         pen.text((LABEL, middle), shorten(label, LABEL - 6, 20), colour, font(20), anchor="rm")
     _legend(pen, [row.state for row in rows], height - 18)
@@ -170,7 +181,8 @@ def _legend(pen: ImageDraw.ImageDraw, states: Sequence[State], y: float) -> None
         x += 22 + font(18).getlength(state.value) + 18
     for top in (y - 8, y - 1, y + 6):
         pen.line((x + 6, top, x + 6, top + 3), fill=GREEN, width=2)
-    pen.text((x + 14, y), f"{LEARNS:g} of the weight", INK, font(18), anchor="lm")
+    text = f"{LEARNS:g} of the weight: a rule of thumb"
+    pen.text((x + 14, y), text, INK, fit(text, SIDE - x - 26, 18), anchor="lm")
 
 
 HEADER = ("layer", "norm", "mean", "std", "largest", "zeros", "not finite", "gradient/weight",

@@ -28,6 +28,16 @@ class State(StrEnum):
     NOT_OPTIMIZED = "in no optimizer"
 
 
+FAULTS = {
+    State.NO_GRADIENT: "no_gradient",
+    State.NOT_FINITE: "non_finite",
+    State.EXPLODING: "exploding_gradient",
+    State.VANISHING: "vanishing_gradient",
+    State.NOT_OPTIMIZED: "not_optimized",
+}
+"""What each is called in the history; FINE is none."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """A parameter at one look; None is what there is not, such as statistics of no gradient.
@@ -52,7 +62,7 @@ class Layer:
     @property
     def rms(self) -> float | None:
         """Root mean square of the gradient."""
-        return None if self.norm is None else self.norm / math.sqrt(self.size)
+        return None if self.norm is None or not self.size else self.norm / math.sqrt(self.size)
 
     @property
     def module(self) -> str:
@@ -135,7 +145,8 @@ def described(
         size = parameter.numel() * (2 if parameter.is_complex() else 1)
         layer = Layer(name, size, parameter.dim(), weight_norm=weight)
         if parameter.grad is not None:
-            layer = _with_gradient(layer, *next(rows))
+            row = next(rows)
+            layer = _with_gradient(layer, *row) if size else layer  # nothing to take a mean of
         layers.append(layer)
     return layers
 
@@ -179,6 +190,8 @@ def judged(
 
 
 def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | None) -> State:
+    if not layer.size:
+        return State.FINE
     if layer.norm is None or layer.rms is None:
         return State.NO_GRADIENT
     if layer.non_finite:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from runner.debug.gradients.layers import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
 NAMED = 5  # names in a line; more are only counted
 
 
@@ -101,12 +102,12 @@ def table(numbers: list[float], columns: int) -> list[list[float]]:
     return [numbers[i * columns : (i + 1) * columns] for i in range(STATISTICS)]
 
 
-def states(layers: Sequence[Layer]) -> dict[State, set[str]]:
+def states(layers: Sequence[Layer]) -> dict[State, list[str]]:
     """The names of the layers with which something is amiss, by what it is."""
-    found: dict[State, set[str]] = {}
+    found: dict[State, list[str]] = {}
     for layer in layers:
         if layer.state is not State.FINE:
-            found.setdefault(layer.state, set()).add(layer.name)
+            found.setdefault(layer.state, []).append(layer.name)
     return found
 
 
@@ -119,7 +120,7 @@ SAYING = {
 }
 
 
-def summed_up(found: Mapping[State, Set[str]], dead: Mapping[str, tuple[int, int]]) -> str:
+def summed_up(found: Mapping[State, Collection[str]], dead: Mapping[str, tuple[int, int]]) -> str:
     """What is amiss, in a few words: layers by their state, and layers with dead units."""
     parts = []
     for state, (one, many) in SAYING.items():
@@ -139,3 +140,13 @@ def some(names: list[str]) -> str:
     """Names in a line, the first few of many."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
+
+
+def several(number: int) -> str:
+    """So many looks, in words."""
+    return "1 look" if number == 1 else f"{number:,} looks"
+
+
+def too_few(looks: int, key: str) -> str:
+    """What to say instead of "nothing amiss", before there were enough looks for that."""
+    return f"{several(looks)}; {CONFIRMED} are needed: lower {key}"

@@ -16,11 +16,21 @@ from torch import Tensor
 
 from runner.debug.config import DebugConfig
 from runner.debug.gradients import flow as gradient_flow
-from runner.debug.gradients.layers import Layer, Named, State, described, judged, measure, norms
+from runner.debug.gradients.layers import (
+    FAULTS,
+    Layer,
+    Named,
+    State,
+    described,
+    judged,
+    measure,
+    norms,
+)
 from runner.debug.gradients.record import GradientRecord
+from runner.debug.gradients.report import CONFIRMED, several, some, summed_up, table, too_few
 from runner.debug.gradients.report import GradientReport as GradientReport
 from runner.debug.gradients.report import check_gradients as check_gradients
-from runner.debug.gradients.report import some, states, summed_up, table
+from runner.debug.gradients.samples import sampled
 from runner.debug.gradients.units import Units
 from runner.debug.tool import Tool
 from runner.hook import Step
@@ -29,13 +39,12 @@ from runner.run import Run
 log = logging.getLogger("runner")
 
 PICTURE = "debug/plots/gradient_flow.png"
-CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
 CHARTS = 48  # of one kind in TensorBoard; beyond that, deeper modules share one
 REMEMBERED = 20  # looks, whose median is what a layer's norm usually is
-SAMPLE = 10_000  # values of a tensor in a histogram, evenly spread
 SHARE = 0.01  # of the run's time, that pictures and files may take
 SAID = 5  # layers with the same fault that get a line in the log; all are in history.json
-VANISHING, EXPLODING, DEAD = "vanishing_gradient", "exploding_gradient", "dead_units"
+VANISHING, EXPLODING, DEAD = FAULTS[State.VANISHING], FAULTS[State.EXPLODING], "dead_units"
+SLOW = 0.01  # of the largest learning rate so far; the updates of slower steps show nothing
 
 
 @dataclass
@@ -73,7 +82,11 @@ class Gradients(Tool):
         self.vanishing: dict[str, int] = {}  # looks in a row
         self.never: list[str] = []  # had no gradient at any look
         self.faulty: dict[str, set[str]] = {}  # layers, by the kind of fault
+        self.odd: set[str] = set()  # layers that were not finite at a look
+        self.odd_looks = 0
         self.last = 0  # step
+        self.peak = 0.0  # largest learning rate at a look
+        self.shown: tuple[list[Layer], dict[str, tuple[int, int]], int] = ([], {}, 0)  # in pictures
         self.drawn = 0  # step
         self.drawing = 0.0  # seconds
 
@@ -84,6 +97,7 @@ class Gradients(Tool):
         if self.knobs.dead_after:
             self.units = Units(run.model, self.knobs.dead_after)
         self.eager = self.units is not None
+        self._expect(run)
         try:
             yield
         finally:
@@ -109,6 +123,7 @@ class Gradients(Tool):
             with self.looking(), torch.no_grad():
                 layers, dead = self._read(look)
                 self._judge(run, look.step, layers, dead)
+                self._choose(run)
                 self._show(run, look)
                 if self.units is not None and not self.units.layers:
                     self.units, self.eager = None, False  # there are no ReLUs
@@ -128,7 +143,7 @@ class Gradients(Tool):
             before = [p.detach().clone() for _, p in named]
             every = self.knobs.histograms_every
             wanted = every and self.looks % every == 0 and run.recorder.showing
-            samples = _samples(named, scale) if wanted and self._worth_it(run) else {}
+            samples = sampled(named, scale) if wanted and self._worth_it(run) else {}
         self.look = _Look(
             step.number, step.skipped, named, len(gradients), measured, before, samples
         )
@@ -189,9 +204,32 @@ class Gradients(Tool):
         if self.never and first:
             log.info("step %d: no gradient so far: %s", step, some(self.never))
         self.record.add(step, self.layers, dead)
+        odd = [layer.name for layer in self.layers if layer.state is State.NOT_FINITE]
+        self.odd.update(odd)
+        self.odd_looks += bool(odd)
         if self.looks + 1 == CONFIRMED:
             self._confirm(run)
         self.finding = self._sum_up()
+
+    def _choose(self, run: Run) -> None:
+        """Take the look into pictures, unless its learning rate leaves updates of next to 0."""
+        rate = run.update.lr_at(self.last - 1)  # near enough where steps were skipped
+        self.peak = max(self.peak, rate)
+        if rate >= SLOW * self.peak or not self.shown[0]:
+            self.shown = self.layers, self.dead, self.last
+
+    def _expect(self, run: Run) -> None:
+        """Say so where the run is too short for what takes several looks."""
+        looks = run.total_steps // self.every - run.progress.step // self.every
+        if looks + len(self.record) < CONFIRMED:
+            self.finding = too_few(0, self._key())
+            log.info(
+                "debug.gradients: every %d steps makes %s in %d steps, and %d are needed: lower %s",
+                self.every, several(looks), run.total_steps, CONFIRMED, self._key(),
+            )  # fmt: skip
+
+    def _key(self) -> str:
+        return "debug.every" if self.every == self.config.every else "debug.gradients.every"
 
     def _confirm(self, run: Run) -> None:
         """Name, once, what has never had a gradient."""
@@ -206,17 +244,20 @@ class Gradients(Tool):
         run.history.add(kind, message, step=self.last, category="numerics", say=say)
 
     def _sum_up(self) -> str:
-        """What was ever found of vanishing and exploding, and what is so now of the rest."""
-        now = states(self.layers)
+        """What was ever found, and how many units are dead now."""
         found = {
-            State.NOT_FINITE: now.get(State.NOT_FINITE, set()),
             State.EXPLODING: self.faulty.get(EXPLODING, set()),
             State.VANISHING: self.faulty.get(VANISHING, set()),
             State.NO_GRADIENT: set(self.never),
         }
-        share = self.knobs.dead_share
+        share, looks = self.knobs.dead_share, len(self.record)
         dead = {n: pair for n, pair in self.dead.items() if pair[0] >= share * pair[1]}
-        return summed_up(found, dead)
+        parts = [summed_up(found, dead)] if any(found.values()) or dead else []
+        if self.odd:
+            odd = summed_up({State.NOT_FINITE: self.odd}, {})
+            parts.insert(0, f"{odd} at {self.odd_looks} of {several(looks)}")
+        fine = summed_up({}, {}) if looks >= CONFIRMED else too_few(looks, self._key())
+        return "; ".join(parts) or fine
 
     # -- what is shown -------------------------------------------------------------------------
 
@@ -244,32 +285,15 @@ class Gradients(Tool):
 
     def _draw(self, run: Run) -> None:
         """Picture, table and file; 20 to 50 ms."""
-        if run.folder is None or self.drawn == self.last:
+        if run.folder is None:
             return
         start = time.perf_counter()
-        picture = gradient_flow.draw(self.layers, self.dead, self.last)
-        run.recorder.image("gradients/flow", picture, self.last)
-        run.recorder.save_image(PICTURE, picture)
-        run.recorder.text(
-            "gradients/layers", gradient_flow.table(self.layers, self.dead), self.last
-        )
+        layers, dead, step = self.shown
+        if self.drawn != step:
+            picture = gradient_flow.draw(layers, dead, step)
+            run.recorder.image("gradients/flow", picture, step)
+            run.recorder.save_image(PICTURE, picture)
+            run.recorder.text("gradients/layers", gradient_flow.table(layers, dead), step)
+            self.drawn = step
         self.record.write(run.folder)
-        self.drawn = self.last
         self.drawing += time.perf_counter() - start
-
-
-def _samples(named: Named, scale: Tensor | None) -> dict[str, Tensor]:
-    """Values of each gradient and weight for a histogram, by tag; still on the device."""
-    found = {}
-    for name, parameter in named:
-        found[f"weights/{name}"] = _spread(parameter.detach())
-        if parameter.grad is not None and parameter.grad.layout is torch.strided:
-            gradient = _spread(parameter.grad)
-            found[f"gradients/{name}"] = gradient if scale is None else gradient / scale
-    return found
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """A copy of at most `SAMPLE` values."""
-    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-    return values[:: -(-max(1, values.numel()) // SAMPLE)].clone()

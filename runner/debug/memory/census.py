@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import types
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,8 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
+from runner.device.memory import anonymous_bytes
+
 LONG = 16  # items of a container that is worth following
-LITTLE = 0.02  # of the bytes that grew most, below which tensors are not told
+LITTLE = 0.02  # of the bytes that the process grew by, or the foremost, for tensors to be told
+HALF = 0.5  # of the items that the foremost container grew by, for objects to be told
+# what imports and decorators make: it becomes more in any run, and holds next to nothing
+MACHINERY = (
+    types.FunctionType, types.CellType, types.CodeType, types.MethodType, types.ModuleType,
+    types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, types.FrameType, type, property,
+    staticmethod, classmethod, weakref.ref,
+)  # fmt: skip
 CONTAINERS = (list, dict, set, deque)
 Shape = tuple[str, str, str, int]
 
@@ -24,17 +36,19 @@ class Census:
     types: Counter[str] = field(default_factory=Counter)
     tensors: Counter[Shape] = field(default_factory=Counter)  # shape, dtype, device, bytes of one
     containers: dict[int, int] = field(default_factory=dict)  # by id, how long
+    held: int = 0  # bytes of the process
 
 
 def take(collect: bool = True) -> Census:
     """Look at all objects; with `collect` after garbage is gone, so that what counts is held."""
     if collect:  # as long again as the look itself
         gc.collect()
-    found = Census()
+    found = Census(held=anonymous_bytes())
     kinds: Counter[type] = Counter()
     for thing in gc.get_objects():
         kind = type(thing)
-        kinds[kind] += 1
+        if kind not in MACHINERY:
+            kinds[kind] += 1
         if issubclass(kind, Tensor):
             found.tensors[_shape(thing)] += 1
         elif kind in CONTAINERS and len(thing) >= LONG:
@@ -65,7 +79,8 @@ def compare(before: Census, now: Census, most: int = 8) -> list[Growth]:
         for (shape, dtype, device, size), more in (now.tensors - before.tensors).items()
     ]
     tensors.sort(key=lambda growth: -growth.bytes)
-    tensors = [growth for growth in tensors if growth.bytes >= LITTLE * tensors[0].bytes]
+    least = LITTLE * max(now.held - before.held, tensors[0].bytes if tensors else 0)
+    tensors = [growth for growth in tensors if growth.bytes >= least]
     grown = {
         mark: length - before.containers.get(mark, 0)
         for mark, length in now.containers.items()
@@ -76,10 +91,11 @@ def compare(before: Census, now: Census, most: int = 8) -> list[Growth]:
         Growth("items", f"in {_named(thing)}", grown[id(thing)]) for thing in _living(longest)
     ]
     containers.sort(key=lambda growth: -growth.more)
+    fewest = max(LONG, HALF * containers[0].more if containers else 0)
     kinds = [
         Growth("objects", f"of {name}", more)
         for name, more in (now.types - before.types).most_common(most)
-        if more >= LONG
+        if more >= fewest
     ]
     return [*tensors[:most], *containers[:most], *kinds]
 

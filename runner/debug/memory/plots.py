@@ -19,7 +19,7 @@ from runner.record.drawing import (
     SIDE,
     fit,
     font,
-    shorten,
+    width,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 HIGH, TOP, LEFT, RIGHT = 420, 92, 84, 24  # pixels
 COLOURS = (BLUE, ORANGE, GREEN, RED, GREY, (120, 60, 160))
-LANE, NAMES = 42, 200
+LANE = 42
+NAMES = (90, 300)  # pixels that names may take, at least and at most
 MOST_BARS = 10
 
 
@@ -82,23 +83,38 @@ def modules(rows: Sequence[Row], parts: Sequence[str]) -> NDArray[np.uint8]:
     draw = ImageDraw.Draw(picture)
     title = "memory of a step by module, MiB"
     draw.text((SIDE / 2, 26), title, INK, fit(title, SIDE - 24, 28), anchor="mm")
-    for i, (part, colour) in enumerate(zip(parts, COLOURS, strict=False)):
+    coloured = list(zip(parts, COLOURS, strict=False))
+    there = [(part, colour) for part, colour in coloured if any(getattr(r, part) for r in shown)]
+    for i, (part, colour) in enumerate(there):
         x, y = 24 + i % 3 * 205, 62 + i // 3 * 26
         draw.rectangle((x, y - 7, x + 18, y + 7), fill=colour)
         draw.text((x + 24, y), part, INK, font(20), anchor="lm")
     most = max((row.all for row in shown), default=0) or 1
-    room = SIDE - NAMES - 110
+    longest = max((width(row.name, 20) for row in shown), default=0.0)
+    names = round(min(max(longest + 20, NAMES[0]), NAMES[1]))
+    room = SIDE - names - 110
     for i, row in enumerate(shown):
         middle = 112 + i * LANE + LANE / 2
-        draw.text((NAMES - 10, middle), shorten(row.name, NAMES - 20, 20), INK, font(20), "rm")
-        start = float(NAMES)
-        for part, colour in zip(parts, COLOURS, strict=False):
+        name = _shortened(row.name, names - 20)
+        draw.text((names - 10, middle), name, INK, font(20), "rm")
+        start = float(names)
+        for part, colour in there:
             wide = room * getattr(row, part) / most
             if wide >= 0.5:
                 draw.rectangle((start, middle - 13, start + wide, middle + 13), fill=colour)
             start += wide
         draw.text((start + 8, middle), f"{row.all / 2**20:,.3g}", INK, font(20), anchor="lm")
     return np.asarray(picture)
+
+
+def _shortened(name: str, room: float) -> str:
+    """The name of a module, its middle left out: the block and the layer tell it from others."""
+    first, last = (len(name) + 1) // 2, len(name) // 2
+    shown = name
+    while width(shown, 20) > room and last > 1:
+        first, last = first - 1, last - (first < last)
+        shown = f"{name[:first]}…{name[-last:]}"
+    return shown
 
 
 def _round_up(value: float) -> float:

@@ -23,8 +23,9 @@ Context = Callable[[], AbstractContextManager[Any]]
 def of_run(run: Run, samples: int | None = None, also: Sequence[Context] = ()) -> Prediction:
     """A step's memory with `samples` per backward (None: as now), in further contexts.
 
-    Nothing of the run changes; what the model raises when it is traced passes through. A tenth of
-    a second, and hardly any memory: tensors are traced without their data.
+    Nothing of the run changes; what the model raises when it is traced passes through, also that
+    it cannot do without data. A tenth of a second, and hardly any memory: tensors are traced
+    without theirs.
     """
     draft = Draft(
         device=run.device,
@@ -49,7 +50,7 @@ def of_run(run: Run, samples: int | None = None, also: Sequence[Context] = ()) -
         contexts=[*run.contexts, *also],
     )
     with torch.compiler.set_stance("force_eager"):
-        return predict(draft, samples)
+        return predict(draft, samples, live=True)
 
 
 def _like(optimizer: Optimizer, model: nn.Module) -> Optimizer:

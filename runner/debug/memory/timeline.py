@@ -11,6 +11,7 @@ from runner.device import memory, phases
 from runner.device.device import Device
 
 MOST = 1024  # points; more could not be seen
+LEAST = 0.006  # of the height of a picture, that lines must be apart to be seen as two
 MIB = 2**20
 Lines = dict[str, list[tuple[int, float]]]
 
@@ -69,7 +70,10 @@ class Timeline:
             self.stride *= 2
 
     def lines(self) -> tuple[Lines, Lines]:
-        """What to draw, in MiB by step: lines, and dots for validations."""
+        """What to draw, in MiB by step: lines, and dots for validations.
+
+        Of two that cannot be told apart in a picture there is one.
+        """
         on_device = any(point.device_peak for point in self.points)
         shown = [("process, at most", "process_peak"), ("process", "process")]
         if on_device:
@@ -78,11 +82,21 @@ class Timeline:
             name: [(p.step, getattr(p, key) / MIB) for p in self.points] for name, key in shown
         }
         key = shown[0][1]
+        for name in ("process", "device"):
+            most = lines.get(f"{name}, at most")
+            if most is not None and _same(most, lines[name]):
+                del lines[f"{name}, at most"]
         return lines, {"validation": [(p.step, getattr(p, key) / MIB) for p in self.others]}
 
     def as_dict(self) -> dict[str, Any]:
         """In plain values."""
         return {"phases": self.phases, "timeline": [asdict(point) for point in self.points]}
+
+
+def _same(peaks: list[tuple[int, float]], held: list[tuple[int, float]]) -> bool:
+    """Whether lines are less than two pixels apart everywhere."""
+    apart = max((peak - now for (_, peak), (_, now) in zip(peaks, held, strict=True)), default=0.0)
+    return apart < LEAST * max((peak for _, peak in peaks), default=0.0)
 
 
 def _join(kept: Point, other: Point) -> None:

@@ -28,6 +28,7 @@ from runner.errors import OutOfMemory
 from runner.hook import Evaluation, Report
 from runner.predict import Live, Prediction
 from runner.record import markdown
+from runner.record.history import Fault
 from runner.run import Run
 
 log = logging.getLogger("runner")
@@ -198,11 +199,11 @@ class MemoryTool(Tool):
             told = "no Python object became more: it is in a library, or the heap has holes"
         else:
             foremost = {growth.kind: growth for growth in reversed(self.grown)}  # of each kind
-            told = "what grew: " + "; ".join(
-                str(foremost[kind]) for kind in KINDS if kind in foremost
-            )
-        fault = next(f for f in run.history.faults.values() if f.kind == "leak")
-        fault.action = told
+            said = [str(foremost[kind]) for kind in KINDS if kind in foremost]
+            told = "what grew: " + "; ".join(said)
+        fault = _leak(run)
+        if fault is not None:
+            fault.action = told
         log.warning("step %d: leak: %s", step, told)
         run.history.unwritten = True
         rows = [(g.kind, g.what, f"{g.more:,}", _mib(g.bytes)) for g in self.grown]
@@ -234,10 +235,10 @@ class MemoryTool(Tool):
     def _conclude(self, run: Run) -> None:
         if not self.timeline.points:
             return
-        if self.grown:
-            self.finding += f"; leak: {self.grown[0]}"
-        elif run.history.counts.get("leak"):
-            self.finding += "; a leak"
+        if run.history.counts.get("leak"):
+            fault = _leak(run)
+            rate = "a leak" if fault is None else fault.message.partition(" (")[0]
+            self.finding = "; ".join([rate, *map(str, self.grown[:1])])
         elif self.finding:
             self.finding += "; no leak found"
         start, last = time.perf_counter(), run.progress.step
@@ -283,6 +284,11 @@ class MemoryTool(Tool):
             os.replace(temporary, path)
         except OSError as error:
             log.warning("%s is not written: %s", FILE, error)
+
+
+def _leak(run: Run) -> Fault | None:
+    """The newest."""
+    return next((f for f in reversed(run.history.faults.values()) if f.kind == "leak"), None)
 
 
 def _mib(count: int) -> str:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from runner.debug.profile.kinds import GRAPHS
 from runner.debug.profile.trace import Reading
 from runner.debug.profile.verdict import Facts
 from runner.debug.profile.window import Window
+from runner.debug.tool import Tool
 from runner.run import Run
 from runner.stopwatch import PHASES, SETTLING
 
 BEFORE = 50  # steps before a window that say how long one takes by itself
-GRAPHS = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
 
 
-def facts(run: Run, reading: Reading | None, apart: dict[str, float]) -> Facts:
-    """What is known of the run's steps; `apart` are seconds that are not to be counted."""
+def facts(run: Run, reading: Reading | None, apart: dict[str, float], tools: float) -> Facts:
+    """What is known of the run's steps; `apart` are seconds that are not to be counted.
+
+    Nor are those of debug `tools`. Most of them lie between steps, and they are taken from there;
+    where some are in a forward or backward, less than the truth is said to be between steps.
+    """
     spent = {phase: max(0.0, run.watch.spent[phase] - apart[phase]) for phase in PHASES}
+    spent["other"] = max(0.0, spent["other"] - tools)
     if not any(spent.values()):
         spent = dict(run.watch.spent)
     whole = sum(spent.values())
@@ -27,14 +33,14 @@ def facts(run: Run, reading: Reading | None, apart: dict[str, float]) -> Facts:
     known: dict[str, Any] = {}
     if reading is not None and reading.calls and reading.seconds:
         host = sum(operator.seconds for operator in reading.operators)
-        graph = sum(reading.spent(o) for o in reading.operators if o.name.startswith(GRAPHS))
+        kinds = reading.kinds
         copied = sum(c.seconds for way, c in reading.copies.items() if way in ("HtoD", "DtoH"))
         known = {
             "operators": reading.calls / max(1, reading.steps),
-            "operator_us": host / reading.calls * 1e6,
+            "short": reading.short / (host or 1.0),
             "operator_share": reading.operator_seconds / reading.seconds,
-            "products": reading.products,
-            "graph": graph / (reading.operator_seconds or 1.0),
+            "kinds": {what: share for what, share in kinds.items() if what != GRAPHS},
+            "graph": kinds.get(GRAPHS, 0.0),
             "copies": copied / reading.seconds,
             "busy": reading.busy,
         }
@@ -47,6 +53,12 @@ def facts(run: Run, reading: Reading | None, apart: dict[str, float]) -> Facts:
         techniques=frozenset(name for name, _ in run.techniques if name not in run.fallen),
         **known,
     )
+
+
+def tools_seconds(run: Run) -> float:
+    """What the other debug tools have on their accounts so far."""
+    tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook.name != "profile")
+    return sum(tool.seconds for tool in tools)
 
 
 def slower_by(run: Run, window: Window) -> float:

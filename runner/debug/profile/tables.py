@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from runner.debug.profile.kinds import shown
 from runner.debug.profile.sections import Total, Totals
 from runner.debug.profile.trace import Reading
 from runner.record import markdown
 
 SHOWN = 15  # rows of a table
+LITTLE = 0.002  # of the operators' time, below which one is not shown
 MIB = 2**20
 
 
@@ -18,7 +20,9 @@ def operators(reading: Reading, most: int = SHOWN) -> str:
     whole, steps = reading.operator_seconds or 1.0, max(1, reading.steps)
     rows: list[list[str]] = []
     for operator in reading.operators[:most]:
-        row = [operator.name]
+        if rows and reading.spent(operator) < LITTLE * whole:
+            break
+        row = [shown(operator.name)]
         if any(o.shapes for o in reading.operators):
             row.append(operator.shapes)
         spent = reading.spent(operator)
@@ -79,7 +83,8 @@ def window(reading: Reading) -> list[tuple[str, str]]:
     steps = max(1, reading.steps)
     rows = [("step, profiled", f"{_ms(reading.seconds / steps)} ms")]
     rows.append(("operators a step", f"{reading.calls / steps:,.0f}"))
-    rows.append(("in products", f"{reading.products:.0%} of the operators' time"))
+    rows += [(f"in {what}", f"{x:.0%} of the operators' time")
+             for what, x in reading.kinds.items() if x >= 0.005]  # fmt: skip
     if reading.busy is not None:
         rows.append(("device busy", f"{reading.busy:.0%}"))
     if reading.tensor_cores is not None:
@@ -103,6 +108,8 @@ def as_rows(reading: Reading, most: int = 50) -> dict[str, Any]:
         "operator_calls": reading.calls,
         "operator_seconds": reading.operator_seconds,
         "products": reading.products,
+        "kinds": reading.kinds,
+        "short_seconds": reading.short,
         "device_busy": reading.busy,
         "tensor_cores": reading.tensor_cores,
         "copies": {way: vars(copies) for way, copies in reading.copies.items()},

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 from runner.debug.config import DebugConfig, ProfileHandler
 from runner.debug.profile import tables
 from runner.debug.profile.drift import Drift
-from runner.debug.profile.measured import facts, place, slower_by
+from runner.debug.profile.measured import facts, place, slower_by, tools_seconds
 from runner.debug.profile.sections import Totals, collect
 from runner.debug.profile.trace import Reading, read
 from runner.debug.profile.verdict import Facts, verdicts
@@ -25,11 +26,13 @@ from runner.debug.tool import Tool
 from runner.hook import Report, Step
 from runner.record import markdown as md
 from runner.run import Run
-from runner.stopwatch import PHASES
+from runner.stopwatch import PHASES, SETTLING
 
 log = logging.getLogger("runner")
 
+BETWEEN = {"whole_step": "the step as one graph", "other": "between steps"}
 PAGE, ROWS = "debug/profile.md", "debug/profile.json"
+DRIFTS = 100  # of a run, the latest; history.json counts all of them
 
 
 class Profile(Tool):
@@ -52,9 +55,12 @@ class Profile(Tool):
         self.without_modules = ""  # why there are no times by module
         self.totals = Totals()
         self.drift = Drift(own.drift, own.drift_after_s) if own.drift is not None else None
-        self.drifts: list[dict[str, Any]] = []
+        self.drifts: deque[dict[str, Any]] = deque(maxlen=DRIFTS)
         self.before: dict[str, float] = {}  # what the watch said when the window began
+        self.tools_before = 0.0  # and the other tools
         self.apart = dict.fromkeys(PHASES, 0.0)  # seconds of windows, which are no usual steps
+        self.tools = 0.0  # seconds of the other debug tools, when last asked
+        self.tools_apart = 0.0  # those in windows, or before the steps that the watch counts
         self.verdicts: list[str] = []
         self.facts = Facts({})
         self.collected = 0.0  # seconds for which sections were counted
@@ -94,6 +100,9 @@ class Profile(Tool):
 
     def on_report(self, run: Run, report: Report) -> None:
         """Compare with the beginning of the run; stretches with a window in them are left out."""
+        self.tools = tools_seconds(run)  # here: what they draw at the end is no part of any step
+        if len(run.watch.steps) <= SETTLING:
+            self.tools_apart = self.tools
         if self.drift is None or self.rests(report.last):
             return
         for change in self.drift.look(run, report):
@@ -103,9 +112,10 @@ class Profile(Tool):
     def markdown(self) -> str:
         """All of it as a document."""
         lines = ["# Profile", "", *(f"- {md.escape(said)}" for said in self.verdicts), ""]
-        split = [(k.replace("_", " "), f"{v:.1%}") for k, v in self.facts.split.items() if v]
-        split.insert(0, ("a step", f"{self.facts.step_ms:.3g} ms"))
-        lines += ["## Time of a step", "", md.table(("", ""), split), "", "Outside of windows.", ""]
+        split = [("a step", f"{self.facts.step_ms:.3g} ms")]
+        split += [(BETWEEN.get(k, k), f"{v:.1%}") for k, v in self.facts.split.items() if v]
+        lines += ["## Time of a step", "", md.table(("", ""), split), ""]
+        lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
         if self.reading is not None:
             row = self.windows[-1]
             last = row["first"] + row["steps"] - 1
@@ -137,6 +147,7 @@ class Profile(Tool):
             self.next = free
             return
         start, self.before = perf_counter(), dict(run.watch.spent)
+        self.tools_before = tools_seconds(run)
         try:
             self.window = Window(run, self.own, self.totals, steps)
         except RuntimeError as error:  # somebody else profiles
@@ -171,6 +182,8 @@ class Profile(Tool):
         for phase in spent:  # the watch may have begun anew since: then it knows of less
             self.apart[phase] += max(0.0, spent[phase] - self.before.get(phase, 0.0))
         self.apart["other"] += took if run.watch.running else 0.0
+        self.tools = tools_seconds(run)
+        self.tools_apart += self.tools - self.tools_before
         if path is not None:
             self._judge(run)
             self._show(run)
@@ -212,7 +225,7 @@ class Profile(Tool):
     # -- what it says --------------------------------------------------------------------------
 
     def _judge(self, run: Run) -> None:
-        self.facts = facts(run, self.reading, self.apart)
+        self.facts = facts(run, self.reading, self.apart, max(0.0, self.tools - self.tools_apart))
         self.verdicts = verdicts(self.facts)
         self.finding = self.verdicts[0]
 
@@ -258,7 +271,7 @@ class Profile(Tool):
                     "seconds": self.collected,
                     "sections": tables.section_rows(self.totals.by_time()),
                     "categories": self.totals.by_category(),
-                    "drifts": self.drifts,
+                    "drifts": list(self.drifts),
                 }
                 try:
                     _write(run.folder / ROWS, json.dumps(rows, indent=2) + "\n")

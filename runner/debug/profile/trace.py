@@ -11,18 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.debug.profile.kinds import GRAPHS, TENSOR_CORES, kind
+
 MODULE = "module "  # before a module's name, in the ranges around its forward
 OUTSIDE = "(outside the modules)"
 BACKWARD = "autograd::engine::evaluate_function: "
-PRODUCTS = re.compile(
-    r"mm$|bmm|matmul|conv|gemm|linear|attention|flash|_int_mm|_scaled_mm|mkldnn", re.IGNORECASE
-)
-# marks in the names of kernels that run on tensor cores: cuBLAS, CUTLASS, cuDNN, flash attention.
-# Read from names: the profiler does not count the cores' cycles.
-TENSOR_CORES = re.compile(
-    r"hmma|imma|gmma|tensorop|tensor\d+x\d+|xmma|s16816|s1688|s884|h16816|h1688|h884|nvjet"
-    r"|flash_(fwd|bwd)|fmha|bf16gemm|mma_", re.IGNORECASE
-)  # fmt: skip
+SHORT_US = 12.0  # an operator this short is mostly the way to it
 
 
 @dataclass
@@ -73,6 +67,7 @@ class Reading:
     busy: float | None = None  # share of the time in which the device computed
     tensor_cores: float | None = None  # share of the kernels' time, by the kernels' names
     kernels: int = 0
+    short: float = 0.0  # seconds of the host in calls shorter than SHORT_US
 
     @property
     def on_device(self) -> bool:
@@ -94,11 +89,18 @@ class Reading:
         return sum(operator.calls for operator in self.operators)
 
     @property
+    def kinds(self) -> dict[str, float]:
+        """Shares of the operators' time by what they do, the largest first; others left out."""
+        whole, sums = self.operator_seconds or 1.0, dict[str, float]()
+        for operator in self.operators:
+            if what := kind(operator.name):
+                sums[what] = sums.get(what, 0.0) + self.spent(operator) / whole
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    @property
     def products(self) -> float:
         """Share of the operators' time in matrix products, convolutions and attention."""
-        whole = self.operator_seconds
-        most = sum(self.spent(o) for o in self.operators if PRODUCTS.search(o.name))
-        return most / whole if whole else 0.0
+        return sum(share for what, share in self.kinds.items() if what != GRAPHS)
 
 
 @dataclass(slots=True)
@@ -221,6 +223,7 @@ class _Sweep:
         operator = self._operator(node)
         operator.calls += 1
         operator.seconds += own
+        self.reading.short += own if own < SHORT_US / 1e6 else 0.0
         on_device = self.device.get(node.args.get("External id"), 0.0)
         operator.device_seconds += on_device
         seconds = on_device if self.device else own

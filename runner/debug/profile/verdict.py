@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from runner.debug.profile.kinds import ATTENTION
+from runner.debug.profile.trace import SHORT_US
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -13,9 +16,9 @@ class Facts:
     split: dict[str, float]  # shares of data, forward, backward, optimizer, whole_step, other
     step_ms: float = 0.0
     operators: float = 0.0  # called in a step
-    operator_us: float = 0.0  # on average, on the host
+    short: float = 0.0  # share of the operators' time on the host in calls below SHORT_US
     operator_share: float = 0.0  # of the window's time, in operators
-    products: float = 0.0  # share of the operators' time in matrix products and the like
+    kinds: dict[str, float] = field(default_factory=dict)  # shares of it: attention, …
     graph: float = 0.0  # share of the operators' time in compiled graphs
     copies: float = 0.0  # share of the window's time in copies to and from the device
     busy: float | None = None  # share of the time in which an accelerator computed
@@ -23,6 +26,11 @@ class Facts:
     in_memory: bool = False
     cores: int = 1
     techniques: frozenset[str] = field(default_factory=frozenset)  # those applied
+
+    @property
+    def products(self) -> float:
+        """Share of the operators' time in attention, convolutions and matrix products."""
+        return sum(self.kinds.values())
 
     @property
     def compiled(self) -> bool:
@@ -52,8 +60,9 @@ class Rule:
 
 WAITS = 0.2  # share of a step
 BUSY = 0.7  # an accelerator that computes more of the time than this is what limits the run
-TINY_US = 12.0  # an operator this short is mostly the way to it
 MANY = 100  # operators in a step
+CALLS = 0.5  # share of the time in short operators, above which calling them is the work
+NAMED = 0.05  # share of the time, from which a kind of operator is worth a word
 
 
 def _data(facts: Facts, share: float) -> str:
@@ -73,18 +82,26 @@ def _optimizer(facts: Facts, share: float) -> str:
 
 
 def _host(facts: Facts, share: float) -> str:
-    says = f"host-bound: {facts.operators:,.0f} operators a step, {facts.operator_us:.1f} µs each"
+    says = f"host-bound: {facts.operators:,.0f} operators a step, "
     if facts.busy is not None:
-        says += f", the device busy {facts.busy:.0%} of the time"
+        says += f"the device busy {facts.busy:.0%} of the time"
+    else:
+        says += f"{share:.0%} of their time in calls shorter than {SHORT_US:g} µs"
     if "whole_step" not in facts.techniques:
         return says + ": optimization.whole_step.enabled=true, or optimization.compile"
     return says + ": a larger training.batch_size"
 
 
 def _compute(facts: Facts, share: float) -> str:
-    says = f"compute-bound: {share:.0%} in matrix products"
+    kinds = sorted(facts.kinds.items(), key=lambda item: -item[1])
+    (most, of), *rest = kinds
+    told = [f"{most} {'takes' if most == ATTENTION else 'take'} {of:.0%} of the operators' time"]
+    told += [f"{name} {x:.0%}" for name, x in rest if x >= NAMED]
+    says = f"compute-bound: {', '.join(told)}"
+    if most == ATTENTION and "attention" not in facts.techniques:
+        says += "; optimization.attention.enabled=true takes the fastest kernel"
     if "amp" not in facts.techniques:
-        return says + "; 16 bits may help: optimization.amp.enabled=true"
+        says += "; 16 bits may help: optimization.amp.enabled=true"
     return says
 
 
@@ -99,22 +116,23 @@ RULES = (
          lambda f, x: f"{x:.0%} of the time copies between host and device: data.pin_memory=true, "
                       "data.device_prefetch=true, and no .cpu() in the model"),
     # the share of the time that goes to operators so short that calling them is the work
-    Rule("host",     0.50,  lambda f: _tiny(f), _host),
-    Rule("compute",  0.50,  lambda f: 0.0 if f.waits or f.operator_share < 0.3 else f.products,
-         _compute),
+    Rule("host",     CALLS, lambda f: _calls(f), _host),
+    Rule("compute",  0.50,  lambda f: 0.0 if f.waits or _calls(f) > CALLS or f.operator_share < 0.3
+         else f.products, _compute),
     Rule("graph",    0.50,  lambda f: 0.0 if f.waits else f.graph,
-         lambda f, x: f"compute-bound: {x:.0%} of the operators' time is in compiled graphs"),
+         lambda f, x: f"{x:.0%} of the operators' time is in compiled graphs, which hide them: "
+                      "a run with optimization=basic shows them"),
 )  # fmt: skip
 """What is worth looking at comes first; each that speaks is said, the first is the finding."""
 
 
-def _tiny(facts: Facts) -> float:
-    """Share of a step that calls operators, where these are many and short."""
+def _calls(facts: Facts) -> float:
+    """Share of the time that goes to calling operators, where these are many."""
     if facts.operators < MANY or not facts.idle or facts.waits:
         return 0.0
     if facts.busy is not None:
         return 1.0 - facts.busy
-    return 1.0 if facts.operator_us < TINY_US else 0.0
+    return facts.short
 
 
 def verdicts(facts: Facts) -> list[str]:

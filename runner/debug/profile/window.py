@@ -138,10 +138,10 @@ def keep(path: Path, folder: Path, name: str, most_bytes: float) -> str | None:
 def _why_not(run: Run) -> str:
     """Why modules cannot be told apart, or nothing."""
     if run.whole is not None:
-        return "the step is one graph: there are no modules in it"
+        return "the step is one graph, in which there are no modules"
     compiled = any(module._compiled_call_impl is not None for module in run.model.modules())
     if compiled or run.compilation is not None:
-        return "the model is compiled: hooks on its modules would compile it anew"
+        return "the model is compiled, and hooks on its modules would compile it anew"
     return ""
 
 

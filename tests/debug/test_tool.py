@@ -1,0 +1,90 @@
+"""A tool whose own code fails rests, and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from runner import build, compose, train
+from runner.debug.config import DebugConfig
+from runner.debug.tool import Tool
+from runner.errors import GaveUp
+from runner.hook import Report, Step
+from runner.run import Run
+from runner.summary import Summary
+
+SMALL = ["data=cancer", "optimization=none", "device.threads=1", "monitoring.progress=false",
+         "training.steps=8", "training.batch_size=32"]  # fmt: skip
+PLACES = ["session", "before", "gradients", "after", "report", "end"]
+
+
+class Fragile(Tool):
+    """Raises at one place."""
+
+    name = "fragile"
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__(DebugConfig(), every=2)
+        self.place, self.error, self.called = place, error, 0
+
+    def at(self, place: str) -> None:
+        if place == self.place:
+            self.called += 1
+            raise self.error
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        self.at("session")
+        yield
+        self.at("end")
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        self.at("before")
+        yield
+        self.at("after")
+
+    def on_gradients(self, run: Run, step: Step) -> None:
+        self.at("gradients")
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.at("report")
+
+
+def trained(place: str, error: Exception) -> tuple[Fragile, Summary]:
+    tool = Fragile(place, error)
+    with build(compose(SMALL)) as run:
+        run.hooks.append(tool)
+        return tool, train(run)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tool_that_fails_rests_and_the_run_goes_on(place: str) -> None:
+    tool, summary = trained(place, ZeroDivisionError("division by zero"))
+    assert summary.status == "done" and summary.steps == 8
+    assert summary.faults == {"tool_failed": 1} and tool.called == 1
+    finding = next(row.finding for row in summary.tools if row.name == "fragile")
+    assert finding == "failed: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("place", ["before", "gradients", "report"])
+def test_what_a_tool_raises_on_purpose_ends_the_run(place: str) -> None:
+    with pytest.raises(GaveUp, match="enough"):
+        trained(place, GaveUp("enough"))
+
+
+def test_what_a_step_raises_is_not_taken_for_the_tools() -> None:
+    tool = Fragile("nowhere", ValueError())
+    with build(compose(SMALL)) as run:
+        run.hooks.append(tool)
+
+        def failing(*_: object) -> None:
+            if run.progress.step == 3:  # at a step that the tool is around
+                raise ValueError("of the model")
+
+        run.model.register_forward_hook(failing)
+        with pytest.raises(ValueError, match="of the model"):
+            train(run)
+    assert not tool.broken and "tool_failed" not in run.history.counts

@@ -1,0 +1,151 @@
+"""Buffers of every kind go back with a skipped step, and only statistics can spoil one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import build, compose
+from runner.build import Given
+from runner.checkpoint.sound import finite, masks
+from runner.errors import ConfigError
+from runner.optim.config import OptimizerConfig
+from runner.optim.optimizer import build_optimizer
+from runner.optim.update import Update
+from runner.stability.config import StabilityConfig
+
+Change = Callable[[nn.Module, Tensor], None]
+
+
+class Net(nn.Module):
+    """Does `change` to its buffers in each forward in train mode."""
+
+    def __init__(self, buffer: Tensor | None, change: Change, name: str = "kept") -> None:
+        super().__init__()
+        self.layer, self.unused, self.change = nn.Linear(6, 3), nn.Linear(2, 2), change
+        self.register_buffer(name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return self.layer(x)
+
+
+def step(net: nn.Module, update: Update, factor: float = 1.0) -> bool:
+    update.begin()
+    x = torch.ones(4, 6) * factor
+    loss = net(x).square().mean()
+    loss.backward()
+    norm, skipped = update.measure(loss.detach())
+    update.apply(norm, skipped)
+    return bool(skipped)
+
+
+def updates(net: nn.Module, fused: bool) -> Update:
+    config = OptimizerConfig(name="AdamW", lr=0.01)
+    optimizer = build_optimizer(config, torch.optim.AdamW, net, {"fused": True} if fused else {})
+    return Update(net, optimizer, StabilityConfig(), 0.01, [1.0])
+
+
+def grow(net: nn.Module, x: Tensor) -> None:
+    net.kept = torch.zeros(net.kept.numel() * 2)  # type: ignore[operator,union-attr]
+
+
+def appear(net: nn.Module, x: Tensor) -> None:
+    net.kept = x.mean(0)
+
+
+def drop(net: nn.Module, x: Tensor) -> None:
+    net.kept = None  # type: ignore[assignment]
+
+
+def register(net: nn.Module, x: Tensor) -> None:
+    net.register_buffer("more", x.mean(0))
+
+
+def nothing(net: nn.Module, x: Tensor) -> None:
+    pass
+
+
+KINDS: dict[str, tuple[Tensor | None, Change]] = {
+    "grows": (torch.zeros(1), grow),
+    "None at first": (None, appear),
+    "dropped": (torch.ones(3), drop),
+    "registered late": (None, register),
+    "expanded": (torch.zeros(1).expand(6), nothing),
+    "float8": (torch.ones(4).to(torch.float8_e4m3fn), nothing),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_buffer_of_any_kind_is_as_before_a_skipped_step(kind: str, fused: bool) -> None:
+    buffer, change = KINDS[kind]
+    net = Net(buffer, change)
+    update = updates(net, fused)
+    for good in (False, True, False):
+        before = copy.deepcopy(dict(net.named_buffers()))
+        assert step(net, update, 1.0 if good else math.nan) != good
+        if not good:
+            after = dict(net.named_buffers())
+            assert after.keys() == before.keys()
+            for name, old in before.items():
+                assert after[name].shape == old.shape
+                assert torch.equal(after[name].float(), old.float())
+
+
+def test_a_buffer_that_is_infinite_by_design_skips_no_step() -> None:
+    lowest = torch.full((3,), torch.finfo(torch.float64).min, dtype=torch.float64)
+    for name in ("kept", "running_lowest"):
+        net = Net(lowest, nothing, name)
+        assert not step(net, updates(net, True))
+    net = Net(torch.zeros(4), lambda net, x: net.kept.fill_(-math.inf))  # type: ignore[operator,union-attr]
+    assert not step(net, updates(net, True))
+    assert masks(net.named_buffers()) == {"kept"}
+
+
+def test_statistics_of_a_layer_of_ones_own_are_watched() -> None:
+    def track(net: nn.Module, x: Tensor) -> None:
+        net.running_top = x.square().amax() * 1e30
+
+    net = Net(torch.zeros(()), track, "running_top")
+    update = updates(net, True)
+    assert not step(net, update)
+    assert step(net, update, 1e6)
+    assert bool(net.running_top.isfinite())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_callers_own_step_after_ours_is_as_ever(kind: type[torch.optim.Optimizer]) -> None:
+    net = Net(None, nothing)
+    optimizer = kind(net.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
+    update = Update(net, optimizer, StabilityConfig(), None, [1.0])
+    assert step(net, update, math.nan)  # `unused` has no gradient: its own step() is called
+    assert not step(net, update, 100.0)
+    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
+    other = copy.deepcopy(net)
+    plain = kind(other.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, mine in ((net, optimizer), (other, plain)):
+        mine.zero_grad()
+        model(torch.ones(4, 6)).square().mean().backward()
+        mine.step()
+    assert torch.equal(net.layer.weight, other.layer.weight)
+
+
+def test_numbers_of_one_byte_are_looked_at() -> None:
+    good = torch.ones(4).to(torch.float8_e4m3fn)
+    assert finite([good])
+    assert not finite([torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn), good])
+
+
+def test_a_lazy_model_is_refused_in_words(tmp_path: Path) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    config = compose(["data=cancer", "training.steps=2", "device=cpu", "monitoring.progress=false"])
+    with pytest.raises(ConfigError, match=r"model.*LazyLinear.*lazy"):
+        build(config, tmp_path, Given(model=lazy))

@@ -1,0 +1,95 @@
+"""What a replay's page tells a person to do, and how it is worded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner import compose
+from runner.captures.manifest import FOLDER
+from runner.jobs.replay import main
+from runner.replay import page
+from runner.replay.findings import Attempt, Found, Phase, Replay
+from runner.replay.look import advice
+from runner.replay.spike import spike
+from runner.replay.watch import Watch
+
+POISON = "+data.poison=[3,17,20,33,41,50]"
+
+
+def a_replay(found: Found, **more: Any) -> Replay:
+    known: dict[str, Any] = {"capture": "", "kind": "non_finite", "samples": found.samples, **more}
+    return Replay(
+        run="mine", step=44, message="", loss=1.0, grad_norm=2.0, attempt=Attempt(loss=1.0),
+        reproduced=True, same=True, found=found, **known,
+    )  # fmt: skip
+
+
+def told(replay: Replay) -> dict[str, str]:
+    return dict(page.facts(replay))
+
+
+def test_weights_that_have_grown_are_what_is_to_be_mended(captured: Any, tmp_path: Path) -> None:
+    path = captured("optimizer=sgd", "optimizer.lr=1e9", "stability.clip_norm=null")
+    folder = tmp_path / "replay"
+    folder.mkdir()
+    asked = ["job=replay", f"replay.path={path}", "security.trusted=[faulty_models]"]
+    found = main(compose([*asked, "replay.attribute=false"]), folder)
+    assert found.reproduced
+    assert "is up to" in found.found.grown
+    assert "lower optimizer.lr, and keep stability.clip_norm" in " ".join(found.advice)
+    assert "clamp" not in " ".join(found.advice)
+    assert found.script_agrees
+    script = (folder / "reproduce.py").read_text()
+    assert 'device = torch.device("cpu")' in script
+    odd = ("1.0)", "/ 1.0", "if True", "-100", "nullcontext():", "sys.path += []")
+    assert not [text for text in odd if text in script]
+    assert "torch.set_num_threads(2)" in script  # device.threads of the run
+
+
+def test_a_sample_that_is_far_too_large_comes_before_the_settings(
+    captured: Any, standing: Any
+) -> None:
+    with standing(captured(POISON, "+model.part=log")) as (run, batch, _):
+        inputs = batch[0].clone()
+        inputs[5] *= 1e6
+        found = spike(run, (inputs, batch[1]), batch)
+    assert found.cause.startswith("the batch itself: input is ")
+    number = found.cause.split()[5].replace(",", "")
+    assert float(number) == float(f"{float(number):.2g}"), "in two digits"
+    assert found.samples == [5]
+    steps = advice(a_replay(found))
+    assert "Samples 5 of the data set" in steps[0]
+    assert steps[1].startswith("Lower stability.clip_norm")
+
+
+def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (43, 44):
+        (run / FOLDER / f"step_{step:08d}").mkdir(parents=True)
+        (run / FOLDER / f"step_{step:08d}" / "manifest.json").touch()
+    found = Found(Phase.weights, "first.weight was not finite before the step")
+    first, second = (str(run / FOLDER / f"step_{step:08d}") for step in (43, 44))
+    steps = advice(a_replay(found, capture=second))
+    assert steps[0] == f"Step 43 of this run is captured too, and is earlier: replay.path={first}"
+    only = a_replay(found, capture=first)
+    only.step = 43
+    assert "captured too" not in " ".join(advice(only))
+
+
+def test_an_exception_has_advice_and_the_script_names_the_model_itself() -> None:
+    found = Found(Phase.exception, "the model (Net) raised ValueError: no", "", "Net")
+    assert "what it is given" in advice(a_replay(found, kind="exception"))[0]
+    model = torch.nn.ReLU()
+    watch = Watch(model)
+    watch.forward.append("")
+    assert watch.verdict(torch.ones(1)) == "forward: the model itself (ReLU)"
+
+
+def test_the_page_does_not_stutter() -> None:
+    replay = a_replay(Found(Phase.spike, "the batch itself"), seen="the step without any technique")
+    replay.script, replay.script_says, replay.script_agrees = "reproduce.py", "bad: so", True
+    assert told(replay)["script"] == "reproduce.py: bad there too: so"
+    assert told(replay)["looked at"] == "the step without any technique"
