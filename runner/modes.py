@@ -1,4 +1,4 @@
-"""Training and evaluation mode, each module's own.
+"""Training and evaluation mode, each module's own; which of them take hooks.
 
 `model.train()` would also set a part to training that its owner keeps in evaluation mode, such as
 a frozen backbone whose BatchNorm must not learn.
@@ -31,3 +31,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with kept(model):
         model.eval()
         yield
+
+
+def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules, by name, that take hooks; scripted ones take none from outside."""
+    import torch
+
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield name, module

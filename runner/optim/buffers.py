@@ -25,7 +25,13 @@ class Buffers:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.dicts = [module._buffers for module in model.modules()]
+        # a scripted module has a view in place of a dict; what it holds stays where it is
+        self.dicts = [
+            dict(module._buffers.items())
+            if isinstance(module, torch.jit.ScriptModule)
+            else module._buffers
+            for module in model.modules()
+        ]
         self._scan()
 
     def now(self) -> list[Tensor]:

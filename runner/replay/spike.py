@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner import modes
 from runner.batch import Batch, call, count, rows
 from runner.replay.findings import Found, Phase, Ratio
 from runner.replay.statistics import size, state_of, stats, tensors
@@ -103,7 +104,7 @@ class _Sizes:
         self.outputs: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         with ExitStack() as stack:
-            for name, module in run.model.named_modules():
+            for name, module in modes.hookable(run.model):
                 hook = module.register_forward_hook(self._size(name), with_kwargs=True)
                 stack.callback(hook.remove)
             for name, parameter in run.model.named_parameters():

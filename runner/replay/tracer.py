@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner import modes
 from runner.replay import line
 from runner.replay.findings import Stats
 from runner.replay.line import Place
@@ -158,7 +159,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Follow which of the model's modules runs."""
         handles = []
-        for name, module in model.named_modules():
+        for name, module in modes.hookable(model):
             handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
             handles.append(
                 module.register_forward_hook(self._leaving(name), with_kwargs=True,

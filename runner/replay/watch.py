@@ -25,6 +25,8 @@ class Watch:
         self.awaited: set[str] = set()  # modules to whose output one will come
         self.kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks from outside
+                continue
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             module.register_forward_hook(self._after(name), with_kwargs=True, always_call=True)
         for name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from runner import build, compose
 from runner.build import Given
 from runner.checkpoint.sound import finite, masks
 from runner.errors import ConfigError
+from runner.optim.buffers import Buffers
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.optim.update import Update
@@ -149,3 +150,15 @@ def test_a_lazy_model_is_refused_in_words(tmp_path: Path) -> None:
     config = compose(["data=cancer", "training.steps=2", "device=cpu", "monitoring.progress=false"])
     with pytest.raises(ConfigError, match=r"model.*LazyLinear.*lazy"):
         build(config, tmp_path, Given(model=lazy))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_the_buffers_of_a_scripted_module_go_back_too() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))  # type: ignore[no-untyped-call]
+    buffers = Buffers(scripted, torch.device("cpu"))
+    before = {name: buffer.clone() for name, buffer in scripted.named_buffers()}
+    buffers.remember()
+    scripted(torch.randn(5, 3) * 1e30)
+    assert not bool(buffers.are_sound())
+    buffers.put_back()
+    assert all(torch.equal(before[name], buffer) for name, buffer in scripted.named_buffers())

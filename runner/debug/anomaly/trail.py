@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner import modes
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -45,9 +47,7 @@ class Trail:
         self.inside, self.operations, self.digging = [], [], False
         self.inputs, self.outputs = [], []
         with ExitStack() as stack:
-            for name, module in self.model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks from outside
-                    continue
+            for name, module in modes.hookable(self.model):
                 stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
                 stack.callback(module.register_forward_hook(self._after(name)).remove)
             note = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from runner import modes
 from runner.batch import Batch, call
 from runner.debug.gradcheck.derivatives import Inconclusive
 from runner.debug.gradcheck.subjects import (
@@ -103,7 +104,7 @@ def _forward(
     with ExitStack() as scope:
         scope.enter_context(torch.enable_grad())
         scope.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in model.named_modules():
+        for name, module in modes.hookable(model):
             hook = module.register_forward_pre_hook(enter(name), prepend=True, with_kwargs=True)
             scope.callback(hook.remove)
             scope.callback(module.register_forward_hook(leave, always_call=True).remove)

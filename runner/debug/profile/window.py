@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner import modes
 from runner.debug.config import ProfileConfig
 from runner.debug.profile.sections import Totals
 from runner.debug.profile.trace import MODULE
@@ -157,7 +158,7 @@ def _named(model: nn.Module) -> Iterator[None]:
         return stack
 
     with ExitStack() as scope:
-        for name, module in model.named_modules():
+        for name, module in modes.hookable(model):
             label = MODULE + (name or type(model).__name__)
 
             def enter(module: nn.Module, inputs: Any, label: str = label) -> None:
