@@ -363,3 +363,9 @@ def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_pa
     assert (tmp_path / "debug/memory_snapshot.pickle").stat().st_size > 1000
     found = found_in(tmp_path)
     assert found["account"]["peak"] > 0 and found["timeline"][-1]["device_peak"] > 0
+
+
+def test_a_lazy_parameter_somewhere_in_the_process_is_no_hindrance() -> None:
+    kept = [nn.LazyLinear(3), nn.Linear(71, 5)]
+    assert [shape for shape, *_ in census.take().tensors if shape == "5×71"]
+    assert len(kept) == 2

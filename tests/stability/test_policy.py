@@ -97,7 +97,7 @@ def test_a_table_comes_from_the_command_line() -> None:
     [
         ("stability.recovery=[{kind:spyke}]", "'spyke' is not one of .*spike"),
         ("stability.recovery=[{action:rolback}]", "'rolback' is not one of .*rollback"),
-        ("stability.recovery=[{on:spike}]", "^on: .*kind, in_a_row, action"),
+        ("stability.recovery=[{on:spike}]", "recovery.0..on: .*kind, in_a_row, action"),
         ("stability.recovery=[{factor:0}]", "factor=0.* use 0 to 1"),
         ("stability.recovery=[{in_a_row:0}]", "in_a_row=0 .*use 1 or more"),
         ("stability.recovery=[{kind:weights,action:accept}]", "accept is for kind: spike"),
