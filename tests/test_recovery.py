@@ -187,13 +187,14 @@ LARGE = {
 def limited(mib: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LIMITED, str(mib), *QUICK, "training.steps=1",
                "data.validation_samples=8", *overrides]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # one heap: what idle threads' heaps reserve would count as held, and be there to fill
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 @pytest.mark.parametrize(("model", "mib"),
-    [("gpt", 220), pytest.param("cnn", 400, marks=pytest.mark.slow),
+    [("gpt", 240), pytest.param("cnn", 400, marks=pytest.mark.slow),
      pytest.param("mlp", 320, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_batch_larger_than_the_limit_trains_to_the_end_in_smaller_parts(
