@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
+from runner.benchmark.config import BenchmarkConfig
 from runner.checkpoint.config import CheckpointConfig
 from runner.data import config as data_config
 from runner.data.config import DataConfig
@@ -45,6 +46,7 @@ from runner.security.config import SecurityConfig
 from runner.security.plain import check_plain
 from runner.security.targets import nested, permit
 from runner.stability.config import StabilityConfig
+from runner.sweep.config import SweepConfig
 from runner.techniques.config import Optimization
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
@@ -79,6 +81,8 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -197,9 +201,12 @@ def _default_name(*, _root_: DictConfig) -> str:
     return "-".join(names)
 
 
+HOMES = {JobKind.replay: "replays", JobKind.benchmark: "benchmarks"}
+
+
 def _home(kind: Any) -> str:
-    """Replays lie apart, so that the newest folder of `outputs/runs` is a run's."""
-    return "replays" if kind in (JobKind.replay, JobKind.replay.value) else "runs"
+    """Replays and benchmarks lie apart, so that the newest folder of `outputs/runs` is a run's."""
+    return HOMES.get(JobKind(getattr(kind, "value", kind)), "runs")
 
 
 def _random_id() -> str:
@@ -310,8 +317,8 @@ def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]
                 yield from _unknown(node, f"{name}.")
 
 
-OF_NO_CONSEQUENCE = ("name", "job", "evaluate", "verify", "replay", "monitoring", "security")
-NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "security")
+NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "benchmark", "sweep", "security")
+OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 
 def config_hash(config: RunConfig) -> str:

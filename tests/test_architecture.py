@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Low to high. A module imports from the layers below its own and from its own package, and from
 # nothing else of ours: not from its neighbours, not from above. A new module needs its place here.
 CONFIGS = (
+    "benchmark",
     "checkpoint",
     "data",
     "debug",
@@ -25,6 +26,7 @@ CONFIGS = (
     "record",
     "security",
     "stability",
+    "sweep",
 )
 LAYERS = f"""
 errors
@@ -37,14 +39,16 @@ hook technique
 run
 compiler deferred modes predict techniques.blocks reader recovery resume stability summary
 captures
-evaluation outcome report step stopwatch
+evaluation outcome step stopwatch benchmark.result
 techniques hooks debug models objectives data optim loop
 overrides
 config
 watchers
 build
 doctor measure
-replay
+replay benchmark
+report
+sweep
 jobs
 library
 cli
@@ -54,7 +58,7 @@ __main__ __init__
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
 errors *_config batch objective hook technique run summary overrides.* config cli.* __main__
-__init__ *.__init__ *.config
+__init__ *.__init__ *.config sweep.* benchmark.result benchmark.arms report.*
 """.split()
 
 

@@ -153,7 +153,7 @@ def _job(config: DictConfig, folder: Path, notes: list[str]) -> float | None:
 def _show(summary: Summary, folder: Path) -> None:
     from rich.console import Console
 
-    from runner import report
+    from runner.report import run as report
 
     with suppress(SystemExit):  # rich's answer to `| head`; the run is done all the same
         Console().print(report.terminal(summary, folder), crop=False)  # a command is one line

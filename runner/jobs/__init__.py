@@ -21,6 +21,7 @@ JOBS: dict[JobKind, str] = {
     JobKind.doctor: "runner.jobs.doctor",
     JobKind.verify: "runner.jobs.verify",
     JobKind.replay: "runner.jobs.replay",
+    JobKind.benchmark: "runner.jobs.benchmark",
 }
 """The module whose `main` does it."""
 

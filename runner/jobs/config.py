@@ -17,6 +17,7 @@ class JobKind(Enum):
     doctor = "doctor"
     verify = "verify"
     replay = "replay"
+    benchmark = "benchmark"
 
 
 class ExportKind(Enum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner import report
 from runner.build import build
 from runner.config import RunConfig
 from runner.errors import ConfigError, RunnerError
@@ -12,6 +11,7 @@ from runner.evaluation import evaluate
 from runner.jobs.config import ExportKind
 from runner.jobs.export import check, export
 from runner.outcome import engagements, look, summarise
+from runner.report import run as report
 from runner.run import Run
 from runner.summary import Summary
 from runner.techniques.quantization import Quantization

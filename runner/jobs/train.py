@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner import report
 from runner.build import build
 from runner.config import RunConfig
 from runner.loop import train
+from runner.report import run as report
 from runner.summary import Summary
 
 

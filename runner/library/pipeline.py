@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
-from runner import report
 from runner.batch import Sizes
 from runner.build import Given, build
 from runner.config import RunConfig, compose
@@ -33,6 +32,7 @@ from runner.loop import train
 from runner.models.config import ModelConfig
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
+from runner.report import run as report
 from runner.run import Run
 from runner.summary import Summary
 from runner.technique import Choice

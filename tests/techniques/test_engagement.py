@@ -11,7 +11,7 @@ import torch
 from runner import build, compose, train
 from runner.errors import ConfigError
 from runner.outcome import engagements
-from runner.report import _verdict
+from runner.report.run import _verdict
 from runner.summary import Summary
 from runner.technique import Engagement
 

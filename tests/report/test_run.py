@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner import report
 from runner.errors import StorageError
 from runner.record import markdown
 from runner.record.history import History
+from runner.report import run as report
 from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
 from runner.technique import Choice, Engagement
 

@@ -1,0 +1,140 @@
+"""What a benchmark found: `benchmark.json`. Plain data; nothing here measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "benchmark.json"
+SCHEMA = 1
+
+DONE = "done"
+"""Any other status of an arm is how it ended: failed, killed, timeout, oom, skipped."""
+
+
+@dataclass
+class ArmResult:
+    """One arm. What could not be found out is None, and `notes` says why."""
+
+    name: str
+    overrides: list[str]
+    status: str
+    reason: str = ""
+    folder: str | None = None  # of its run, relative to the benchmark's
+    command: str = ""  # trains the same by itself
+    summary: dict[str, Any] = field(default_factory=dict)  # the run's summary.json
+    samples_per_step: int = 0
+    # speed: medians over blocks, of the median step of each
+    step_ms: float | None = None
+    step_ms_interval: tuple[float, float] | None = None
+    step_ms_p95: float | None = None  # of all steps measured
+    samples_per_second: float | None = None  # of all steps measured, slow ones included
+    speedup: float | None = None  # reference's time per sample over this one's: above 1 is faster
+    speedup_interval: tuple[float, float] | None = None  # 95 %, through the stopping rule
+    claim: str = ""  # faster | slower | same | "" where none can be made
+    blocks: int = 0
+    per_sample_ms: list[float] = field(default_factory=list)  # of each block: what all rests on
+    # what it takes to get there
+    setup_seconds: float | None = None  # from the start of its process to its first step
+    compile_seconds: float | None = None  # what the first steps took beyond later ones
+    break_even_steps: int | None = None  # from how many on that is paid back; None: never
+    peak_process_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    data_wait: float | None = None  # share of a step
+    mfu: float | None = None
+    # whether it is the same training
+    parity: str | None = None  # exact | explained by precision | FAIL
+    parity_reason: str = ""
+    problems: list[str] = field(default_factory=list)  # signs that it does not train
+    losses: list[float] = field(default_factory=list)  # of the first steps
+    seconds_to_target: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # the user's own
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Control:
+    """The reference against itself."""
+
+    ratio: float
+    interval: tuple[float, float]
+
+
+@dataclass
+class Effect:
+    """What one technique is worth: added alone to the plain run, and left out of the level."""
+
+    name: str
+    added: float | None = None  # speedup of plain + it over plain
+    added_interval: tuple[float, float] | None = None
+    removed: float | None = None  # speedup of the level over the level without it
+    removed_interval: tuple[float, float] | None = None
+    interaction: float | None = None  # removed / added: above 1, it gains by company
+    interaction_interval: tuple[float, float] | None = None
+    added_memory_bytes: int | None = None  # difference of peaks: more is worse
+    removed_memory_bytes: int | None = None
+    parity: str | None = None
+    note: str = ""  # why something is missing
+
+
+@dataclass
+class Attribution:
+    """What the techniques of a level are worth, one by one."""
+
+    level: str
+    effects: list[Effect] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)  # what a person should take away
+    stopped: str = ""
+
+
+@dataclass
+class Load:
+    """How the machine was while it was measured; medians over blocks."""
+
+    others: float | None = None  # share of the CPUs that other processes took
+    mhz: float | None = None
+    mhz_spread: float | None = None  # (largest - smallest) / median
+    device_mhz: float | None = None
+    stolen: float | None = None  # share that the hypervisor gave to other machines
+
+
+@dataclass
+class BenchmarkResult:
+    """All of it."""
+
+    name: str
+    reference: str  # the name of the arm that the others are held against
+    arms: list[ArmResult]
+    control: Control | None = None
+    noise_floor: float = 0.0  # no ratio within 1 ± this is claimed
+    blocks: int = 0
+    seconds: float = 0.0  # of measuring
+    stopped: str = ""  # why it ended: narrow enough, or the budget
+    machine: dict[str, Any] = field(default_factory=dict)  # what makes machines comparable
+    load: Load = field(default_factory=Load)
+    notes: list[str] = field(default_factory=list)
+    attribution: Attribution | None = None
+    baseline: dict[str, Any] | None = None  # what it was held against, and what came of it
+    command: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] = field(default_factory=dict)
+    config_hash: str = ""
+    started: str = ""  # ISO 8601
+    schema: int = SCHEMA
+
+    def arm(self, name: str) -> ArmResult:
+        """The arm of that name; KeyError if there is none."""
+        for arm in self.arms:
+            if arm.name == name:
+                return arm
+        raise KeyError(name)
+
+    def write(self, folder: Path) -> None:
+        """Write `benchmark.json`. StorageError where that is not possible."""
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, path: Path) -> BenchmarkResult:
+        """The result in a file or folder. StorageError where there is none or it is damaged."""
+        raise NotImplementedError

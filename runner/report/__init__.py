@@ -1,0 +1,1 @@
+"""What people look at afterwards: of one run, and of many side by side."""

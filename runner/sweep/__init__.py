@@ -1,0 +1,1 @@
+"""Many jobs, each in a process of its own: `python -m runner -m …`."""
