@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from runner.measure import continuation as resuming
 from runner.measure import parity as comparing
 from runner.measure.continuation import Continuation, continuation
 from runner.measure.parity import Agreement, Parity, Row, parity, without_techniques
+from runner.record.plain import plain
 
 STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail: "bold red"}
 
@@ -74,17 +73,7 @@ def _off(row: Row) -> str:
 def as_dict(what: VerifyKind, found: Parity | Continuation) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
     verdict = "exact" if isinstance(found, Parity) or found.exact else "FAIL"
-    return {"what": what.value, "verdict": verdict, **_plain(asdict(found))}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return {"what": what.value, "verdict": verdict, **plain(asdict(found))}
 
 
 def show_parity(found: Parity) -> RenderableType:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import Enum
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.record.markdown import code, escape, table
+from runner.record.plain import plain
 from runner.replay.findings import Found, Phase, Ratio, Replay, Stats
 
 SHOWN = 8  # rows of a table
@@ -21,7 +20,7 @@ HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 def as_dict(replay: Replay) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
-    found: dict[str, Any] = _plain(asdict(replay))
+    found: dict[str, Any] = plain(asdict(replay))
     return {"verdict": replay.verdict, **found}
 
 
@@ -176,13 +175,3 @@ def _number(value: float | None) -> str:
 
 def _some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + (" …" if len(numbers) > 10 else "")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

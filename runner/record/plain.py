@@ -1,0 +1,18 @@
+"""Values as JSON holds them."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """Enums as their values, and what JSON has no number for as text."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
