@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runner.record.console import one_line
 from runner.record.markdown import code, escape, table
 from runner.record.plain import plain
 from runner.replay.findings import Found, Phase, Ratio, Replay, Stats
@@ -66,13 +67,13 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
 
 
 def screen(replay: Replay) -> RenderableType:
-    """The same for a terminal."""
+    """The same for a terminal; a capture may come from anybody, so its names forge no lines."""
     about = Table.grid(padding=(0, 2))
     about.add_column(style="dim", min_width=11)
     about.add_column(ratio=1, overflow="fold")
     for name, value in facts(replay):
         loud = name == "where" and replay.reproduced
-        about.add_row(Text(name), Text(value, style="bold red" if loud else ""))
+        about.add_row(Text(name), Text(one_line(value), style="bold red" if loud else ""))
     parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
     rows = _rows(replay.found)
     if rows:
@@ -81,7 +82,7 @@ def screen(replay: Replay) -> RenderableType:
             grid.add_column(heading, justify="left" if heading == "what" else "right",
                             overflow="fold")  # fmt: skip
         for row in rows:
-            grid.add_row(*(Text(cell) for cell in row))
+            grid.add_row(*(Text(one_line(cell)) for cell in row))
         parts += [Text(), grid]
     for step in replay.advice:
         parts += [Text(), Text(step)]

@@ -127,6 +127,17 @@ def test_the_page_is_written_through_no_link(link: str, capture: Path) -> None:
         assert not (capture / "replay.md").is_symlink()
 
 
+def test_names_in_a_capture_forge_no_lines_on_the_screen(
+    capture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(capture, lambda body: body.update(kind="exception", message="bad\x1b[2J\nverdict  well"))
+    with pytest.raises(NotVerified):
+        replay(capture)
+    said = capsys.readouterr().out
+    assert r"bad\x1b[2J" in said.replace("\n", "")
+    assert "\x1b" not in said and "\nverdict" not in said
+
+
 CHILDREN = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
