@@ -1,0 +1,142 @@
+"""A machine that exists in numbers only: what a benchmark should find is known beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.benchmark.blocks import Measured, Rule, Turn, run_blocks
+
+Floats = NDArray[np.float64]
+BASE = "none"
+EFFECTS = {BASE: 1.0, "control": 1.0, "small": 1.02, "large": 1.3}  # how much faster each arm is
+
+
+def lognormal(draw: np.random.Generator, size: tuple[int, ...]) -> Floats:
+    return draw.standard_normal(size)
+
+
+def heavy(draw: np.random.Generator, size: tuple[int, ...]) -> Floats:
+    """Student's t with 2 degrees: its variance is infinite."""
+    return draw.standard_t(2, size)
+
+
+def skewed(draw: np.random.Generator, size: tuple[int, ...]) -> Floats:
+    """Never below the best case, often a little above, at times far above."""
+    return draw.exponential(1.0, size) - math.log(2)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How the times of an arm's turns scatter; of each arm the same unless it is named."""
+
+    jitter: float = 0.02
+    kind: Callable[[np.random.Generator, tuple[int, ...]], Floats] = lognormal
+    stalls: float = 0.05  # share of turns (steps, where a turn has several) 3 to 10 times slower
+    drift: float = 0.005  # of the machine, from turn to turn: a random walk
+    spells: float = 0.0  # chance of each turn that a neighbour comes or goes who halves the speed
+    steps: int = 1  # of a turn, whose median counts
+    jitters: Mapping[str, float] = field(default_factory=dict)
+    stalled: Mapping[str, float] = field(default_factory=dict)
+
+
+NOISES = {
+    "lognormal 1 %": Noise(0.01),
+    "lognormal 2 %, no stalls": Noise(0.02, stalls=0.0),
+    "lognormal 5 %": Noise(0.05),
+    "heavy-tailed 2 %": Noise(0.02, heavy),
+    "skewed 3 %": Noise(0.03, skewed),
+    "arms scatter unlike": Noise(0.01, jitters={"control": 0.03, "small": 0.04, "large": 0.002}),
+    "a neighbour comes and goes": Noise(0.01, spells=0.1),
+    "15 steps a turn, 10 % of them stalled": Noise(0.05, skewed, stalls=0.1, steps=15),
+}
+
+
+class Machine:
+    """Gives turns of known speed; its clock is how long they took."""
+
+    def __init__(
+        self, noise: Noise, effects: Mapping[str, float], seed: int, step_s: float = 0.01
+    ) -> None:
+        self.noise, self.effects, self.step_s = noise, effects, step_s
+        self.draw = np.random.default_rng(seed)
+        self.now = 0.0
+        self.told: dict[str, list[float]] = {name: [] for name in effects}
+        self.order: list[str] = []
+        self.walk: list[float] = []
+        self.level, self.busy = 0.0, 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def turn(self, name: str, seconds: float) -> Turn:
+        if not self.told[name]:
+            self.told[name] = self._times(name, 128)[::-1]
+        if not self.walk:
+            walk = self.level + np.cumsum(self.draw.normal(0, self.noise.drift, 512))
+            switched = self.busy + np.cumsum(self.draw.random(512) < self.noise.spells)
+            self.level, self.busy = float(walk[-1]), int(switched[-1] % 2)
+            self.walk = (np.exp(walk) * (1 + switched % 2))[::-1].tolist()
+        time = self.told[name].pop() * self.walk.pop()
+        self.order.append(name)
+        step = self.step_s * time
+        count = max(1, math.ceil(seconds / step))
+        self.now += count * step
+        return Turn(count, count, count * step, step * 1e3, step * 1e3)
+
+    def _times(self, name: str, turns: int) -> list[float]:
+        noise, size = self.noise, (turns, self.noise.steps)
+        times = np.exp(noise.kind(self.draw, size) * noise.jitters.get(name, noise.jitter))
+        stalled = self.draw.random(size) < noise.stalled.get(name, noise.stalls)
+        times *= np.where(stalled, self.draw.uniform(3, 10, size), 1.0)
+        return (np.median(times, axis=1) / self.effects[name]).tolist()  # type: ignore[no-any-return]
+
+
+def measure(
+    noise: Noise,
+    seed: int,
+    rule: Rule,
+    effects: Mapping[str, float] = EFFECTS,
+    step_s: float = 0.01,
+) -> Measured:
+    machine = Machine(noise, effects, seed, step_s)
+    return run_blocks(machine.turn, list(effects), BASE, rule, 0.25, seed, machine.clock)
+
+
+def coverage(
+    noise: Noise, rule: Rule, runs: int = 1000, step_s: float = 0.01, first: int = 0
+) -> tuple[dict[str, float], float]:
+    """Of each arm, the share of runs whose last interval holds the truth; and the mean blocks."""
+    held, blocks = dict.fromkeys([n for n in EFFECTS if n != BASE], 0), 0
+    for seed in range(first, first + runs):
+        measured = measure(noise, seed, rule, step_s=step_s)
+        blocks += measured.blocks
+        for name, estimate in measured.estimates.items():
+            held[name] += estimate.low <= EFFECTS[name] <= estimate.high
+    return {name: count / runs for name, count in held.items()}, blocks / runs
+
+
+def bootstrap_until_narrow(
+    ratios: list[float], narrow: float, draw: np.random.Generator, start: int = 5
+) -> tuple[float, float, int]:
+    """What not to do: 95 % of bootstrapped medians, looked at after each block until narrow."""
+    logs = np.log(ratios)
+    low, high = -math.inf, math.inf
+    for count in range(start, len(logs) + 1):
+        medians = np.median(logs[draw.integers(0, count, (200, count))], axis=1)
+        low, high = np.quantile(medians, [0.025, 0.975])
+        if high - low <= 2 * math.log1p(narrow):
+            break
+    return math.exp(low), math.exp(high), count
+
+
+def ratios(noise: Noise, seed: int, blocks: int) -> list[float]:
+    """Of an arm that is as fast as the reference, as many as there may be."""
+    rule = Rule(1e-9, 1e9, looks=(blocks,))
+    turns = measure(noise, seed, rule, {BASE: 1.0, "control": 1.0}).turns
+    pairs = zip(turns[BASE], turns["control"], strict=True)
+    return [a.per_sample_ms / b.per_sample_ms for a, b in pairs]

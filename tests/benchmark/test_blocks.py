@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runner.benchmark.blocks import KEPT_STEPS, ArmEnded, Measured, Rule, Turn, run_blocks
+from runner.benchmark.statistics import Estimate, claim, contrast, noise_floor, paired
+from tests.benchmark.simulated_machine import (
+    BASE,
+    EFFECTS,
+    NOISES,
+    Machine,
+    Noise,
+    bootstrap_until_narrow,
+    coverage,
+    measure,
+    ratios,
+)
+
+TWO_MINUTES = Rule(narrow=0.02, budget_s=120)
+ENDLESS = Rule(narrow=1e-9, budget_s=math.inf)
+
+
+def run(
+    machine: Machine,
+    rule: Rule,
+    turn: Callable[[str, float], Turn] | None = None,
+    told: Callable[[Mapping[str, Estimate], int, float], None] | None = None,
+    seed: int = 0,
+) -> Measured:
+    names = list(machine.effects)
+    return run_blocks(turn or machine.turn, names, BASE, rule, 0.25, seed, machine.clock, told)
+
+
+def ending(
+    machine: Machine, ends: Mapping[str, int], error: type[BaseException] = ArmEnded
+) -> Callable[[str, float], Turn]:
+    """Turns of a machine on which an arm can make so many, and no more."""
+
+    def turn(name: str, seconds: float) -> Turn:
+        if machine.order.count(name) >= ends.get(name, 10**9):
+            raise error("oom", "no memory") if error is ArmEnded else error
+        return machine.turn(name, seconds)
+
+    return turn
+
+
+# ---- what comes of it
+
+
+def test_planted_effects_are_found() -> None:
+    measured = measure(Noise(0.01), 0, TWO_MINUTES)
+    assert measured.stopped == "every ratio is known to within 2 %"
+    for name, estimate in measured.estimates.items():
+        assert estimate.ratio == pytest.approx(EFFECTS[name], rel=0.02)
+        assert estimate.width <= 0.02
+    assert set(measured.estimates) == set(EFFECTS) - {BASE}
+
+
+@pytest.mark.parametrize("noise", ["heavy-tailed 2 %", "skewed 3 %", "arms scatter unlike"])
+def test_intervals_hold_through_the_stopping_rule(noise: str) -> None:
+    held, _ = coverage(NOISES[noise], TWO_MINUTES)
+    assert min(held.values()) >= 0.94, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("narrow", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("noise", NOISES)
+def test_intervals_hold_for_all_noises_and_rules(noise: str, narrow: float, rest: bool) -> None:
+    held, _ = coverage(NOISES[noise], Rule(narrow, 120, rest=rest))
+    assert min(held.values()) >= 0.94, held
+
+
+def test_intervals_hold_where_a_budget_allows_few_long_steps() -> None:
+    """What is spent is the time of the very steps that are compared."""
+    held, blocks = coverage(Noise(0.03), Rule(0.02, 40), step_s=1.0)
+    assert blocks < 12
+    assert min(held.values()) >= 0.94, held
+
+
+def test_a_bootstrap_that_stops_when_narrow_does_not_hold() -> None:
+    draw, noise, held = np.random.default_rng(0), Noise(0.02, stalls=0.0), 0
+    for seed in range(300):
+        low, high, _ = bootstrap_until_narrow(ratios(noise, seed, 48), 0.02, draw)
+        held += low <= 1 <= high
+    assert held / 300 < 0.91
+
+
+def test_the_reference_against_itself_is_claimed_to_be_nothing() -> None:
+    effects = {BASE: 1.0, "control": 1.0, "again": 1.0}
+    claimed = 0
+    for seed in range(1000):
+        found = measure(Noise(0.03), seed, Rule(0.02, 60), effects).estimates
+        said = claim(found["again"], noise_floor(found["control"]))
+        claimed += said in ("faster", "slower")
+    assert claimed <= 20  # 50 would be allowed
+
+
+@pytest.mark.parametrize(("effect", "said"), [(1.1, "faster"), (1 / 1.1, "slower")])
+def test_10_percent_at_2_percent_noise_are_claimed(effect: float, said: str) -> None:
+    effects = {BASE: 1.0, "control": 1.0, "other": effect}
+    claimed = 0
+    for seed in range(300):
+        found = measure(Noise(0.02), seed, Rule(0.02, 30), effects).estimates
+        claimed += claim(found["other"], noise_floor(found["control"])) == said
+    assert claimed >= 285
+
+
+@pytest.mark.slow
+def test_ratios_of_ratios_hold_with_the_alpha_of_the_arm_that_rested_first() -> None:
+    noise, held = Noise(0.01, jitters={"large": 0.002, "small": 0.03}), 0
+    for seed in range(1000):
+        measured = measure(noise, seed, Rule(0.02, 60, rest=True))
+        times = {n: [t.per_sample_ms for t in turns] for n, turns in measured.turns.items()}
+        fewest = min(("small", "large"), key=lambda name: len(times[name]))
+        found = contrast([times["small"]], [times["large"]], measured.alphas[fewest])
+        held += found.low <= 1.3 / 1.02 <= found.high
+    assert held >= 940
+
+
+# ---- turns and looks
+
+
+def test_every_arm_has_a_turn_in_every_block_in_an_order_drawn_by_lot() -> None:
+    machine = Machine(Noise(), EFFECTS, 0)
+    run(machine, replace(ENDLESS, looks=(20,)))
+    blocks = [tuple(machine.order[i : i + 4]) for i in range(0, 80, 4)]
+    assert len(machine.order) == 80
+    assert all(sorted(block) == sorted(EFFECTS) for block in blocks)
+    assert len(set(blocks)) > 10
+    again, other = Machine(Noise(), EFFECTS, 0), Machine(Noise(), EFFECTS, 0)
+    run(again, replace(ENDLESS, looks=(20,)))
+    run(other, replace(ENDLESS, looks=(20,)), seed=1)
+    assert again.order == machine.order != other.order
+
+
+def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends() -> None:
+    seen: list[tuple[int, float]] = []
+    machine = Machine(Noise(), EFFECTS, 0)
+    measured = run(
+        machine,
+        replace(ENDLESS, looks=(8, 12, 16)),
+        told=lambda found, blocks, _: seen.append((blocks, found["large"].low)),
+    )
+    assert [blocks for blocks, _ in seen] == list(range(1, 17))
+    lows = [low for _, low in seen]
+    assert all(math.isnan(low) for low in lows[:7])
+    assert len(set(lows[7:11])) == len(set(lows[11:15])) == 1  # the last look's, and no other
+    assert lows[7] != lows[11]
+    assert measured.stopped == "all 16 blocks of the plan are made"
+
+
+def test_a_display_has_ratios_before_the_first_look() -> None:
+    seen: list[float] = []
+    machine = Machine(Noise(stalls=0.0), EFFECTS, 0)
+    rule = replace(ENDLESS, looks=(8,))
+    run(machine, rule, told=lambda found, *_: seen.append(found["large"].ratio))
+    assert seen == pytest.approx([1.3] * 8, rel=0.1)
+
+
+def test_the_budget_ends_it_and_the_last_look_spends_what_is_left() -> None:
+    machine = Machine(Noise(0.05), EFFECTS, 0)
+    measured = run(machine, Rule(1e-9, 13))
+    assert measured.stopped == "the budget of 13 s is spent"
+    assert 8 < measured.blocks < 16  # of a second and a bit each
+    assert 13 <= measured.seconds < 14.5
+    assert measured.alphas["large"] > 0.02  # a look in between may spend less than 0.01
+
+
+def test_a_budget_that_is_too_small_is_overdrawn_for_six_blocks_and_that_is_said() -> None:
+    measured = run(Machine(Noise(), EFFECTS, 0), Rule(0.02, 1))
+    assert measured.blocks == 6
+    assert "too small for the 6 blocks" in measured.stopped
+    assert all(math.isfinite(estimate.width) for estimate in measured.estimates.values())
+
+
+def test_an_arm_that_rests_leaves_the_budget_to_the_others() -> None:
+    noise = Noise(0.03, stalls=0.0, jitters={"large": 0.001, BASE: 0.001}, drift=0.0)
+    rule = Rule(0.02, 60, rest=True)
+    measured = run(Machine(noise, EFFECTS, 0), rule)
+    turns = {name: len(turns) for name, turns in measured.turns.items()}
+    assert turns["large"] == 8 < turns["small"] <= turns[BASE] == measured.blocks
+    times = {n: [t.per_sample_ms for t in measured.turns[n][:8]] for n in (BASE, "large")}
+    frozen = paired(times[BASE], times["large"], measured.alphas["large"])
+    assert measured.estimates["large"] == frozen
+    together = run(Machine(noise, EFFECTS, 0), replace(rule, rest=False))
+    assert len({len(turns) for turns in together.turns.values()}) == 1
+    assert measured.seconds < together.seconds
+
+
+def test_of_a_million_steps_few_are_kept_and_their_percentiles_stay() -> None:
+    steps = np.random.default_rng(0).lognormal(0, 0.3, 20_000)
+    machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
+
+    def turn(name: str, seconds: float) -> Turn:
+        long = name == BASE
+        return replace(machine.turn(name, seconds), step_ms=(steps if long else steps[:9]).tolist())
+
+    measured = run(machine, replace(ENDLESS, looks=(6,)), turn)
+    kept = measured.turns[BASE][0].step_ms
+    assert len(kept) == KEPT_STEPS
+    assert (min(kept), max(kept)) == (steps.min(), steps.max())
+    assert np.percentile(kept, 95) == pytest.approx(np.percentile(steps, 95), rel=0.01)
+    assert measured.turns["other"][0].step_ms == steps[:9].tolist()
+
+
+# ---- arms that end, and people who have had enough
+
+
+def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
+    machine = Machine(Noise(0.01), EFFECTS, 0)
+    measured = run(machine, replace(ENDLESS, looks=(8, 12)), ending(machine, {"small": 7}))
+    assert measured.ended["small"].status == "oom"
+    assert {name: len(turns) for name, turns in measured.turns.items()} == {
+        BASE: 12, "control": 12, "small": 7, "large": 12
+    }  # fmt: skip
+    assert measured.blocks == 12
+    assert measured.estimates["small"].ratio == pytest.approx(1.02, rel=0.05)
+    assert math.isfinite(measured.estimates["small"].width)
+
+
+def test_an_arm_that_ends_at_once_has_no_ratio() -> None:
+    machine = Machine(Noise(), EFFECTS, 0)
+    measured = run(machine, replace(ENDLESS, looks=(8,)), ending(machine, {"small": 0}))
+    assert measured.turns["small"] == []
+    assert set(measured.estimates) == {"control", "large"}
+
+
+def test_without_the_reference_times_are_gathered_and_there_are_no_ratios() -> None:
+    machine = Machine(Noise(), EFFECTS, 0)
+    seen: list[int] = []
+    measured = run(
+        machine, TWO_MINUTES, ending(machine, {BASE: 3}), lambda found, *_: seen.append(len(found))
+    )
+    assert measured.estimates == {}
+    assert measured.blocks == len(measured.turns["large"]) == 8
+    assert "the reference, none, ended: there are no ratios" in measured.stopped
+    assert seen == [3, 3, 3, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("ends", [{BASE: 2, "other": 4}, {BASE: 0, "other": 0}])
+def test_when_all_arms_end_it_ends(ends: dict[str, int]) -> None:
+    machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
+    measured = run(machine, TWO_MINUTES, ending(machine, ends))
+    assert measured.stopped == "every arm has ended"
+    assert set(measured.ended) == {BASE, "other"}
+
+
+@pytest.mark.parametrize("effects", [{BASE: 1.0}, {BASE: 1.0, "other": 1.0}])
+def test_one_arm_alone_is_measured_up_to_the_first_look(effects: dict[str, float]) -> None:
+    machine = Machine(Noise(), effects, 0)
+    measured = run(machine, TWO_MINUTES, ending(machine, {"other": 2}))
+    assert len(measured.turns[BASE]) == 8
+    assert measured.stopped == "nothing is left to hold against none"
+
+
+def test_every_arm_has_an_alpha_however_it_ended() -> None:
+    for ends in ({}, {"small": 0}, {"small": 7, "large": 20}, {BASE: 3}, {BASE: 20}):
+        machine = Machine(Noise(0.05), EFFECTS, 0)
+        measured = run(machine, Rule(0.02, 30), ending(machine, ends))
+        assert set(measured.alphas) == set(EFFECTS)
+
+
+def test_ctrl_c_leaves_the_intervals_of_the_last_look() -> None:
+    machine = Machine(Noise(0.05), EFFECTS, 0)
+    rule = replace(ENDLESS, looks=(8, 12, 16))
+    measured = run(machine, rule, ending(machine, {"large": 14}, KeyboardInterrupt))
+    assert measured.stopped == "interrupted"
+    assert measured.blocks == 14
+    assert len(measured.turns["large"]) == 14
+    known: list[Mapping[str, Estimate]] = []
+    run(Machine(Noise(0.05), EFFECTS, 0), rule, told=lambda found, *_: known.append(dict(found)))
+    assert measured.estimates == known[11]
+
+
+def test_ctrl_c_before_the_first_look_leaves_ratios_without_intervals() -> None:
+    machine = Machine(Noise(), EFFECTS, 0)
+    measured = run(machine, TWO_MINUTES, ending(machine, {"large": 3}, KeyboardInterrupt))
+    found = measured.estimates["large"]
+    assert found.ratio == pytest.approx(1.3, rel=0.1)
+    assert (found.low, found.high) == (0.0, math.inf)
+    machine = Machine(Noise(), EFFECTS, 0)
+    nothing = run(
+        machine, TWO_MINUTES, ending(machine, dict.fromkeys(EFFECTS, 0), KeyboardInterrupt)
+    )
+    assert nothing.estimates == {}
+    assert nothing.stopped == "interrupted"

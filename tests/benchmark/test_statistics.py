@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from runner.benchmark.statistics import (
+    Estimate,
+    Spending,
+    claim,
+    contrast,
+    fewest_blocks,
+    median_interval,
+    noise_floor,
+    paired,
+    paired_interaction,
+    unpaired,
+)
+
+
+def test_arms_that_differ_by_the_same_in_every_block_have_an_interval_of_one_point() -> None:
+    reference = np.linspace(1, 5, 12)
+    estimate = paired(reference.tolist(), (reference / 1.3).tolist(), 0.05)
+    assert [estimate.ratio, estimate.low, estimate.high] == pytest.approx([1.3] * 3)
+    assert estimate.width == pytest.approx(0)
+
+
+def test_six_blocks_give_an_interval_at_5_percent_and_five_do_not() -> None:
+    times = [1.0, 1.1, 0.9, 1.2, 0.95, 1.05]
+    six = paired(times, [1.0] * 6, 0.05)
+    assert (six.low, six.high) == pytest.approx((0.9, 1.2))
+    five = paired(times[:5], [1.0] * 5, 0.05)
+    assert (five.low, five.high, five.width) == (0.0, math.inf, math.inf)
+    assert five.ratio == pytest.approx(1.0)
+    assert fewest_blocks(0.05) == 6
+
+
+def test_blocks_that_only_one_arm_has_are_left_out() -> None:
+    assert paired([2.0, 2.0, 9.0], [1.0, 1.0], 0.05).ratio == pytest.approx(2.0)
+    assert math.isnan(paired([], [1.0], 0.05).ratio)
+
+
+@pytest.mark.parametrize(
+    ("count", "rank"), [(5, 0), (6, 1), (9, 2), (12, 3), (20, 6), (50, 18), (100, 40)]
+)
+def test_intervals_of_medians_end_at_the_tabulated_ranks(count: int, rank: int) -> None:
+    ends = (rank - 1.0, float(count - rank)) if rank else (-math.inf, math.inf)
+    assert median_interval(range(count), 0.05) == ends
+
+
+def test_thousands_of_values_go_on_where_counting_ends() -> None:
+    counted, normal = (median_interval(range(n), 0.01)[0] for n in (2000, 2001))
+    assert abs(counted - normal) <= 1
+
+
+@pytest.mark.parametrize(
+    ("fewer", "more", "rank"), [(4, 4, 1), (5, 5, 3), (8, 8, 14), (10, 20, 56)]
+)
+def test_unpaired_intervals_end_at_the_tabulated_ranks(fewer: int, more: int, rank: int) -> None:
+    a, b = 1.0 + np.arange(fewer), 1.0 + np.sqrt(np.arange(more))
+    shifts = np.sort(np.divide.outer(a, b), axis=None)
+    estimate = unpaired(a.tolist(), b.tolist(), 0.05)
+    assert (estimate.low, estimate.high) == pytest.approx((shifts[rank - 1], shifts[-rank]))
+
+
+def test_too_few_unpaired_measurements_have_no_interval() -> None:
+    estimate = unpaired([2.0, 2.2], [1.0, 1.1], 0.05)
+    assert (estimate.low, estimate.high) == (0.0, math.inf)
+    assert math.isnan(unpaired([], [1.0], 0.05).ratio)
+
+
+def test_the_median_of_a_lopsided_ratio_is_covered() -> None:
+    """One arm stalls in a quarter of its turns, the other never; ranks of averages would fail."""
+    draw, size = np.random.default_rng(0), (1000, 40)
+    stalled = np.where(draw.random(size) < 0.25, draw.uniform(3, 10, size), 1.0)
+    other = np.exp(draw.normal(0, 0.02, size)) * stalled
+    truth = 1 / float(np.median(other))
+    held = 0
+    for times in other:
+        estimate = paired([1.0] * 40, times.tolist(), 0.05)
+        held += estimate.low <= truth <= estimate.high
+    assert held >= 940
+
+
+def test_unpaired_intervals_cover_a_known_difference() -> None:
+    draw = np.random.default_rng(0)
+    a, b = np.exp(draw.normal(0, 0.05, (1000, 16))), np.exp(draw.normal(0, 0.05, (1000, 24))) / 1.3
+    found = [unpaired(x.tolist(), y.tolist(), 0.05) for x, y in zip(a, b, strict=True)]
+    assert sum(e.low <= 1.3 <= e.high for e in found) >= 940
+    assert np.median([e.ratio for e in found]) == pytest.approx(1.3, rel=0.005)
+    assert np.median([e.width for e in found]) < 0.05
+
+
+def test_stalls_move_the_mean_and_not_the_estimate() -> None:
+    draw = np.random.default_rng(0)
+    reference, other = np.exp(draw.normal(0, 0.01, (2, 60)))
+    other[::10] *= 8
+    estimate = paired(reference.tolist(), other.tolist(), 0.05)
+    assert estimate.ratio == pytest.approx(1, abs=0.01)
+    assert estimate.width < 0.01
+    assert reference.mean() / other.mean() < 0.8
+
+
+def test_an_interaction_is_found_whatever_the_machine_does_to_whole_blocks() -> None:
+    draw = np.random.default_rng(0)
+    machine = np.exp(np.cumsum(draw.normal(0, 0.2, 40)))
+    speeds = {"base": 1.0, "base_plus": 1.2, "level_minus": 2.0, "level": 3.0}
+    times = {
+        name: (machine / speed * np.exp(draw.normal(0, 0.005, 40))).tolist()
+        for name, speed in speeds.items()
+    }
+    estimate = paired_interaction(**times, alpha=0.05)
+    assert estimate.low <= 1.25 <= estimate.high
+    assert estimate.width < 0.01
+
+
+def test_two_speed_ups_can_be_held_against_each_other() -> None:
+    base, fast, faster = [1.0] * 8, [0.5] * 8, [0.25] * 8
+    assert contrast([base, fast], [faster, base], 0.05).ratio == pytest.approx(2.0)
+
+
+def test_no_sequence_of_tosses_is_forgotten_in_what_looks_spend() -> None:
+    """All 4,096 of 12 blocks, and whether one of three looks misses."""
+    looks, spending = (6, 9, 12), Spending()
+    alphas = [spending.look(n, share) for n, share in zip(looks, (0.7, 0.3, 1.0), strict=True)]
+    signs = np.array(list(itertools.product((-1.0, 1.0), repeat=12)))
+    missed = 0
+    for row in signs:
+        intervals = [
+            median_interval(row[:n].tolist(), a) for n, a in zip(looks, alphas, strict=True)
+        ]
+        missed += any(low > 0 or high < 0 for low, high in intervals)
+    assert missed / len(signs) == pytest.approx(spending.spent)
+    assert 0.02 < spending.spent <= 0.05
+
+
+def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None:
+    looks = [8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    spending = Spending()
+    alphas = [spending.look(n, 1 / 6 if n < looks[-1] else 1.0) for n in looks]
+    draw = np.random.default_rng(0)
+    tails = np.cumsum(draw.random((20_000, looks[-1])) < 0.5, axis=1)
+    missed = np.zeros(len(tails), dtype=bool)
+    for blocks, alpha in zip(looks, alphas, strict=True):
+        rank = median_interval(range(blocks), alpha)[0] + 1
+        below = tails[:, blocks - 1]
+        missed |= (below < rank) | (below > blocks - rank)
+    assert missed.mean() == pytest.approx(spending.spent, abs=0.005)
+    assert 0.04 < spending.spent <= 0.05
+
+
+def test_a_look_at_too_few_blocks_spends_nothing() -> None:
+    spending = Spending()
+    assert spending.look(5) == 0.0
+    assert spending.spent == 0.0
+    assert spending.look(6) == pytest.approx(2 / 64)
+
+
+def test_what_one_arm_spends_as_it_ends_leaves_the_others_theirs() -> None:
+    spending = Spending()
+    spending.look(8, 1 / 6)
+    before = spending.spent
+    alone = spending.last(9)
+    assert spending.spent == before
+    assert alone == spending.look(9) > 0
+
+
+@pytest.mark.parametrize(
+    ("control", "floor"),
+    [
+        (None, 0.0),
+        (Estimate(1.0, 0.98, 1.01), 1 / 0.98 - 1),
+        (Estimate(1.0, 0.99, 1.03), 0.03),
+        (Estimate(1.0, 0.0, math.inf), math.inf),
+        (Estimate(math.nan, math.nan, math.nan), math.inf),
+    ],
+)
+def test_the_noise_floor_is_the_farther_end_of_the_control(
+    control: Estimate | None, floor: float
+) -> None:
+    assert noise_floor(control) == pytest.approx(floor)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "floor", "said"),
+    [
+        (Estimate(1.10, 1.08, 1.12), 0.02, "faster"),
+        (Estimate(0.90, 0.88, 0.92), 0.02, "slower"),
+        (Estimate(1.10, 0.99, 1.20), 0.02, ""),  # may be nothing
+        (Estimate(1.10, 1.08, 1.12), 0.12, ""),  # the reference against itself differs by as much
+        (Estimate(1.03, 1.02, 1.04), 0.04, "same"),
+        (Estimate(1.00, 0.985, 1.015), 0.0, "same"),
+        (Estimate(1.01, 1.005, 1.015), 0.0, "faster"),  # little, but certain
+        (Estimate(1.30, 1.25, 1.35), 0.5, ""),  # nothing is "the same" on such a machine
+        (Estimate(1.00, 0.0, math.inf), 0.0, ""),
+        (Estimate(1.50, 1.4, 1.6), math.inf, ""),
+        (Estimate(1.50, math.nan, math.nan), 0.0, ""),
+    ],
+)
+def test_a_claim_needs_the_interval_and_the_floor(
+    estimate: Estimate, floor: float, said: str
+) -> None:
+    assert claim(estimate, floor) == said
