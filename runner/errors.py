@@ -10,7 +10,8 @@ RunnerError                1   a fault of ours
 ├── GaveUp                 4   the stability policy is exhausted
 ├── StorageError           5   writing failed
 │   └── CheckpointError    5   no usable checkpoint
-├── SweepFailed            7   some jobs of a sweep failed
+├── Regression             6   a benchmark came out worse than the stored one
+├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
 ├── NotVerified            1   the numbers are not what they should be
 └── Interrupted          130   Ctrl-C (130) or SIGTERM (143); a checkpoint was written
 """
@@ -76,8 +77,14 @@ class NotVerified(RunnerError):
     """The numbers are not what they should be; the message names the first one that is wrong."""
 
 
+class Regression(RunnerError):
+    """A benchmark came out worse than the stored one; the message says what and by how much."""
+
+    exit_code = 6
+
+
 class SweepFailed(RunnerError):
-    """Some jobs of a sweep failed; the message names them."""
+    """Some jobs of a sweep, or arms of a benchmark, failed; the message names them."""
 
     exit_code = 7
 

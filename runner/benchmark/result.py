@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from runner.errors import StorageError
 
 FILE = "benchmark.json"
 SCHEMA = 1
@@ -23,6 +31,7 @@ class ArmResult:
     reason: str = ""
     folder: str | None = None  # of its run, relative to the benchmark's
     command: str = ""  # trains the same by itself
+    config: dict[str, Any] = field(default_factory=dict)  # what shapes it, by dotted key
     summary: dict[str, Any] = field(default_factory=dict)  # the run's summary.json
     samples_per_step: int = 0
     # speed: medians over blocks, of the median step of each
@@ -131,10 +140,94 @@ class BenchmarkResult:
         raise KeyError(name)
 
     def write(self, folder: Path) -> None:
-        """Write `benchmark.json`. StorageError where that is not possible."""
-        raise NotImplementedError
+        """Replace `benchmark.json`, never leaving half of one; NaN and Inf become null.
+
+        StorageError where that is not possible.
+        """
+        temporary = folder / f".{FILE}.tmp"
+        text = json.dumps(_finite(asdict(self)), indent=2, default=str, allow_nan=False)
+        try:
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, folder / FILE)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise StorageError(
+                f"{folder / FILE}: not written: {error.strerror or error}"
+            ) from error
 
     @classmethod
     def read(cls, path: Path) -> BenchmarkResult:
-        """The result in a file or folder. StorageError where there is none or it is damaged."""
-        raise NotImplementedError
+        """The result in a file or folder; keys that a newer version added are left out.
+
+        StorageError where there is none or it is damaged; it names the first value that is wrong.
+        """
+        path = path / FILE if path.is_dir() else path
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise StorageError(f"{path}: is no JSON ({error})") from error
+        if not isinstance(found, dict) or not {"arms", "reference", "schema"} <= set(found):
+            raise StorageError(f"{path}: is no result of job=benchmark")
+        if isinstance(found["schema"], int) and found["schema"] > SCHEMA:
+            raise StorageError(f"{path}: was written by a newer version of the runner")
+        try:
+            return _made(cls, found, "")
+        except (TypeError, ValueError) as error:
+            raise StorageError(f"{path}: is damaged: {error}") from error
+
+
+T = TypeVar("T")
+
+
+def _made(kind: type[T], found: Mapping[str, Any], path: str) -> T:
+    """A dataclass of ours from JSON. ValueError or TypeError names what does not fit."""
+    hints = get_type_hints(kind)
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
+    values = {
+        name: _value(hints[name], value, f"{path}{name}")
+        for name, value in found.items()
+        if name in known
+    }
+    return kind(**values)
+
+
+def _value(wanted: Any, found: Any, path: str) -> Any:
+    """`found` as the type that the field has; a number that was not finite comes back as NaN."""
+    inner = get_args(wanted)
+    shape = get_origin(wanted) or wanted
+    if shape is Any:
+        return found
+    if shape is UnionType:
+        if found is None and NoneType in inner:
+            return None
+        return _value(inner[0], found, path)
+    if shape is float and found is None:
+        return math.nan
+    if shape is float and isinstance(found, int | float) and not isinstance(found, bool):
+        return float(found)
+    if is_dataclass(wanted) and isinstance(found, dict):
+        return _made(wanted, found, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
+    if shape is tuple and isinstance(found, list) and len(found) == len(inner):
+        low, high = (_value(inner[0], item, path) for item in found)
+        return low, math.inf if math.isnan(high) else high  # an interval without an end
+    if shape is list and isinstance(found, list):
+        return [_value(inner[0], item, f"{path}[{i}]") for i, item in enumerate(found)]
+    if shape is dict and isinstance(found, dict):
+        return {key: _value(inner[1], item, f"{path}.{key}") for key, item in found.items()}
+    if shape in (int, str) and isinstance(found, shape) and not isinstance(found, bool):
+        return found
+    raise ValueError(f"{path} is {str(found)[:40]!r}")
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for every number that JSON cannot say."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from runner.build import build
+from runner.build import Given, build
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.measure import chance
@@ -53,10 +55,22 @@ def cut(config: RunConfig, micro: int | None) -> RunConfig:
     return config
 
 
+def fresh(given: Given | None, choices: Mapping[str, Any] | None = None) -> Given | None:
+    """The parts that the caller made, as they were: what a run trains is a copy."""
+    if given is None:
+        return Given(choices=choices) if choices else None
+    parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: it shares tensors
+    model, objective, optimizer = parts
+    return replace(
+        given, model=model, objective=objective, optimizer=optimizer,
+        choices={**given.choices, **(choices or {})},
+    )  # fmt: skip
+
+
 @contextmanager
-def opened(config: RunConfig, silent: bool = False) -> Iterator[Run]:
+def opened(config: RunConfig, silent: bool = False, given: Given | None = None) -> Iterator[Run]:
     """A run; `silent` lets no dropout drop anything."""
-    with build(config) as run:
+    with build(config, given=given) as run:
         if silent:
             chance.silence(run.model)
         yield run

@@ -14,9 +14,13 @@ that; what is left out, counted twice or masked wrong goes far beyond it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
+from runner.build import Given
 from runner.config import RunConfig
 from runner.errors import RunnerError
 from runner.measure import chance
@@ -24,6 +28,7 @@ from runner.measure.candidates import (
     batch_statistics,
     cut,
     eager_draws,
+    fresh,
     only,
     opened,
     quiet,
@@ -109,12 +114,14 @@ class _Made:
 class Yardstick:
     """The baseline's numbers and how far rounding moves them; measured once for many candidates."""
 
-    def __init__(self, baseline: RunConfig, steps: int = STEPS) -> None:
-        self.baseline, self.steps = quiet(baseline), steps
+    def __init__(self, baseline: RunConfig, steps: int = STEPS, given: Given | None = None) -> None:
+        self.baseline, self.steps, self.given = quiet(baseline), steps, given
+        self.choices: Mapping[str, Any] = {}
         self._arms: dict[tuple[bool, int | None], _Arms] = {}
 
-    def judge(self, config: RunConfig) -> Parity:
-        """The verdict on one candidate."""
+    def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
+        """The verdict on one candidate; `choices` are those that a run of it had made."""
+        self.choices = choices or {}
         found = self._judge(config)
         rest = [name for name in found.techniques if name not in PRECISION]
         if found.verdict is not Agreement.explained or rest in ([], found.techniques):
@@ -145,9 +152,9 @@ class Yardstick:
         silent = not self._random(silent=True)
         if found.verdict is Agreement.fail and silent:
             return found
-        with opened(quiet(config)) as run:
+        with self._opened(quiet(config), choices=self.choices) as run:
             theirs = chance.draws(run)
-        with opened(cut(self.baseline, micro)) as run:
+        with self._opened(cut(self.baseline, micro)) as run:
             ours = chance.draws(run)
         rows = _draw_rows(ours, theirs, found if silent else loud)
         beyond = [row for row in rows if not row.within]
@@ -164,12 +171,19 @@ class Yardstick:
         )
 
     def _random(self, silent: bool = False) -> bool:
-        with opened(self.baseline, silent) as run:
+        with self._opened(self.baseline, silent) as run:
             return chance.is_random(run)
+
+    @contextmanager
+    def _opened(
+        self, config: RunConfig, silent: bool = False, choices: Mapping[str, Any] | None = None
+    ) -> Iterator[Run]:
+        with opened(config, silent, fresh(self.given, choices)) as run:
+            yield run
 
     def _make(self, config: RunConfig, silent: bool = False) -> _Made:
         """Follow the candidate; closed before anything else runs, so that no switch of it stays."""
-        with eager_draws(), opened(quiet(config), silent) as run:
+        with eager_draws(), self._opened(quiet(config), silent, self.choices) as run:
             says, trace = numerics(run), follow(run, self.steps)
             return _Made(
                 trace=trace,
@@ -194,18 +208,18 @@ class Yardstick:
     def _measure(self, silent: bool, micro: int | None) -> _Arms:
         usual = cut(self.baseline, micro)
         plain = without_techniques(usual)
-        with opened(usual, silent) as run:
+        with self._opened(usual, silent) as run:
             says = numerics(run)
             baseline = follow(run, self.steps)
-        with opened(usual, silent) as run:
+        with self._opened(usual, silent) as run:
             noise = distances(follow(run, self.steps), baseline)
-        with opened(plain, silent) as run:
+        with self._opened(plain, silent) as run:
             truth = _truth(run, self.steps)
         reference = baseline if truth is None else truth
         own = distances(baseline, reference)
         scale = {s: max(own[s], noise[s]) for s in own}
         for ulps in NUDGES:
-            with opened(plain, silent) as run, computing_in(says, run):
+            with self._opened(plain, silent) as run, computing_in(says, run):
                 nudge(run.model, run.seed + ulps, ulps)
                 nudged = distances(follow(run, self.steps), reference)
             scale = {s: max(scale[s], nudged[s]) for s in scale}
@@ -221,7 +235,7 @@ class Yardstick:
             if known.is_that_of(wanted):
                 return allowed
         plain = without_techniques(cut(self.baseline, key[1]))
-        with opened(plain, key[0]) as run, computing_in(wanted, run):
+        with self._opened(plain, key[0]) as run, computing_in(wanted, run):
             errors = distances(follow(run, self.steps), arms.reference)
         full = next(iter(arms.allowed.values()))
         arms.allowed[wanted] = {

@@ -1,0 +1,80 @@
+"""How fast a device could be at best: from its maker's data sheet, or on a CPU by measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+
+import torch
+
+from runner.device.device import Device
+
+T = 1e12
+SIZE, TRIES = 2048, 5
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Floating-point operations a second, in matrix products of one type."""
+
+    flops_per_second: float
+    dtype: str
+    source: str
+
+
+# Dense products (half of what is printed "with sparsity"), accumulated in fp32, per device.
+# First the longer names: the first that is part of the device's name counts.
+SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
+    ("B200", {"16 bits": 2250 * T, "tf32": 1125 * T, "fp32": 75 * T}, "NVIDIA HGX B200"),
+    ("H200 NVL", {"16 bits": 835 * T, "tf32": 417 * T, "fp32": 60 * T}, "NVIDIA H200"),
+    ("H200", {"16 bits": 989 * T, "tf32": 494 * T, "fp32": 67 * T}, "NVIDIA H200"),
+    ("H100 NVL", {"16 bits": 835 * T, "tf32": 417 * T, "fp32": 60 * T}, "NVIDIA H100"),
+    ("H100 PCIe", {"16 bits": 756 * T, "tf32": 378 * T, "fp32": 51 * T}, "NVIDIA H100 PCIe"),
+    ("H100", {"16 bits": 989 * T, "tf32": 494 * T, "fp32": 67 * T}, "NVIDIA H100"),
+    ("A100", {"16 bits": 312 * T, "tf32": 156 * T, "fp32": 19.5 * T}, "NVIDIA A100"),
+    ("A40", {"16 bits": 149.7 * T, "tf32": 74.8 * T, "fp32": 37.4 * T}, "NVIDIA A40"),
+    ("A10G", {}, ""),  # another chip than the A10, and no sheet says dense numbers
+    ("A10", {"16 bits": 125 * T, "tf32": 62.5 * T, "fp32": 31.2 * T}, "NVIDIA A10"),
+    ("L40S", {"16 bits": 362 * T, "tf32": 183 * T, "fp32": 91.6 * T}, "NVIDIA L40S"),
+    ("L40", {"16 bits": 181 * T, "tf32": 90.5 * T, "fp32": 90.5 * T}, "NVIDIA L40"),
+    ("L4", {"16 bits": 121 * T, "tf32": 60 * T, "fp32": 30.3 * T}, "NVIDIA L4"),
+    ("V100-PCIE", {"fp16": 112 * T, "fp32": 14 * T}, "NVIDIA V100"),
+    ("V100", {"fp16": 125 * T, "fp32": 15.7 * T}, "NVIDIA V100"),
+    ("T4", {"fp16": 65 * T, "fp32": 8.1 * T}, "NVIDIA T4"),
+    ("MI300X", {"16 bits": 1307 * T, "fp32": 163.4 * T}, "AMD Instinct MI300X"),
+)
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def peak(device: Device, dtype: torch.dtype) -> Peak | None:
+    """The device's peak in products of `dtype`, or None where it is not known.
+
+    On a CPU it is measured, once for each type and number of threads: half a second.
+    """
+    name = NAMES.get(dtype)
+    if name is None:
+        return None
+    if device.kind == "cpu":
+        return _measured(dtype, torch.get_num_threads())
+    if name == "fp32" and device.kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        name = "tf32"
+    for part, rates, sheet in SHEETS if device.kind == "cuda" else ():
+        if part in device.name:
+            rate = rates.get(name) or (rates.get("16 bits") if name in ("bf16", "fp16") else None)
+            return Peak(rate, name, f"data sheet of {sheet}, dense") if rate else None
+    return None
+
+
+@cache
+def _measured(dtype: torch.dtype, threads: int) -> Peak:
+    """The fastest of a few large products: what nothing on this CPU gets beyond."""
+    noise = torch.Generator().manual_seed(0)
+    a = torch.randn(SIZE, SIZE, generator=noise).to(dtype)
+    best = float("inf")
+    for _ in range(TRIES + 1):  # the first one warms up
+        start = perf_counter()
+        a @ a
+        best = min(best, perf_counter() - start)
+    source = f"measured here: the fastest of {TRIES} products of {SIZE}×{SIZE}, {threads} threads"
+    return Peak(2 * SIZE**3 / best, NAMES[dtype], source)

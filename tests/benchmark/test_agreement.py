@@ -1,0 +1,131 @@
+"""Parity of arms, in a process that may come to harm: a verdict, or why there is none."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runner.benchmark.agreement import PLAIN, Judge, Verdict
+from runner.benchmark.arms import Arm
+from runner.build import Given
+from runner.config import compose
+from runner.run import Run
+from runner.technique import Draft, Evidence, Technique
+
+SMALL = ["device=cpu", "device.threads=1", "model.width=8", "model.depth=1", "training.steps=20"]
+MUTANTS = Path(__file__).parents[1] / "measure"
+TRUSTED = "security.trusted=[parity_mutants,tests]"
+
+
+class Deadly(Technique):
+    """Takes the process down."""
+
+    def apply(self, draft: Draft) -> str | None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(True, "")
+
+
+class Endless(Technique):
+    """Never comes to an end."""
+
+    def apply(self, draft: Draft) -> str | None:
+        while True:
+            signal.pause()
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(True, "")
+
+
+def arm(name: str, *overrides: str) -> Arm:
+    return Arm(name, compose([*SMALL, TRUSTED, *overrides]))
+
+
+def extra(name: str) -> str:
+    return f"optimization.extra=[{name}]"
+
+
+@pytest.fixture
+def mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(MUTANTS))
+
+
+def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
+    with Judge(60.0) as judge:
+        assert judge.judge(arm("none", "optimization=none")) == Verdict("exact", PLAIN)
+        assert judge.process is None
+
+
+@pytest.mark.usefixtures("mutants")
+def test_right_numbers_pass_wrong_ones_fail_and_one_process_does_for_all() -> None:
+    with Judge(120.0) as judge:
+        right = judge.judge(arm("basic", "optimization=basic"))
+        assert judge.process is not None
+        pid = judge.process.pid
+        wrong = judge.judge(
+            arm("bad", "optimization=none", extra("parity_mutants.DroppedGradient"))
+        )
+        other = judge.judge(arm("sgd", "optimization=basic", "optimizer=sgd"))
+        assert judge.process.pid == pid
+    assert right.parity == "explained by precision"
+    assert other.parity in ("exact", "explained by precision")
+    assert wrong.parity == "FAIL"
+    assert "grad_norm at step 1 is off by" in wrong.reason
+    assert pid is not None and not psutil.pid_exists(pid)
+
+
+def test_a_process_that_dies_costs_that_verdict_only() -> None:
+    with Judge(120.0) as judge:
+        bad = judge.judge(arm("bad", "optimization=none", extra(f"{__name__}.Deadly")))
+        good = judge.judge(arm("basic", "optimization=basic"))
+    assert bad == Verdict(None, "the process that judged it was ended by SIGKILL")
+    assert good.parity == "explained by precision"
+
+
+def test_an_arm_that_never_ends_is_given_up() -> None:
+    with Judge(5.0) as judge:
+        found = judge.judge(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
+        assert judge.process is None
+    assert found == Verdict(None, "not judged within benchmark.timeout_s=5")
+
+
+def test_a_config_that_cannot_be_built_says_why() -> None:
+    with Judge(60.0) as judge:
+        found = judge.judge(arm("a", "optimization=basic", "device.affinity=[9999]"))
+    assert found.parity is None
+    assert "could not be judged: ConfigError: device.affinity" in found.reason
+
+
+def test_what_was_chosen_is_chosen_again() -> None:
+    asked = arm("m", "optimization=memory_efficient", "optimization.accumulation.micro_batch=null")
+    with Judge(120.0) as judge:
+        found = judge.judge(asked, {"training.micro_batch": 4})
+    assert found.parity == "explained by precision"
+
+
+def test_a_model_of_the_callers_is_judged_and_left_as_it_was() -> None:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with Judge(120.0, Given(model=model)) as judge:
+        found = judge.judge(arm("basic", "optimization=basic"))
+    assert found.parity == "explained by precision"
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_part_that_cannot_be_sent_is_said() -> None:
+    nothing: Any = Given(objective=lambda: None)  # type: ignore[arg-type]
+    with Judge(60.0, nothing) as judge:
+        found = judge.judge(arm("basic", "optimization=basic"))
+    assert found.parity is None
+    assert "cannot be sent to another process" in found.reason

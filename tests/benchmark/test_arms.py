@@ -1,0 +1,154 @@
+"""What is typed for an arm becomes a config; what cannot be compared is refused at once."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from runner.benchmark.arms import Arm, arms_of, differing_batches, differing_work, reference_of
+from runner.benchmark.config import BenchmarkConfig
+from runner.config import compose
+from runner.errors import ConfigError
+
+
+def arms(*typed: str, over: tuple[str, ...] = (), **settings: object) -> list[Arm]:
+    return arms_of(BenchmarkConfig(arms=list(typed), **settings), list(over))  # type: ignore[arg-type]
+
+
+def test_a_level_is_that_level_on_top_of_what_was_typed() -> None:
+    none, ultra = arms("none", "ultra", over=("job=benchmark", "training.steps=7", "seed=3"))
+    assert (none.name, ultra.name) == ("none", "ultra")
+    assert (none.config.optimization.level, ultra.config.optimization.level) == ("none", "ultra")
+    assert none.config.training.steps == ultra.config.training.steps == 7
+    assert none.config.seed == 3
+    assert ultra.overrides == ["optimization=ultra"]
+
+
+def test_overrides_are_read_as_a_shell_reads_them() -> None:
+    _, arm = arms("none", """optimizer=sgd  optimization=basic 'name="a.b"'""")
+    assert arm.config.optimizer.name == "SGD"
+    assert arm.config.optimization.level == "basic"
+    assert arm.config.name == "a.b"
+    assert arm.overrides == ["optimizer=sgd", "optimization=basic", 'name="a.b"']
+
+
+def test_an_arm_may_have_a_name_in_front() -> None:
+    _, fast, two = arms("none", "my fast one: ultra training.batch_size=64", "two: data.workers=2")
+    assert (fast.name, two.name) == ("my fast one", "two")
+    assert fast.config.optimization.level == "ultra"
+    assert fast.config.training.batch_size == 64
+    assert two.config.data.workers == 2
+
+
+def test_the_arm_wins_over_what_was_typed_for_all() -> None:
+    over = ("optimization=basic", "training.epochs=3", "optimizer.lr=0.5")
+    one, other = arms("a: training.steps=5", "b: optimizer.lr=0.1", over=over)
+    assert (one.config.training.steps, one.config.training.epochs) == (5, None)
+    assert (one.config.optimizer.lr, other.config.optimizer.lr) == (0.5, 0.1)
+    assert other.config.training.epochs == 3
+
+
+def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
+    over = ("job=benchmark", "benchmark.budget_s=5", "data=cancer", "model.width=8")
+    for arm in arms("none", "b: optimization=basic optimizer=sgd", over=over):
+        words = shlex.split(arm.command)
+        assert words[:3] == ["python", "-m", "runner"]
+        assert compose(words[3:]) == arm.config
+
+
+def test_a_recipe_that_asks_for_the_benchmark_makes_arms_that_train() -> None:
+    for arm in arms("none", "basic", over=("experiment=precisions",)):
+        assert arm.config.job.kind.name == "train"
+        assert compose(shlex.split(arm.command)[3:]) == arm.config
+
+
+def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
+    odd = """name='../x' "device.threads=1" """
+    found = arms("none", "NONE: basic", "comparison: ultra", odd.strip().replace("../", "x."))
+    assert [arm.folder for arm in found] == [
+        "none", "NONE-2", "comparison-2", "name=-x.x-device.threads=1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["none", "ultr"], "did you mean ultra"),
+        (["none", "optimizr=sgd"], "did you mean optimizer=sgd"),
+        (["none", "optimizer.lr=x"], "'x' is not a number"),
+        (["none", "none"], "comes twice"),
+        (["none", "again: optimization=none"], "are the same"),
+        (["none", "custom"], "are the same"),
+        (["none"], r"benchmark\.arms=\[basic,none\]"),
+        (["ultra"], r"benchmark\.arms=\[none,ultra\]"),
+        ([], "names no arm"),
+        (["none", " "], "is empty"),
+        (["none", "job=train"], "about the benchmark"),
+        (["none", "hydra.run.dir=x"], "about the benchmark"),
+        (["none", "benchmark.narrow=1"], "about the benchmark"),
+        (["none", "optimizer.lr=1,2"], "an arm for each"),
+        (["none", "name='x"], "No closing quotation"),
+        (["none", "basic optimization=ultra"], "sets optimization twice"),
+        (["none", "data=cancer"], "read other data: data.kind is digits and cancer"),
+        (["none", "data.validation=0.5"], "data.validation is 0.2 and 0.5"),
+        (["none", "model=gpt"], "gpt reads tokens"),
+    ],
+)
+def test_an_arm_that_cannot_be_measured_is_refused(typed: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        arms(*typed)
+    assert caught.value.key == "benchmark.arms"
+
+
+def test_how_data_are_loaded_may_differ() -> None:
+    assert len(arms("a: data.workers=0", "b: data.workers=2 data.prefetch=4")) == 2
+
+
+def test_arms_start_afresh() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume"):
+        arms("none", "basic", over=("checkpoint.resume=auto",))
+
+
+def test_the_reference_is_the_first_arm_or_the_one_that_is_named() -> None:
+    found = arms("none", "basic")
+    assert reference_of(found, BenchmarkConfig()).name == "none"
+    assert reference_of(found, BenchmarkConfig(reference="basic")).name == "basic"
+    with pytest.raises(ConfigError, match="did you mean basic"):
+        arms("none", "basic", reference="basc")
+
+
+def test_a_budget_without_a_turn_for_each_is_hopeless() -> None:
+    with pytest.raises(ConfigError, match=r"benchmark\.budget_s: 0\.7 s is not enough") as caught:
+        arms("none", "basic", budget_s=0.7)
+    assert "3 processes" in str(caught.value)  # two and the control
+    assert len(arms("none", "basic", budget_s=0.7, control=False)) == 2
+
+
+def test_attribution_needs_a_level_to_look_into() -> None:
+    with pytest.raises(ConfigError, match=r"benchmark\.attribute: the last arm, none"):
+        arms("basic", "none", attribute=True)
+
+
+def test_steps_of_different_sizes_are_said() -> None:
+    found = arms("none", "b: none training.batch_size=64")
+    assert "none 32, b 64" in (differing_batches(found) or "")
+    assert differing_batches(arms("none", "basic")) is None
+
+
+def test_other_work_is_said() -> None:
+    found = arms("none", "b: model.width=8", "c: optimizer=sgd")
+    notes = differing_work(found, found[0])
+    assert [note.partition(",")[0] for note in notes] == [
+        "b: another model than none", "c: another optimizer than none",
+    ]  # fmt: skip
+
+
+def test_groups_of_the_users_own_are_levels_too(tmp_path: Path) -> None:
+    (tmp_path / "optimization").mkdir()
+    mine = "# my own\ndefaults:\n  - basic\n  - _self_\nlevel: mine\ntf32:\n  enabled: true\n"
+    (tmp_path / "optimization" / "mine.yaml").write_text(mine)
+    _, arm = arms_of(BenchmarkConfig(arms=["none", "mine"]), [], [tmp_path])
+    assert arm.config.optimization.tf32.enabled
+    assert f"--config-dir={tmp_path}" in arm.command

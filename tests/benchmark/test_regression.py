@@ -1,0 +1,166 @@
+"""Against a stored result: worse is said, and noise is not."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.machine import machine
+from runner.benchmark.regression import Against, against, stored
+from runner.benchmark.result import ArmResult, BenchmarkResult
+from runner.errors import ConfigError
+
+MIB = 1 << 20
+SETTINGS = BenchmarkConfig(baseline="old")
+
+
+def times(middle: float, seed: int, noise: float = 0.02) -> list[float]:
+    draw = random.Random(seed)
+    return [middle * draw.lognormvariate(0, noise) for _ in range(24)]
+
+
+def result(
+    seed: int, none: float = 1.0, ultra: float = 0.5, noise: float = 0.02
+) -> BenchmarkResult:
+    rows = [
+        ArmResult(
+            name, [f"optimization={name}"], "done", per_sample_ms=times(middle, seed + n, noise),
+            config={"training.batch_size": 32}, parity="exact", losses=[2.0, 1.5, 1.0],
+            peak_process_bytes=400 * MIB, summary={"techniques": []},
+        )
+        for n, (name, middle) in enumerate((("none", none), ("ultra", ultra)))
+    ]  # fmt: skip
+    return BenchmarkResult("x", "none", rows, noise_floor=0.01, machine=machine())
+
+
+def held(now: BenchmarkResult, then: BenchmarkResult | None = None, **how: Any) -> Against:
+    return against(now, then or result(100), BenchmarkConfig(baseline="old", **how))
+
+
+def test_the_same_again_is_no_regression() -> None:
+    for seed in range(20):
+        found = held(result(seed))
+        assert found.regressions == []
+        assert found.plain()["sentences"] == ["nothing got worse"]
+        assert not found.plain()["regressed"]
+
+
+def test_what_got_slower_is_said_with_its_interval() -> None:
+    found = held(result(1, ultra=0.6))
+    assert len(found.regressions) == 1
+    assert found.regressions[0].startswith("ultra takes ")
+    slower = float(found.regressions[0].split()[2].rstrip("%"))
+    assert 17 < slower < 23
+    assert found.compared[1]["ratio"] == pytest.approx(1 / 1.2, rel=0.03)
+
+
+def test_less_than_the_tolerance_or_the_noise_floor_is_none() -> None:
+    assert held(result(1, ultra=0.515)).regressions == []
+    assert held(result(1, ultra=0.6), tolerance=0.3).regressions == []
+    noisy = result(1, ultra=0.6)
+    noisy.noise_floor = 0.3
+    assert held(noisy).regressions == []
+
+
+def test_what_got_faster_is_a_note() -> None:
+    found = held(result(1, ultra=0.4))
+    assert found.regressions == []
+    assert "less time" in found.notes[0]
+
+
+def test_when_all_are_slower_alike_the_machine_is_suspected() -> None:
+    found = held(result(1, none=1.3, ultra=0.65))
+    assert len(found.regressions) == 2
+    assert "it may be the machine" in found.notes[-1]
+
+
+def test_more_memory_is_said_where_it_is_more_than_two_runs_differ_by() -> None:
+    now = result(1)
+    now.arms[1].peak_process_bytes = 410 * MIB
+    assert held(now).regressions == []
+    now.arms[1].peak_process_bytes = 500 * MIB
+    assert held(now).regressions == [
+        "ultra holds 100 MiB more memory of the process at its peak (25%)"
+    ]
+
+
+def test_numbers_that_got_worse_are_said() -> None:
+    now = result(1)
+    now.arms[1].parity, now.arms[1].parity_reason = "FAIL", "gradient at step 1"
+    assert held(now).regressions == ["ultra: parity is FAIL and was exact (gradient at step 1)"]
+    now = result(1)
+    now.arms[1].losses = [2.0, 1.5 + 1e-7, 1.0]
+    assert held(now).regressions == []
+    now.arms[1].losses = [2.0, 1.51, 1.0]
+    assert held(now).regressions[0].startswith("ultra: the loss at step 2 is 1.51 and was 1.5;")
+    now.arms[1].losses = [2.0, float("nan"), 1.0]
+    assert "the loss at step 2 is nan" in held(now).regressions[0]
+
+
+def test_sixteen_bits_may_differ_by_their_roundings() -> None:
+    now, then = result(1), result(100)
+    for one in (now, then):
+        one.arms[1].summary = {"techniques": [{"name": "amp", "engaged": True}]}
+    now.arms[1].losses = [2.0, 1.51, 1.0]
+    assert held(now, then).regressions == []
+    then.arms[1].summary = {"techniques": []}
+    now.arms[1].losses = [2.0, 9.0, 1.0]
+    found = held(now, then)
+    assert found.regressions == []  # it is another computation, which is said
+    assert "ultra: took hold now: amp; its losses are not compared" in found.notes
+
+
+def test_an_arm_that_no_more_comes_to_its_end_is_a_regression() -> None:
+    now = result(1)
+    now.arms[1].status, now.arms[1].reason = "oom", "took 9 GiB"
+    assert held(now).regressions == ["ultra did not come to its end (oom: took 9 GiB)"]
+
+
+def test_other_work_under_the_same_name_is_not_compared() -> None:
+    now = result(1, ultra=0.9)
+    now.arms[1].config = {"training.batch_size": 64, "a.new.key": 1}
+    assert held(now).regressions == []
+    assert "ultra is not compared: training.batch_size is 64 and was 32" in held(now).notes
+    now.arms[1].config = {"training.batch_size": 32, "a.new.key": 1}
+    assert len(held(now).regressions) == 1
+    now.arms[1].overrides = ["optimization=maximum"]
+    assert "stands for optimization=maximum" in held(now).notes[0]
+
+
+def test_another_machine_is_refused_by_what_differs(tmp_path: Path) -> None:
+    then = result(1)
+    then.machine |= {"cores": 999, "cpu": "abacus"}
+    with pytest.raises(ConfigError, match="cpu is .* and was abacus; cores is .* and was 999"):
+        held(result(1), then)
+    then.write(tmp_path)
+    with pytest.raises(ConfigError, match=r"benchmark\.baseline: is of another machine"):
+        stored(BenchmarkConfig(baseline=str(tmp_path)), ["none"])
+
+
+def test_another_torch_is_compared_and_said() -> None:
+    then = result(100)
+    then.machine["torch"] = "1.0"
+    assert any("and was 1.0" in note for note in held(result(1), then).notes)
+
+
+def test_a_stored_result_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"benchmark\.baseline: .*No such file"):
+        stored(BenchmarkConfig(baseline=str(tmp_path)), ["none"])
+    result(1).write(tmp_path)
+    with pytest.raises(ConfigError, match="none of its arms is measured now: it has none, ultra"):
+        stored(BenchmarkConfig(baseline=str(tmp_path)), ["basic"])
+    assert stored(BenchmarkConfig(baseline=str(tmp_path)), ["ultra", "x"]) == result(1)
+    assert stored(BenchmarkConfig(), ["none"]) is None
+
+
+def test_arms_that_only_one_of_the_two_has_are_said() -> None:
+    now = result(1)
+    now.arms[1] = deepcopy(now.arms[1])
+    now.arms[1].name = "mine"
+    found = held(now)
+    assert found.notes == ["mine is not in the stored result", "ultra was not measured now"]

@@ -1,0 +1,94 @@
+"""A result survives its file, and a file that is damaged says where."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.benchmark.result import (
+    FILE,
+    ArmResult,
+    Attribution,
+    BenchmarkResult,
+    Control,
+    Effect,
+    Load,
+)
+from runner.errors import StorageError
+
+
+def result() -> BenchmarkResult:
+    none = ArmResult("none", [], "done", step_ms=1.5, per_sample_ms=[0.1, 0.2], losses=[2.0, 1.0])
+    ultra = ArmResult(
+        "ultra", ["optimization=ultra"], "killed", "by SIGKILL", folder="ultra", speedup=2.0,
+        speedup_interval=(1.9, 2.1), summary={"device": {"kind": "cpu"}}, metrics={"mine": 1.0},
+    )  # fmt: skip
+    effects = [Effect("amp", added=1.2, added_interval=(1.1, 1.3), note="x")]
+    return BenchmarkResult(
+        "digits", "none", [none, ultra], Control(1.0, (0.99, 1.01)), 0.01, 8, 20.0, "narrow",
+        {"cpu": "x"}, Load(others=0.1), ["a note"], Attribution("ultra", effects, ["amp is worth"]),
+        {"path": "y"},
+    )  # fmt: skip
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    result().write(tmp_path)
+    assert BenchmarkResult.read(tmp_path) == result()
+    assert BenchmarkResult.read(tmp_path / FILE) == result()
+    assert os.listdir(tmp_path) == [FILE]
+
+
+def test_numbers_that_json_has_not_come_back_as_what_they_mean(tmp_path: Path) -> None:
+    found = result()
+    found.arms[0].losses = [1.0, math.nan]
+    found.arms[1].speedup_interval = (0.5, math.inf)
+    found.write(tmp_path)
+    json.loads((tmp_path / FILE).read_text(), parse_constant=pytest.fail)
+    read = BenchmarkResult.read(tmp_path)
+    assert math.isnan(read.arms[0].losses[1])
+    assert read.arms[1].speedup_interval == (0.5, math.inf)
+
+
+def test_a_key_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
+    result().write(tmp_path)
+    found = json.loads((tmp_path / FILE).read_text())
+    found["arms"][0]["news"] = found["news"] = 1
+    (tmp_path / FILE).write_text(json.dumps(found))
+    assert BenchmarkResult.read(tmp_path) == result()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: "{", "is no JSON"),
+        (lambda d: "[" * 100_000, "is no JSON"),
+        (lambda d: json.dumps([d]), "is no result of job=benchmark"),
+        (lambda d: json.dumps({"status": "done"}), "is no result of job=benchmark"),
+        (lambda d: json.dumps(d | {"schema": 99}), "newer version"),
+        (lambda d: json.dumps(d | {"arms": 3}), "is damaged: arms is '3'"),
+        (lambda d: json.dumps(d | {"arms": [{"name": 1}]}), r"arms\[0\]\.name"),
+        (lambda d: json.dumps(d | {"arms": [{"name": "a"}]}), "is damaged: .*overrides"),
+        (lambda d: json.dumps(d | {"seconds": "long"}), "seconds is 'long'"),
+        (lambda d: json.dumps(d | {"blocks": True}), "blocks is 'True'"),
+        (lambda d: json.dumps(d | {"control": {"ratio": 1, "interval": [1]}}), "control.interval"),
+    ],
+)
+def test_a_file_that_is_damaged_or_foreign_says_so(tmp_path: Path, change, says: str) -> None:  # type: ignore[no-untyped-def]
+    result().write(tmp_path)
+    path = tmp_path / FILE
+    path.write_text(change(json.loads(path.read_text())))
+    with pytest.raises(StorageError, match=says) as caught:
+        BenchmarkResult.read(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="No such file"):
+        BenchmarkResult.read(tmp_path)
+    (tmp_path / "f").write_text("")
+    with pytest.raises(StorageError, match="not written"):
+        result().write(tmp_path / "f")
