@@ -29,7 +29,10 @@ KEYS = {
     "checkpoint.resume": "auto, or the folder of a run to go on with",
     "checkpoint.every": "steps between checkpoints (default: at each validation)",
     "optimization.amp.enabled": "one technique on or off; the same for tf32, compile, …",
+    "hydra.launcher.jobs": "-m: jobs at a time; also .timeout_s, .retries and .fail_fast",
+    "sweep.resume": "-m: auto, none, or the folder of a sweep to go on with",
     "verify.what": "job=verify: parity of the techniques, or exactness of a resume",
+    "benchmark.arms, .budget_s": "job=benchmark: what is compared, and for how long",
     "replay.path": "job=replay: a bad step of a run, in its debug/captures",
     "optimization.strict": "true: a technique that does not take hold is an error",
 }

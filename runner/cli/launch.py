@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb
@@ -17,24 +18,23 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
+from runner.cli.resume import quoted
+from runner.cli.sweep import compare, quiet_hydra
 from runner.config import typed
+from runner.device.openmp import patience
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
 from runner.jobs import find
 from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
 from runner.record import provenance
-from runner.record.console import close_logging, set_up_logging
+from runner.record.console import close_logging, one_line, set_up_logging
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
+from runner.sweep.session import Session, begun
 
 log = logging.getLogger("runner")
-
-# How often OpenMP's threads look for work before they sleep. With its own 300,000 a step takes nine
-# times as long beside one busy neighbour, with this three times (with a thread fewer 1.3 times).
-# This costs nothing on a quiet machine, and fewer turns do. scripts/bench_neighbour.py measures it.
-SPIN = "10000"
-OWN_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 class Reported(Exception):
@@ -52,15 +52,18 @@ class State:
     exit_code: int = 0  # of the one job, where there is no sweep
     jobs: int = 0
     failures: list[str] = field(default_factory=list)
+    again: bool = False  # the same command runs only what is missing
 
 
 def launch(request: Request) -> int:
     """Run what was asked for and say with which code to exit. Raises RunnerError."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and are not printed by Hydra
     logging.raiseExceptions = False  # `--info … | head` is no fault
-    if not any(key in os.environ for key in OWN_WAITING):
-        os.environ["GOMP_SPINCOUNT"] = SPIN  # read when torch is loaded, which nothing here does
+    os.environ.update(patience(os.environ))  # read when torch is loaded, which nothing here does
     as_typed, state = list(sys.argv), State()
+    session = request.session
+    if session is not None:
+        session.command = provenance.command()
 
     def task(config: DictConfig) -> float | None:
         sys.argv[:] = as_typed  # what the record shows as the command
@@ -69,9 +72,11 @@ def launch(request: Request) -> int:
     sys.argv[1:] = request.arguments
     if request.continues:  # what the run was started with stays until its checkpoint is loaded
         sys.argv.append("hydra.output_subdir=.hydra-resumed")
+    if session is not None:
+        sys.argv.append(f"hydra.sweep.dir={quoted(session.folder)}")
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
-    except Reported as error:
+        _hand_over(task, session, state)
+    except (Reported, SweepFailed) as error:
         raise _sweep_failed(state) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise translated(error) from error
@@ -88,11 +93,30 @@ def launch(request: Request) -> int:
     return state.exit_code
 
 
+def _hand_over(
+    task: Callable[[DictConfig], float | None], session: Session | None, state: State
+) -> None:
+    """Let Hydra run what it is asked to; a sweep ends in its comparison, however it ends."""
+    with ExitStack() as stack:
+        if session is not None:
+            stack.enter_context(quiet_hydra())
+            stack.enter_context(begun(session))
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+        finally:
+            if session is not None:
+                outcome = compare(session)
+                state.failures = state.failures or outcome.failures
+                state.jobs = max(state.jobs, outcome.jobs)
+                state.again = session.sweep is not None
+
+
 def _sweep_failed(state: State) -> SweepFailed:
     if not state.failures:  # they ran in processes of their own
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
-    lines = "".join(f"\n  {failure}" for failure in state.failures)
-    return SweepFailed(f"{len(state.failures)} of {state.jobs} jobs failed:{lines}")
+    lines = "".join(f"\n  {one_line(failure)}" for failure in state.failures)
+    again = "\nthe same command again runs what is missing" if state.again else ""
+    return SweepFailed(f"{len(state.failures)} of {state.jobs} jobs failed:{lines}{again}")
 
 
 def _run(config: DictConfig, request: Request, state: State) -> float | None:
@@ -113,7 +137,8 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
             with suppress(StorageError):
                 _show(replace(Summary.read(folder), reason=""), folder)  # it comes next
         message, code = _report(error, folder)
-        if not (folder / SUMMARY).exists():  # it failed while it was built
+        if not any((folder / name).exists() for name in (SUMMARY, BENCHMARK)):
+            # it failed while it was built
             with suppress(OSError):
                 Summary("failed", message, command=provenance.command()).write(folder)
         if number is None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, open_dict
 
+from runner.benchmark.arms import arms_of
 from runner.cli.arguments import Arguments
 from runner.cli.replay import with_captured
 from runner.cli.resume import Resumed, quoted, unfinished, with_recorded
+from runner.cli.sweep import prepare
 from runner.config import RunConfig, compose_raw, config_hash, typed
-from runner.errors import RunnerError
 from runner.jobs.config import JobKind
-from runner.overrides.spelling import Compose, some_jobs, spelled
+from runner.overrides.spelling import spelled
+from runner.sweep import job
+from runner.sweep.plugin import make_known
+from runner.sweep.session import Session
 
 
 @dataclass
@@ -27,11 +31,14 @@ class Request:
     sweeps: bool = False
     continues: bool = False  # in the folder of an earlier run
     notes: list[str] = field(default_factory=list)
+    session: Session | None = None  # of the sweep, where there is one
 
 
 def check(arguments: Arguments) -> Request:
     """Compose what was asked for, and check it as the run will. Raises what the run would."""
+    make_known()
     Plugins.instance()  # found now, while the current folder is not on the module path
+    arguments.overrides += job.overrides()
     if arguments.is_hydras:
         return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
     compose = partial(
@@ -43,29 +50,33 @@ def check(arguments: Arguments) -> Request:
     if arguments.only_shows:
         compose(overrides)
     elif arguments.sweeps:
-        _check_sweep(overrides, compose)
+        prepared = prepare(arguments, overrides, compose)
+        request.session = prepared.session
+        if prepared.benchmark is not None:
+            arguments = replace(arguments, multirun=False)
+            overrides, request.sweeps = prepared.benchmark, False
+            _check_benchmark(compose(overrides), overrides, arguments)
     else:
         config = compose(overrides, hydra_too=True)
         place = _place(resumed, overrides, config, request)
         if place is not None:
             overrides.append(f"hydra.run.dir={quoted(place)}")
             request.continues = True
+        if config.job.kind is JobKind.benchmark:
+            _check_benchmark(config, overrides, arguments)
     request.arguments = arguments.for_hydra(overrides)
     return request
 
 
-def _check_sweep(overrides: Sequence[str], compose: Compose) -> None:
-    """A key or option that is wrong ends the sweep here; a job that cannot run is one failure."""
-    failures: list[RunnerError] = []
-    jobs = some_jobs([o for o in overrides if o != "hydra.mode=MULTIRUN"])
-    for job in jobs:
-        config = compose(job)
-        try:
-            typed(config)
-        except RunnerError as error:
-            failures.append(error)
-    if len(failures) == len(jobs):
-        raise failures[0]
+def _check_benchmark(config: DictConfig, overrides: Sequence[str], arguments: Arguments) -> None:
+    """Every arm composes, and the stored result to hold them against is there."""
+    from runner.benchmark.regression import stored  # needs numpy, which other answers do not
+
+    settings = typed(config).benchmark
+    if not settings.claims:  # which have arms of their own
+        name = arguments.config_name or "config"
+        arms = arms_of(settings, overrides, arguments.folders, name)
+        stored(settings, [arm.name for arm in arms])
 
 
 def _place(

@@ -44,6 +44,18 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     return min(quotas, default=None)
 
 
+def oom_kills(root: Path = ROOT) -> int | None:
+    """A count that grows when the kernel kills for want of memory, in these groups or on the whole
+    machine; None where it does not tell.
+    """
+    files = [root / "proc/vmstat"]
+    for version, folder in _groups(root, "memory"):
+        files.append(folder / ("memory.events" if version == 2 else "memory.oom_control"))
+    lines = [line.split() for file in files for line in _text(file).splitlines()]
+    counts = [int(line[1]) for line in lines if len(line) == 2 and line[0] == "oom_kill"]
+    return sum(counts) if counts else None
+
+
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
     for version, folder in _groups(root, "memory"):
         limit, usage, cache = (

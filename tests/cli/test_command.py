@@ -117,7 +117,7 @@ def test_a_sweep_goes_on_after_a_failure_names_it_and_exits_with_7(folder: Path)
     for number in (2, 3):
         assert f"\n  #{number} model._target_=own_package.Net" in done.stderr
     (sweep,) = (folder / "outputs" / "sweeps" / "digits-Net").iterdir()
-    assert sorted(p.name for p in sweep.iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
+    assert sorted(p.name for p in sweep.iterdir() if p.name.isdigit()) == ["0", "1", "2", "3"]
     assert "Traceback" not in done.stderr and "Traceback" in (sweep / "2" / "run.log").read_text()
     assert '"status": "done"' in (sweep / "1" / "summary.json").read_text()
 

@@ -1,0 +1,162 @@
+"""`-m`: what is found out before a sweep is begun, and what is made of it when it is over."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from runner.cli.arguments import Arguments
+from runner.cli.resume import quoted
+from runner.config import typed
+from runner.errors import ConfigError, RunnerError, UsageError
+from runner.jobs.config import JobKind
+from runner.overrides.spelling import Compose, some_jobs
+from runner.sweep import plan
+from runner.sweep.config import LauncherConfig
+from runner.sweep.identity import sweep_hash
+from runner.sweep.merge import merged
+from runner.sweep.plugin import make_known_to_others
+from runner.sweep.record import WELL
+from runner.sweep.session import Session
+
+log = logging.getLogger("runner")
+
+MODE = "hydra.mode=MULTIRUN"
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+@dataclass
+class Prepared:
+    """A sweep to be begun, or the overrides of the one benchmark that it amounts to."""
+
+    session: Session | None = None
+    benchmark: list[str] | None = None
+
+
+def prepare(arguments: Arguments, overrides: Sequence[str], compose: Compose) -> Prepared:
+    """Check a sweep. A key or option that is wrong ends it here; a job that cannot run is one
+    failure, unless no job can. Raises RunnerError.
+    """
+    overrides = [o for o in overrides if o != MODE]
+    jobs = some_jobs(overrides)
+    failures: list[RunnerError] = []
+    kinds = set()
+    config = DictConfig({})
+    for number, job in enumerate(jobs):
+        composed = compose(job) if number else _first(compose, job)
+        if not number:
+            config = composed
+            composed = composed.copy()
+            with open_dict(composed):
+                del composed["hydra"]
+        kinds.add(composed.job.kind)
+        try:
+            typed(composed)
+        except RunnerError as error:
+            failures.append(error)
+    if len(failures) == len(jobs):
+        raise failures[0]
+    return _prepared(arguments, overrides, config, kinds)
+
+
+def _first(compose: Any, job: list[str]) -> DictConfig:
+    config: DictConfig = compose(job, hydra_too=True)
+    return config
+
+
+def _prepared(
+    arguments: Arguments, overrides: list[str], config: DictConfig, kinds: set[JobKind]
+) -> Prepared:
+    launcher = config.hydra.launcher
+    isolated = OmegaConf.get_type(launcher) is LauncherConfig
+    if isolated:
+        OmegaConf.to_object(launcher)  # it checks its values
+    else:
+        make_known_to_others()
+    folder = Path(str(config.hydra.sweep.dir))
+    if kinds == {JobKind.benchmark} and (isolated or launcher._target_ == BASIC):
+        arms = merged(overrides)
+        if arms is not None:
+            return Prepared(benchmark=[*arms, f"hydra.run.dir={quoted(folder)}"])
+    flags = _flags(arguments)
+    session = Session(folder, "", flags, sweep_hash(overrides, flags))
+    resume = str(config.sweep.resume)
+    if isolated:
+        named = any(o.startswith("hydra.sweep.dir=") for o in overrides)
+        found = plan.find(folder, named, resume, session.hash, flags)
+        session.folder = found or folder
+    elif resume not in ("auto", "none"):
+        raise ConfigError("sweep.resume", "is for hydra/launcher=isolated", "leave it out")
+    return Prepared(session)
+
+
+def _flags(arguments: Arguments) -> list[str]:
+    """Hydra's own flags that every job of the sweep needs as well."""
+    names = ("config_path", "config_name", "config_dir")
+    given = [(name, getattr(arguments, name)) for name in names]
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
+
+
+@contextmanager
+def quiet_hydra() -> Iterator[None]:
+    """While entered, a job that failed is an error without Hydra's own line about it on stderr."""
+    before: property = vars(JobReturn)["return_value"]
+
+    def value(self: JobReturn) -> Any:
+        if self.status is JobStatus.COMPLETED:
+            return self._return_value
+        raise self._return_value
+
+    JobReturn.return_value = property(value, before.fset)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        JobReturn.return_value = before  # type: ignore[method-assign, assignment]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a sweep came out."""
+
+    jobs: int = 0
+    failures: list[str] = field(default_factory=list)  # a line each
+
+
+def compare(session: Session) -> Outcome:
+    """Show and write what the jobs came to, side by side.
+
+    Also where jobs failed or the sweep was cut off, and whichever launcher ran them.
+    """
+    sweep = session.sweep
+    jobs = [] if sweep is None else sweep.jobs
+    outcome = Outcome(len(jobs), [f"{j.title}: {j.status}: {j.reason}" for j in jobs if j.failed])
+    if not session.folder.is_dir():
+        return outcome
+    from rich.console import Console
+
+    from runner.report import comparison as comparisons
+    from runner.report.table import terminal
+
+    try:
+        found = comparisons.of_folders([session.folder])
+        comparisons.write(found, session.folder)
+        with suppress(SystemExit):  # rich's answer to `| head`
+            Console().print(terminal(found), crop=False)
+    except UsageError as error:  # no job has begun
+        log.debug("no comparison: %s", error)
+        return outcome
+    except Exception as error:  # the jobs are over, and how they ended is still to be said
+        sys.stderr.write(f"warning: no comparison: {type(error).__name__}: {error}\n")
+        return outcome
+    if sweep is not None:
+        return outcome
+    bad = [row for row in found.rows if row.status not in WELL]
+    return Outcome(len(found.rows), [f"{row.name}: {row.status}: {row.reason}" for row in bad])

@@ -1,0 +1,1 @@
+"""The runner's launcher, as a Hydra plugin."""

@@ -1,0 +1,148 @@
+"""One job's process, from its start to what became of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.device import cgroup
+from runner.errors import StorageError
+from runner.summary import Summary
+from runner.sweep.record import WELL
+
+LOG = "console.log"
+TAIL = 4000  # bytes of what it said, that are looked at
+GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
+MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I)
+CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
+
+
+@dataclass
+class Child:
+    """A process in a session of its own, so that all it starts ends with it."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    timeout_s: float | None
+    began: float = field(default_factory=time.monotonic)
+    ooms: int | None = field(default_factory=cgroup.oom_kills)
+    wanted: str = ""  # how it is to be called when it was made to end: timeout or interrupted
+    why: str = ""
+    until: float = float("inf")  # when patience with it ends
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        timeout_s: float | None,
+    ) -> Child:
+        """Start it; what it says goes to `console.log` in its folder. OSError if it cannot be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOG).open("ab") as sink:
+            process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
+                command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        return cls(process, folder, timeout_s)
+
+    def has_ended(self) -> bool:
+        """Whether it has; one that takes too long is made to."""
+        if self.process.poll() is not None:
+            return True
+        now = time.monotonic()
+        if not self.wanted and self.timeout_s is not None and now - self.began > self.timeout_s:
+            self.ask(signal.SIGTERM, "timeout", f"not done within {self.timeout_s:g} s", GRACE_S)
+        if now > self.until:
+            self.kill()
+        return False
+
+    def ask(self, number: int, wanted: str, why: str, grace_s: float = float("inf")) -> None:
+        """Ask it to end: it finishes its step and writes a checkpoint."""
+        self.wanted, self.why = wanted, why
+        self.until = time.monotonic() + grace_s
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End it at once, with all that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Leave nothing of it behind."""
+        self.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.began
+
+    def last_line(self) -> str:
+        """What it said last."""
+        lines = [line for line in self._said().splitlines() if line.strip()]
+        return CLOCK.sub("", lines[-1]).strip() if lines else ""
+
+    def at_work(self) -> str:
+        """The last line of its log, which says how far it has come."""
+        lines = [line for line in self._said().splitlines() if CLOCK.match(line)]
+        return CLOCK.sub("", lines[-1]).strip() if lines else "starting"
+
+    def ending(self) -> tuple[str, str]:
+        """Status and reason, from its exit code, its summary, and what it said."""
+        code, summary = self.process.returncode, self._summary()
+        reason = "" if summary is None or summary.status == "running" else summary.reason
+        if self.wanted and code != 0:
+            return self.wanted, self.why + (f"; {reason}" if reason else "")
+        if code == 0:
+            status = summary.status if summary is not None else "done"
+            return (status, reason) if status in WELL else ("done", "")
+        if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):
+            return "interrupted", reason or "it was asked to end"
+        if code == -signal.SIGKILL:
+            return self._killed()
+        if code < 0:
+            return "killed", f"by signal {-code} ({_name(-code)})"
+        if summary is not None and summary.status in WELL:  # by something after the run itself
+            reason = ""
+        reason = reason or self.last_line() or f"it ended with {code} and said nothing"
+        return ("oom" if MEMORY.search(reason) else "failed"), reason
+
+    def _killed(self) -> tuple[str, str]:
+        now = cgroup.oom_kills()
+        if now is not None and self.ooms is not None and now > self.ooms:
+            return "oom", "killed by the kernel: the container's memory was used up"
+        return "killed", "by signal 9 (SIGKILL); by the kernel, if the memory was used up"
+
+    def _summary(self) -> Summary | None:
+        try:
+            return Summary.read(self.folder)
+        except StorageError:
+            return None
+
+    def _said(self) -> str:
+        try:
+            with (self.folder / LOG).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                return file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

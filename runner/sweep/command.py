@@ -1,0 +1,94 @@
+"""The command line and the environment of a job's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import runner
+from runner.device.capabilities import usable_cores
+from runner.overrides.spelling import read
+from runner.sweep.job import VARIABLE
+
+NOT_OF_A_JOB = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper",
+                "hydra.sweep", "hydra.mode", "hydra.run")  # fmt: skip
+MOST_VALUES = 64  # of a key, that are worth check boxes
+KEY = re.compile(r"[\w.]+", re.ASCII)
+
+
+def typed(flags: Sequence[str], hydras: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """What to type to do one job of a sweep alone."""
+    kept = [text for text in hydras if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
+    return [*flags, *overrides, *kept]
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """That as a command for a shell."""
+    return shlex.join(["python", "-m", "runner", *arguments])
+
+
+def process(arguments: Sequence[str]) -> list[str]:
+    """The command that a process is started with: the same interpreter, the same runner.
+
+    Without -P Python would put the current folder first, where a module may stand in for an
+    installed one. Only where the runner itself lies there is it needed; it takes the folder off
+    the path again before plugins are looked for.
+    """
+    apart = [] if _lies_here() and not sys.flags.safe_path else ["-P"]
+    return [sys.executable, *apart, "-m", "runner", *arguments]
+
+
+def environment(told: Sequence[str], jobs: int) -> dict[str, str]:
+    """Ours, with the module path as it is here, and what the job is told besides its command.
+
+    Jobs that run at the same time share the cores: threads that wait for one another's cores made
+    steps four times as long.
+    """
+    here = os.getcwd()
+    asked = {os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
+    kept = [p for p in map(os.path.abspath, sys.path) if p != here or here in asked]
+    if not _lies_here() or sys.flags.safe_path:
+        kept.append(str(Path(runner.__file__).parents[1]))
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(kept))}
+    found[VARIABLE] = json.dumps(list(told))
+    if jobs > 1:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
+    return found
+
+
+def _lies_here() -> bool:
+    return str(Path(runner.__file__).resolve().parents[1]) == os.path.realpath(os.getcwd())
+
+
+def domains(jobs: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> str | None:
+    """`monitoring.domains`: the keys swept over, each with every value that it takes in the sweep.
+
+    From overrides and flat config of every job; TensorBoard makes check boxes of them. A config
+    group has the names of its options. None where nothing is swept over.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for overrides, flat in jobs:
+        for o in map(read, overrides):
+            value = flat.get(o.key, o.value)
+            found.setdefault(o.key, {})[_text(value)] = None
+    parts = [
+        f"{key}:[{','.join(values)}]"
+        for key, values in found.items()
+        if 1 < len(values) <= MOST_VALUES and KEY.fullmatch(key)
+    ]
+    return f"++monitoring.domains={{{','.join(parts)}}}" if parts else None
+
+
+def _text(value: Any) -> str:
+    """As Hydra reads it back."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    return "'{}'".format(str(value).replace("\\", "\\\\").replace("'", "\\'"))

@@ -1,0 +1,118 @@
+"""When two sweeps are the same, and when a job that was done need not be done again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from enum import Enum
+from functools import cache
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from runner.config import NOT_OF_THE_RUN, RunConfig
+from runner.device.capabilities import cpu_name
+from runner.overrides.spelling import read
+from runner.record import provenance
+
+VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
+HOW = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run", "sweep.")
+"""Keys that say where and how jobs are run, not which."""
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
+    """A sha256 of what was typed, whatever its order; how and where jobs run does not count."""
+    typed = {o.key: str(o) for o in map(read, overrides)}  # the last one of a key holds
+    kept = sorted(text for key, text in typed.items() if not key.startswith(HOW))
+    return _digest([*flags, *kept])
+
+
+def job_hash(config: RunConfig) -> str:
+    """A sha256 of resolved config, code, data file, versions and device.
+
+    The code is that of our package and of those in `security.trusted`, by the contents of their
+    files, so that a commit elsewhere changes nothing and an uncommitted line does.
+    """
+    found = asdict(config)
+    settings = {k: v for k, v in found.items() if k not in ("name", "monitoring", *NOT_OF_THE_RUN)}
+    kind = config.job.kind.name
+    return _digest(
+        {
+            "config": settings,
+            "job": [kind, found.get(kind)],
+            "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
+            "data": _stamp(found["data"].get("path")),
+            "versions": {k: v for k, v in provenance.versions().items() if k in VERSIONS},
+            "device": machine(),
+        }
+    )
+
+
+def same_versions(before: dict[str, str]) -> bool:
+    """Whether a run was made with the versions of today."""
+    today = provenance.versions()
+    return all(before.get(name) == today.get(name) for name in VERSIONS)
+
+
+@cache
+def code_hash(package: str) -> str:
+    """A sha256 of the Python files of an importable package or module, which is not imported."""
+    digest = hashlib.sha256()
+    for path in _files(package.partition(".")[0]):
+        digest.update(path.name.encode() + b"\0")
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _files(package: str) -> Iterator[Path]:
+    try:
+        spec: ModuleSpec | None = find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:  # the job itself says that it is not there
+        return
+    for folder in spec.submodule_search_locations or ():
+        yield from sorted(Path(folder).rglob("*.py"))
+    if spec.origin is not None and Path(spec.origin).suffix == ".py":
+        yield Path(spec.origin)
+
+
+@cache
+def machine() -> dict[str, Any]:
+    """What there is to compute with, as far as can be told without torch."""
+    gpus = sorted(_text(path).split("IRQ")[0] for path in GPUS.glob("*/information"))
+    visible = {k: os.environ[k] for k in sorted(os.environ) if k.endswith("_VISIBLE_DEVICES")}
+    return {"cpu": cpu_name(), "system": platform.machine(), "gpus": gpus, "visible": visible}
+
+
+def _stamp(path: Any) -> list[int]:
+    """Size and time of the user's file; a folder's time changes with the names in it."""
+    if not isinstance(path, str):
+        return []
+    try:
+        status = os.stat(path)
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _plain(value: Any) -> str:
+    return value.name if isinstance(value, Enum) else str(value)

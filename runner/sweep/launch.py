@@ -1,0 +1,171 @@
+"""From the jobs that Hydra names to what each came to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from runner.checkpoint.lock import lock
+from runner.config import config_hash, flat, typed
+from runner.errors import RunnerError, StorageError, SweepFailed
+from runner.jobs.config import JobKind
+from runner.record.console import close_logging, set_up_logging
+from runner.summary import Summary
+from runner.sweep import command
+from runner.sweep.child import Child
+from runner.sweep.config import LauncherConfig
+from runner.sweep.display import Display
+from runner.sweep.identity import job_hash
+from runner.sweep.plan import Planned, Wanted, before, plan
+from runner.sweep.record import WELL, Sweep, now
+from runner.sweep.schedule import Schedule
+from runner.sweep.session import Session, current
+
+log = logging.getLogger("runner")
+
+PUTS_UP = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+"""It would end the sweep at the first failure that it is told of; others learn from failures."""
+
+
+def launch(
+    config: DictConfig,
+    loader: Any,
+    settings: LauncherConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+) -> list[JobReturn]:
+    """Run these jobs, each in a process of its own, but for those that are done already.
+
+    Raises UsageError when another process writes into the sweep's folder, and Interrupted.
+    """
+    session = current()
+    folder = session.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    set_up_logging("info", None)
+    try:
+        with lock(folder):
+            configs = [_composed(config, loader, list(o)) for o in job_overrides]
+            wanted = [
+                _wanted(one, list(overrides), first + i)
+                for i, (one, overrides) in enumerate(zip(configs, job_overrides, strict=True))
+            ]
+            planned = _planned(session, wanted)
+            _run(session, planned, wanted, settings, list(config.hydra.overrides.hydra))
+    finally:
+        close_logging()
+    puts_up = config.hydra.sweeper._target_ == PUTS_UP
+    return [
+        _return(one, folder, composed, puts_up)
+        for one, composed in zip(planned, configs, strict=True)
+    ]
+
+
+def _composed(config: DictConfig, loader: Any, overrides: list[str]) -> DictConfig:
+    found: DictConfig = loader.load_sweep_config(config, overrides)
+    return found
+
+
+def _wanted(config: DictConfig, overrides: list[str], number: int) -> Wanted:
+    """The job as its process will see it; one that it would refuse says why."""
+    with open_dict(config):
+        config.hydra.job.num = config.hydra.job.id = number
+    subdir = str(OmegaConf.select(config, "hydra.sweep.subdir"))
+    bare = config.copy()
+    with open_dict(bare):
+        del bare["hydra"]
+    try:
+        checked = typed(bare)
+    except RunnerError as error:
+        return Wanted(number, overrides, subdir, error=str(error))
+    return Wanted(
+        number, overrides, subdir, job_hash(checked), config_hash(checked),
+        checked.job.kind is JobKind.train, settings=flat(checked),
+    )  # fmt: skip
+
+
+def _planned(session: Session, wanted: list[Wanted]) -> list[Planned]:
+    """What is left to do; noted in the session's sweep, and said."""
+    sweep = session.sweep
+    earlier = before(session.folder) if sweep is None else session.left
+    planned = plan(wanted, earlier, session.folder)
+    if sweep is None:
+        sweep = session.sweep = Sweep(session.command, session.hash, started=now())
+    mine = {one.job.folder for one in planned}
+    session.left = [job for job in earlier if job.folder not in mine]
+    sweep.jobs += [one.job for one in planned]
+    done, onward = sum(one.done for one in planned), sum(one.continues for one in planned)
+    left = len(planned) - done
+    if done or onward:
+        parts = [f"{done} of {len(planned)} done before", f"{left} to run"]
+        if onward:
+            parts[-1] += f", {onward} of them from a checkpoint"
+        afresh = "" if left else " (sweep.resume=none does it all afresh)"
+        log.info("%s: %s%s", session.folder, "; ".join(parts), afresh)
+    else:
+        log.info("%d jobs, in %s", len(planned), session.folder)
+    return planned
+
+
+def _run(
+    session: Session,
+    planned: list[Planned],
+    wanted: list[Wanted],
+    settings: LauncherConfig,
+    hydras: list[str],
+) -> None:
+    sweep, folder = session.sweep, session.folder
+    if sweep is None:
+        return
+    values = command.domains([(one.overrides, one.settings) for one in wanted if one.settings])
+
+    def start(one: Planned) -> Child:
+        place = folder / one.job.folder
+        arguments = command.typed(session.flags, hydras, one.wanted.overrides)
+        where = f"checkpoint.resume={_quoted(place)}"
+        told = [where if one.continues else f"hydra.run.dir={_quoted(place)}"]
+        told += [values] if values else []
+        environment = command.environment(told, settings.jobs)
+        return Child.start(command.process(arguments), environment, place, settings.timeout_s)
+
+    for one in planned:
+        arguments = command.typed(session.flags, hydras, one.wanted.overrides)
+        one.job.command = command.shown(arguments)
+    sweep.write(folder)
+    display = Display(sweep.jobs)
+    Schedule(sweep, folder, settings, start, display).run([p for p in planned if not p.done])
+
+
+def _return(one: Planned, folder: Path, config: DictConfig, puts_up: bool) -> JobReturn:
+    """What the sweeper is told: the value that the run monitors."""
+    job = one.job
+    told = JobReturn(
+        overrides=job.overrides, cfg=config, working_dir=str(folder / job.folder),
+        task_name="runner",
+    )  # fmt: skip
+    if job.status in WELL:
+        told.status, told.return_value = JobStatus.COMPLETED, _value(folder / job.folder)
+    elif puts_up:
+        told.status, told.return_value = JobStatus.COMPLETED, None
+    else:
+        told.status = JobStatus.FAILED
+        told.return_value = SweepFailed(f"{job.title}: {job.status}: {job.reason}")
+    return told
+
+
+def _value(folder: Path) -> float | None:
+    try:
+        summary = Summary.read(folder)
+    except StorageError:
+        return None
+    return summary.best if summary.best is not None else summary.metrics.get(summary.monitor)
+
+
+def _quoted(path: Path) -> str:
+    """The path as a value that Hydra reads back as it is."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"

@@ -1,0 +1,192 @@
+"""What is left to do of a sweep: which jobs were done before, which go on, which begin."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
+
+from runner.errors import StorageError, UsageError
+from runner.summary import Summary
+from runner.sweep.identity import same_versions, sweep_hash
+from runner.sweep.record import FILE, WELL, Job, Sweep, by_their_folders
+
+log = logging.getLogger("runner")
+
+ASIDE = ".earlier"  # hidden: what is in there is no job of the sweep any more
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job that was asked for."""
+
+    number: int
+    overrides: list[str]
+    folder: str  # where it would lie if nothing lay there
+    hash: str = ""
+    config_hash: str = ""
+    trains: bool = False
+    error: str = ""  # why there can be no such job
+    settings: Mapping[str, Any] = field(default_factory=dict)  # its config, flat
+
+
+@dataclass
+class Planned:
+    """A job, and what to do about it."""
+
+    job: Job
+    wanted: Wanted
+    done: bool = False  # before
+    continues: bool = False  # from the checkpoint in its folder
+    replaces: bool = False  # something else that lies in its folder
+
+
+def find(planned: Path, named: bool, resume: str, typed: str, flags: Sequence[str]) -> Path | None:
+    """The folder of the sweep to go on with, or None to begin one in `planned`.
+
+    `named` says that `planned` was typed; `typed` is the hash of what was. Raises UsageError.
+    """
+    if resume == "auto":
+        if named:
+            return planned if (planned / FILE).exists() else None
+        return _newest(planned.parent, typed, flags)
+    if resume in ("none", "None", ""):
+        if named and (planned / FILE).exists():
+            raise UsageError(
+                f"{planned} holds a sweep, and sweep.resume=none begins one; name another folder"
+            )
+        return None
+    folder = Path(resume)
+    if not folder.is_dir():
+        raise UsageError(f"sweep.resume: there is no folder {folder} (looked from {Path.cwd()})")
+    if not (folder / FILE).exists() and not (folder / "multirun.yaml").exists():
+        raise UsageError(f"sweep.resume: {folder} is no sweep's folder: it has no {FILE}")
+    return folder
+
+
+def _newest(parent: Path, typed: str, flags: Sequence[str]) -> Path | None:
+    found = []
+    for file in parent.glob(f"*/{FILE}"):
+        try:
+            same = Sweep.read(file.parent).hash == typed
+        except StorageError:
+            same = _recorded(file.parent, flags) == typed
+        if same:
+            with suppress(OSError):
+                found.append((file.stat().st_mtime_ns, file.parent))
+    return max(found)[1] if found else None
+
+
+def _recorded(folder: Path, flags: Sequence[str]) -> str:
+    """The hash of what Hydra noted as typed."""
+    try:
+        asked = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
+        return sweep_hash([str(text) for text in (*asked.hydra, *asked.task)], flags)
+    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
+        return ""
+
+
+def before(folder: Path) -> list[Job]:
+    """The jobs that an earlier process left in the folder; says so if it cannot be sure."""
+    if not (folder / FILE).exists() and not any(folder.glob("*/.hydra/overrides.yaml")):
+        return []
+    try:
+        return Sweep.read(folder).jobs
+    except StorageError as error:
+        log.warning("%s; the jobs are judged by their folders, their code by nothing", error)
+        return by_their_folders(folder)
+
+
+def plan(wanted: Sequence[Wanted], earlier: Sequence[Job], folder: Path) -> list[Planned]:
+    """Each job with its folder: by what it is, else by how it was typed, else a new one."""
+    left = list(earlier)
+    found: dict[int, Planned] = {}
+
+    def match(is_same: Callable[[Job, Wanted], bool], unchanged: bool) -> None:
+        for one in wanted:
+            job = next((j for j in left if one.number not in found and is_same(j, one)), None)
+            if job is not None:
+                left.remove(job)
+                found[one.number] = _judged(one, job, unchanged, folder)
+
+    match(lambda job, one: _is_same(job, one, folder) and job.overrides == one.overrides, True)
+    match(lambda job, one: _is_same(job, one, folder), True)
+    match(lambda job, one: job.overrides == one.overrides, False)
+    taken = {planned.job.folder for planned in found.values()} | {job.folder for job in left}
+    for one in wanted:
+        if one.number not in found:
+            place = _free(one.folder, taken, folder)
+            taken.add(place)
+            found[one.number] = Planned(Job(one.number, one.overrides, place, one.hash), one)
+    if left:
+        names = ", ".join(job.folder for job in left)
+        log.info("not asked for any more, and left as they are: %s", names)
+    return [found[one.number] for one in wanted]
+
+
+def _is_same(job: Job, one: Wanted, folder: Path) -> bool:
+    """Whether the job would be the same again, as far as is known."""
+    if one.error:
+        return False
+    if job.hash:
+        return job.hash == one.hash
+    try:
+        summary = Summary.read(folder / job.folder)
+    except StorageError:
+        return False
+    return summary.config_hash == one.config_hash != "" and same_versions(summary.versions)
+
+
+def _judged(one: Wanted, job: Job, unchanged: bool, folder: Path) -> Planned:
+    kept = Job(one.number, one.overrides, job.folder, one.hash)
+    if unchanged and job.status in WELL and _ended_well(folder / job.folder):
+        kept = replace(job, number=one.number, overrides=one.overrides, hash=one.hash)
+        return Planned(kept, one, done=True)
+    if unchanged:
+        kept.tries, kept.seconds, kept.started = job.tries, job.seconds, job.started
+    continues = unchanged and can_continue(one, folder / job.folder)
+    replaces = not continues and (folder / job.folder).exists()
+    return Planned(kept, one, continues=continues, replaces=replaces)
+
+
+def _ended_well(folder: Path) -> bool:
+    try:
+        return Summary.read(folder).status in WELL
+    except StorageError:
+        return False
+
+
+def can_continue(one: Wanted, folder: Path) -> bool:
+    """Whether there is a checkpoint of that training in the folder."""
+    return one.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
+
+
+def _free(wanted: str, taken: set[str], folder: Path) -> str:
+    """`wanted`, or the next number that nothing has."""
+    if wanted not in taken and not (folder / wanted).exists():
+        return wanted
+    names = (str(number) for number in range(len(taken) + 10_000))
+    return next(n for n in names if n not in taken and not (folder / n).exists())
+
+
+def set_aside(folder: Path, job: str) -> None:
+    """Make room for a job that begins again: its log and record of before stay, hidden.
+
+    Weights and curves go: a second curve of one job would be a job too many in TensorBoard.
+    """
+    number = 1
+    while (place := folder / ASIDE / f"{job.replace('/', '_')}-{number}").exists():
+        number += 1
+    place.parent.mkdir(exist_ok=True)
+    (folder / job).rename(place)
+    shutil.rmtree(place / "checkpoints", ignore_errors=True)
+    for file in place.rglob("events.out.tfevents.*"):
+        file.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""The jobs of a sweep at work: so many at a time, again where that is asked for, to the end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from runner.errors import Interrupted, StorageError
+from runner.interrupts import Interrupts
+from runner.summary import Summary
+from runner.sweep.child import GRACE_S, Child
+from runner.sweep.config import LauncherConfig
+from runner.sweep.display import Display
+from runner.sweep.plan import Planned, can_continue, set_aside
+from runner.sweep.record import RUNNING, SKIPPED, Sweep, now
+
+log = logging.getLogger("runner")
+
+POLL_S = 0.1  # between two looks at the processes
+ONWARD = "the same command again goes on with this sweep"
+AGAIN = ("failed", "killed", "timeout", "oom")  # worth another try, where one is asked for
+
+Start = Callable[[Planned], Child]
+
+
+class Schedule:
+    """Runs what is planned; every change is in `sweep.json` at once."""
+
+    def __init__(
+        self, sweep: Sweep, folder: Path, settings: LauncherConfig, start: Start, display: Display
+    ) -> None:
+        self.sweep, self.folder, self.settings = sweep, folder, settings
+        self.start, self.display = start, display
+        self.waiting: deque[Planned] = deque()
+        self.running: list[tuple[Planned, Child]] = []
+        self.retried: dict[int, int] = {}
+        self.over = ""  # why no further job is begun
+
+    def run(self, planned: Sequence[Planned]) -> None:
+        """Until every job has ended. Raises Interrupted after Ctrl-C or SIGTERM: the first one asks
+        the jobs to end, which leaves a checkpoint, a second one ends them at once.
+        """
+        self.waiting.extend(planned)
+        with Interrupts() as interrupts, self.display:
+            try:
+                while self.running or (self.waiting and not self.over):
+                    if interrupts.received is not None and not self.over:
+                        self._interrupt(interrupts.received)
+                    self._begin()
+                    self._collect()
+                    self.display.refresh([(p.job, child) for p, child in self.running])
+                    time.sleep(POLL_S)
+            except KeyboardInterrupt:  # the second one
+                self.over = self.over or "the sweep was interrupted"
+                for _, child in self.running:
+                    child.wanted, child.why = "interrupted", "ended at once by a second signal"
+            finally:
+                for one, child in self.running:
+                    child.kill()
+                    child.process.wait()
+                    self._settle(one, child, again=False)
+                self._skip()
+            if interrupts.received is not None:
+                raise Interrupted(interrupts.received, f"; {ONWARD}")
+
+    def _begin(self) -> None:
+        while self.waiting and not self.over and len(self.running) < self.settings.jobs:
+            one = self.waiting.popleft()
+            job = one.job
+            refused = one.wanted.error  # there can be no such job
+            try:
+                if one.replaces:
+                    set_aside(self.folder, job.folder)
+                child = None if refused else self.start(one)
+            except OSError as error:
+                child, refused = None, f"it cannot be started: {error}"
+            if child is None:
+                job.status, job.reason, job.ended = "failed", refused, now()
+                self._changed(one, 0.0)
+                continue
+            job.status, job.reason, job.ended, job.exit_code = RUNNING, "", "", None
+            job.started = job.started or now()
+            job.tries += 1
+            self.running.append((one, child))
+            self.sweep.write(self.folder)
+            self.display.began(job, one.continues)
+
+    def _collect(self) -> None:
+        for one, child in list(self.running):
+            if child.has_ended():
+                self.running.remove((one, child))
+                self._settle(one, child, again=not self.over)
+
+    def _settle(self, one: Planned, child: Child, again: bool) -> None:
+        """Note what became of a process, and put the job back if it is to be tried again."""
+        child.close()
+        job = one.job
+        job.exit_code = child.process.returncode
+        job.status, job.reason = child.ending()
+        job.seconds, job.ended = job.seconds + child.seconds, now()
+        again = again and job.status in AGAIN
+        retries = again and self.retried.get(job.number, 0) < self.settings.retries
+        if retries:
+            self.retried[job.number] = self.retried.get(job.number, 0) + 1
+            one.continues = can_continue(one.wanted, self.folder / job.folder)
+            one.replaces = not one.continues
+            self.waiting.appendleft(one)
+        self._changed(one, child.seconds, retries)
+
+    def _changed(self, one: Planned, seconds: float, retries: bool = False) -> None:
+        job = one.job
+        tell(self.folder / job.folder, job.status, job.reason, job.command)
+        self.sweep.write(self.folder)
+        self.display.ended(job, seconds, retries)
+        if job.failed and not retries and self.settings.fail_fast and not self.over:
+            self.over = f"fail_fast: #{job.number} {job.status}"
+            for _, child in self.running:
+                child.ask(signal.SIGTERM, "interrupted", self.over, GRACE_S)
+
+    def _interrupt(self, number: int) -> None:
+        self.over = "the sweep was interrupted"
+        log.warning("ending %d jobs; once more to end them at once", len(self.running))
+        for _, child in self.running:
+            child.ask(number, "interrupted", self.over)
+
+    def _skip(self) -> None:
+        for one in self.waiting:
+            if not one.job.ended:
+                one.job.status, one.job.reason = SKIPPED, self.over or "the sweep ended before it"
+        self.sweep.ended = now()
+        self.sweep.write(self.folder)
+
+
+def tell(folder: Path, status: str, reason: str, command: str) -> None:
+    """Make the job's `summary.json` say how it ended, where it could not itself."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            before = Summary.read(folder)
+        except StorageError:
+            before = Summary(command=command)
+        if before.status != status:
+            replace(before, status=status, reason=reason).write(folder)
+    except (OSError, StorageError) as error:
+        log.warning("%s: what became of the job is in sweep.json only: %s", folder, error)

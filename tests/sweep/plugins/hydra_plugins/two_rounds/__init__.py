@@ -1,0 +1,1 @@
+"""A sweeper for tests."""

@@ -1,0 +1,133 @@
+"""What ends a job or a sweep before its time: time-outs, signals, failures that end all."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.sweep.child import Child
+
+from .conftest import NET, SHORT, environment, only, statuses, sweep, told
+
+LONG = ["+model.work=300", "training.steps=900", "training.validate_every=900",
+        "monitoring.every=5"]  # fmt: skip
+
+
+def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> None:
+    done = sweep(folder, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
+    (job,) = told(only(folder))["jobs"]
+    assert (job["status"], job["tries"]) == ("timeout", 2)
+    assert "not done within 0.5 s" in job["reason"] and done.returncode == 7
+    assert told(only(folder) / "0", "summary.json")["status"] == "timeout"
+
+
+def test_a_failure_that_was_bad_luck_is_made_good_by_another_try(folder: Path) -> None:
+    done = sweep(folder, *NET, "+model.how=fail_once", "hydra.launcher.retries=1")
+    assert done.returncode == 0, done.stderr
+    (job,) = told(only(folder))["jobs"]
+    assert (job["status"], job["tries"], job["reason"]) == ("done", 2, "")
+    assert "tried again" in done.stderr
+    assert not list((only(folder) / ".earlier").rglob("events.out*"))  # it is one curve
+
+
+def test_want_of_memory_has_a_name_of_its_own_and_fail_fast_skips_the_rest(folder: Path) -> None:
+    done = sweep(folder, *NET, "+model.how=memory,fine,big", "hydra.launcher.fail_fast=true")
+    assert statuses(only(folder)) == ["oom", "skipped", "skipped"]
+    assert done.returncode == 7 and "1 of 3 jobs failed" in done.stderr
+    assert "fail_fast: #0 oom" in told(only(folder))["jobs"][2]["reason"]
+    rows = told(only(folder), "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ["oom", "skipped", "skipped"]
+
+
+def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) -> None:
+    process = started(folder)
+    wait_until(lambda: bool(trained(folder)), process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert statuses(only(folder)) == ["interrupted"]
+    assert "the same command" in said and "interrupted" in said
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    first = max(only(folder).glob("0/checkpoints/step_*/manifest.json"))
+    done = sweep(folder, *NET, *LONG)
+    assert "0 of 1 done before; 1 to run, 1 of them from a checkpoint" in done.stderr
+    assert done.returncode == 0, done.stderr
+    steps = int(first.parent.name.removeprefix("step_"))
+    assert f"continues at step {steps}" in (only(folder) / "0" / "report.md").read_text()
+    assert told(only(folder) / "0", "summary.json")["steps"] == 900
+
+
+@pytest.mark.slow
+def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> None:
+    process = started(folder)
+    wait_until(lambda: bool(trained(folder)), process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert told(only(folder) / "0", "summary.json")["status"] == "interrupted"
+    assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))
+
+
+def test_a_job_that_does_not_listen_is_ended_once_patience_is_over(tmp_path: Path) -> None:
+    deaf = "import signal, threading; signal.signal(15, signal.SIG_IGN); print('ready', flush=True)"
+    child = Child.start(
+        [sys.executable, "-c", f"{deaf}; threading.Event().wait()"], environment(), tmp_path, None
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while child.last_line() != "ready":
+            assert time.monotonic() < deadline
+        child.ask(signal.SIGTERM, "timeout", "too long", grace_s=0.2)
+        while not child.has_ended():
+            assert time.monotonic() < deadline
+        assert child.ending() == ("timeout", "too long")
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("raise SystemExit(0)", "done", ""),
+        ("import os; os.kill(os.getpid(), 11)", "killed", "SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 15)", "interrupted", ""),
+        ("raise SystemExit('it is broken')", "failed", "it is broken"),
+        ("raise SystemExit('error: out of memory (2 MiB more) while training')", "oom", "2 MiB"),
+    ],
+)
+def test_an_ending_without_a_summary_is_told_by_the_exit_code_and_the_last_words(
+    tmp_path: Path, code: str, status: str, reason: str
+) -> None:
+    child = Child.start([sys.executable, "-c", code], environment(), tmp_path, None)
+    child.process.wait(30)
+    found = child.ending()
+    child.close()
+    assert found[0] == status and reason in found[1]
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG], cwd=folder, env=environment(),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def trained(folder: Path) -> list[Path]:
+    found = folder.glob("outputs/sweeps/*/*/0/metrics.jsonl")
+    return [path for path in found if path.stat().st_size]
+
+
+def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
