@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from runner.device import memory
@@ -16,7 +16,7 @@ from runner.errors import Interrupted
 from runner.hook import Evaluation, Hook, Report
 from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
-from runner.record import markdown, provenance
+from runner.record import columns, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.run import Run
 
@@ -25,16 +25,6 @@ log = logging.getLogger("runner")
 GIB = 2**30
 SYSTEM_ROW_S = 0.5  # rates over less time are noise
 PICTURES_S = 5.0  # between two looks at the model's predictions, which take some 30 ms
-COLUMNS = (
-    "seed", "data.kind", "model.kind", "model.width", "model.depth", "model.dropout",
-    "optimization.level", "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
-    "optimizer.ema", "schedule.kind", "schedule.warmup", "stability.clip_norm",
-    "training.batch_size", "training.micro_batch",
-)  # fmt: skip
-"""Of the whole config, what gets a column in HParams; the rest is in the Text tab."""
-FOREMOST = (
-    "data.kind", "model.kind", "optimization.level", "optimizer.lr", "training.batch_size",
-)  # fmt: skip
 QUALITY = {
     "classification": {"accuracy": ["val/accuracy"]},
     "language_modelling": {"bits": ["val/bits_per_byte", "val/bits_per_token"]},
@@ -45,20 +35,17 @@ QUALITY = {
 class Recording(Hook):
     """Rows of metrics, the config and the origin as text, and pictures of what is being learned.
 
-    `settings` is the config, flat: `optimizer.lr` and so on. `domains` names, for some of these,
-    every value there can be: they get check boxes in HParams.
+    `settings` is the config, flat: `optimizer.lr` and so on.
     """
 
     def __init__(
         self,
         config: MonitoringConfig,
         settings: Mapping[str, Any],
-        domains: Mapping[str, Sequence[bool | int | float | str]] | None = None,
         machine: Machine | None = None,
     ) -> None:
         self.config = config
         self.machine = machine or Machine(every_s=config.system_every_s)
-        self.domains = domains
         self.settings = settings
         self.predictions = Predictions()
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
@@ -125,8 +112,15 @@ class Recording(Hook):
         except OSError as error:
             log.warning("no provenance.json: %s", error)
             origin = {}
-        row = f"{run.name}/{run.folder.name}"
-        recorder.hparams(row, self._columns(), _metrics(run), self.domains, FOREMOST)
+        domains = self.config.domains
+        values, choices = columns.swept(self.settings, columns.typed_in(run.folder), domains)
+        recorder.hparams(
+            _row_name(run.name, run.folder),
+            columns.usual(self.settings) | values,
+            _metrics(run),
+            choices,
+            list(values) or columns.FOREMOST,
+        )
         recorder.layout(_charts(run))
         step = run.progress.step
         config = run.folder / ".hydra" / "config.yaml"  # environment variables are unresolved in it
@@ -135,16 +129,6 @@ class Recording(Hook):
             recorder.text("about/config", markdown.code(text, "yaml"), step)
         if origin:
             recorder.text("about/origin", _origin(origin), step)
-
-    def _columns(self) -> dict[str, bool | int | float | str]:
-        columns: dict[str, bool | int | float | str] = {}
-        for name in COLUMNS:
-            value = self.settings.get(name)
-            if isinstance(value, Enum):
-                value = value.value
-            if isinstance(value, bool | int | float | str):
-                columns[name] = value
-        return columns
 
     def _system(self, run: Run) -> None:
         """Rates over the steps since the last such row, and what the machine is doing."""
@@ -206,6 +190,14 @@ def _mean(values: list[float]) -> float:
     """Over those that are finite; NaN if none is."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _row_name(name: str, folder: Path) -> str:
+    """Of the run's row. Rows of one name are merged, so a job of a sweep says of which one."""
+    parent = folder.absolute().parent.name
+    if parent == name:
+        return f"{name}/{folder.name}"
+    return f"{folder.name} of {name}/{parent}"  # TensorBoard shows the beginning
 
 
 def _metrics(run: Run) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from runner.errors import ConfigError
 
@@ -26,6 +27,8 @@ class MonitoringConfig:
     line_every_s: float = 5.0  # seconds between plain lines
     log_level: str = "info"
     export: list[TableKind] = field(default_factory=list)  # the record also as tables, at the end
+    # every value that a key has in the jobs of a sweep, for check boxes; the launcher fills it in
+    domains: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.every < 1:

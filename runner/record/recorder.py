@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from runner.record.tensorboard import Scalar, TensorBoard
+    from runner.record.columns import Scalar
+    from runner.record.tensorboard import TensorBoard
 
 log = logging.getLogger("runner")
 
@@ -59,9 +60,9 @@ class Recorder:
 
     def _open_tensorboard(self, folder: Path, start_step: int) -> None:
         try:
-            from runner.record.tensorboard import TensorBoard
+            from runner.record.event_files import open_for
 
-            self._events = TensorBoard(folder, start_step + 1 if start_step else None)
+            self._events = open_for(folder, start_step + 1 if start_step else None)
         except OSError as error:
             self._lost("tensorboard", error)
         except Exception as error:  # protobuf versions that do not fit show as all kinds of errors

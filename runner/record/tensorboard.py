@@ -7,12 +7,9 @@ TensorFlow. A record here is one write, and its failure is an OSError at the cal
 
 from __future__ import annotations
 
-import os
 import re
-import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,42 +24,37 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.record.appending import Appender
+from runner.record.columns import Scalar
+from runner.record.tfrecord import framed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Scalar = bool | int | float | str
-
-PREFIX = "events.out.tfevents."
 BUCKETS = 30  # of a histogram, as TensorBoard draws
+BOXES = 9  # of a filter; for more values TensorBoard shows a text field, which numbers do not fit
+EXPERIMENT = "_hparams_/experiment"
 SESSION_START = "_hparams_/session_start_info"
 SESSION_END = "_hparams_/session_end_info"
 STATUS = {
     "done": api_pb2.STATUS_SUCCESS,
     "stopped": api_pb2.STATUS_SUCCESS,
-    "failed": api_pb2.STATUS_FAILURE,
+    **dict.fromkeys(("failed", "killed", "timeout", "oom", "skipped"), api_pb2.STATUS_FAILURE),
 }  # an interrupted run is neither: it can be resumed
 
 
 class TensorBoard:
-    """One event file in a run's folder; several of them, from resumes, read as one run.
+    """One event file. Several of them in a run's folder, from resumes, read as one run."""
 
-    With `purge_step`, what earlier files say about that step and later ones is void, and their
-    end of the session is removed: readers believe the first one they meet, for ever.
-    """
-
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        earlier = sorted(folder.glob(PREFIX + "*"))
-        self.has_session = any([_reopen(path) for path in earlier])
-        # readers go through the files in the order of their names
-        stamps = [int(m[1]) for path in earlier if (m := re.match(r".*tfevents\.(\d+)", path.name))]
-        stamp = max([int(time.time()), *(s + 1 for s in stamps)])
-        self.file = Appender(folder / f"{PREFIX}{stamp:010d}.{os.getpid()}", new=True)
+    def __init__(self, path: Path, has_session: bool = False) -> None:
+        self.has_session = has_session
+        self.file = Appender(path, new=True)
         self.tags: dict[tuple[str, str], str] = {}
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def purge(self, step: int) -> None:
+        """What earlier files say about that step and later ones is void."""
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=step, session_log=start))
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """All of a row's values in one event, under `<split>/<name>`."""
@@ -129,22 +121,37 @@ class TensorBoard:
         """
         if self.has_session:
             return
+        self.experiment(values, metrics, domains, foremost)
+        self.session(session, values)
+
+    def experiment(
+        self,
+        columns: Mapping[str, Scalar],
+        metrics: Sequence[str],
+        domains: Mapping[str, Sequence[Scalar]],
+        foremost: Sequence[str] = (),
+    ) -> None:
+        """The columns of the HParams tab, each with a value that says of which kind it is.
+
+        TensorBoard takes those of any one run for all of them.
+        """
         infos = [
-            _info(name, value, domains.get(name), name in foremost)
-            for name, value in values.items()
+            _info(name, value, domains.get(name, ()), name in foremost)
+            for name, value in columns.items()
         ]
+        names = [api_pb2.MetricName(tag=_clean(tag)) for tag in metrics]
         experiment = api_pb2.Experiment(
-            hparam_infos=infos,
-            metric_infos=[
-                api_pb2.MetricInfo(name=api_pb2.MetricName(tag=_clean(tag))) for tag in metrics
-            ],
+            hparam_infos=infos, metric_infos=[api_pb2.MetricInfo(name=name) for name in names]
         )
+        self._hparams(EXPERIMENT, experiment=experiment)
+
+    def session(self, name: str, values: Mapping[str, Scalar]) -> None:
+        """This run's row, which `end` ends."""
         start = plugin_data_pb2.SessionStartInfo(
-            group_name=_clean(session), start_time_secs=time.time()
+            group_name=_clean(name), start_time_secs=time.time()
         )
-        for name, value in values.items():
-            _set(start.hparams[_clean(name)], value)
-        self._hparams("_hparams_/experiment", experiment=experiment)
+        for key, value in values.items():
+            _set(start.hparams[_clean(key)], value)
         self._hparams(SESSION_START, session_start_info=start)
         self.has_session = True
 
@@ -202,16 +209,18 @@ class TensorBoard:
         self._write(event)
 
     def _write(self, event: Any) -> None:
-        self.file.write(_framed(event.SerializeToString()))
+        self.file.write(framed(event.SerializeToString()))
 
 
-def _info(name: str, value: Scalar, domain: Sequence[Scalar] | None, differs: bool) -> Any:
+def _info(name: str, value: Scalar, domain: Sequence[Scalar], differs: bool) -> Any:
     kinds = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     kind = kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64)
     info = api_pb2.HParamInfo(name=_clean(name), type=kind, differs=differs)
     if isinstance(value, bool):
         domain = (False, True)
-    for choice in domain or ():
+    elif not isinstance(value, str) and len(domain) > BOXES:
+        domain = ()  # a range from and to
+    for choice in domain:
         _set(info.domain_discrete.values.add(), choice)
     return info
 
@@ -229,73 +238,3 @@ def _set(slot: Any, value: Scalar) -> None:
 def _clean(text: str) -> str:
     """Text that protobuf takes: no lone surrogates, which file names may bring."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _reopen(path: Path) -> bool:
-    """Make an ended file open again; says whether it starts a session of the HParams tab."""
-    records = list(_records(path.read_bytes()))
-    kept = [record for record in records if SESSION_END.encode() not in record]
-    if len(kept) < len(records):
-        temporary = path.with_name(f".{path.name[len(PREFIX) :]}.tmp")  # not an event file's name
-        temporary.write_bytes(b"".join(map(_framed, kept)))
-        os.replace(temporary, path)
-    return any(SESSION_START.encode() in record for record in kept)
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """The records of an event file, up to the first one that is torn."""
-    start = 0
-    while start + 12 <= len(data):
-        (length,) = struct.unpack_from("<Q", data, start)
-        end = start + 12 + length
-        if end + 4 > len(data):
-            return
-        yield data[start + 12 : end]
-        start = end + 4
-
-
-def _framed(data: bytes) -> bytes:
-    """A record as in TFRecord files: length, its checksum, data, its checksum."""
-    return _header(len(data)) + data + _checksum(data)
-
-
-@lru_cache(1024)  # rows of metrics are of a few lengths
-def _header(length: int) -> bytes:
-    packed = struct.pack("<Q", length)
-    return packed + _checksum(packed)
-
-
-def _checksum(data: bytes) -> bytes:
-    crc = _crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-CHUNK = 256
-
-
-def _crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli), a chunk at a time: the bytes of a chunk add up by exclusive or.
-
-    4 µs for a row of metrics, where a loop over its bytes takes 14.
-    """
-    table = _table()
-    values = np.frombuffer(data, np.uint8)
-    crc = 0xFFFFFFFF
-    for start in range(0, len(values), CHUNK):
-        chunk = values[start : start + CHUNK].copy()
-        n = len(chunk)
-        chunk[:4] ^= np.frombuffer(crc.to_bytes(4, "little")[: min(n, 4)], np.uint8)
-        crc = (crc >> 8 * n) ^ int(np.bitwise_xor.reduce(table[np.arange(n - 1, -1, -1), chunk]))
-    return crc ^ 0xFFFFFFFF
-
-
-@cache
-def _table() -> NDArray[np.uint32]:
-    """[k, b]: what a byte `b` adds to the checksum when `k` more bytes follow it."""
-    row: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        row = (row >> np.uint32(1)) ^ ((row & np.uint32(1)) * np.uint32(0x82F63B78))
-    rows = [row]
-    for _ in range(CHUNK - 1):
-        rows.append((rows[-1] >> 8) ^ row[rows[-1] & 0xFF])
-    return np.stack(rows)

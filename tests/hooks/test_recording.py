@@ -133,9 +133,33 @@ def test_a_run_has_one_row_of_hparams_texts_and_a_picture_of_its_last_best(
     assert "torch" in texts["about/origin"] and "python" in texts["about/origin"]
     start = next(value for _, value in found if value.tag == "_hparams_/session_start_info")
     session = metadata.parse_session_start_info_plugin_data(start.metadata.plugin_data.content)
-    assert session.group_name == f"trial/{tmp_path.name}"
+    assert session.group_name == f"{tmp_path.name} of trial/{tmp_path.parent.name}"
     assert set(session.hparams) == {"optimizer.lr", "seed"}
     assert (tmp_path / "provenance.json").is_file()
+
+
+def test_a_swept_key_has_a_column_of_its_own_with_all_its_values_and_comes_first(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- optimization=basic\n")
+    config = MonitoringConfig(
+        domains={"optimizer.momentum": [0.9, 0.5], "optimization": ["none", "basic"]}
+    )
+    watcher = Recording(config, {**SETTINGS, "optimizer.momentum": 0.5})
+    with watcher.session(classifier(make_run, tmp_path)):
+        pass
+    content = {v.tag: v.metadata.plugin_data.content for _, v in events(tmp_path)}
+    start = metadata.parse_session_start_info_plugin_data(content["_hparams_/session_start_info"])
+    assert start.hparams["optimizer.momentum"].number_value == 0.5
+    assert start.hparams["optimization"].string_value == "basic"
+    experiment = metadata.parse_experiment_plugin_data(content["_hparams_/experiment"])
+    domains = {
+        info.name: [v.string_value or v.number_value for v in info.domain_discrete.values]
+        for info in experiment.hparam_infos
+        if info.differs
+    }
+    assert domains == {"optimizer.momentum": [0.5, 0.9], "optimization": ["none", "basic"]}
 
 
 @pytest.mark.parametrize(

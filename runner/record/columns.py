@@ -1,0 +1,137 @@
+"""What of a run's config gets a column in TensorBoard's HParams, and which filters have boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
+
+Scalar = bool | int | float | str
+
+COLUMNS = (
+    "seed", "data.kind", "model.kind", "model.width", "model.depth", "model.dropout",
+    "optimization.level", "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
+    "optimizer.ema", "schedule.kind", "schedule.warmup", "stability.clip_norm",
+    "training.batch_size", "training.micro_batch",
+)  # fmt: skip
+"""Of the whole config, what gets a column; the rest is in the Text tab."""
+FOREMOST = (
+    "data.kind", "model.kind", "optimization.level", "optimizer.lr", "training.batch_size",
+)  # fmt: skip
+NULL = "null"
+LONGEST = 2**20  # bytes of a config file; a longer one is none of ours
+
+
+def usual(settings: Mapping[str, Any]) -> dict[str, Scalar]:
+    """The columns of every run; keys without a value have none. `settings` is its config, flat."""
+    found = {name: plain(settings[name]) for name in COLUMNS if settings.get(name) is not None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def swept(
+    settings: Mapping[str, Any], typed: Mapping[str, str], domains: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, Scalar], dict[str, list[Scalar]]]:
+    """The columns of the keys in `domains`, and every value that each of them can have.
+
+    A key that is no setting is a group, such as `optimization`; its value is what was `typed`.
+    """
+    values: dict[str, Scalar] = {}
+    choices: dict[str, list[Scalar]] = {}
+    for key, domain in domains.items():
+        if key in settings:
+            own = column(settings[key])
+        elif key in typed:
+            own = column(parsed(typed[key]))
+        else:
+            continue
+        known = [column(parsed(item) if isinstance(item, str) else item) for item in domain]
+        own, *known = alike([own, *known])
+        values[key] = own
+        choices[key] = ordered([*known, own])
+    return values, choices
+
+
+def plain(value: Any) -> Scalar | None:
+    """A value that HParams can hold as it is; None for any other, and for what is not finite."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def column(value: Any) -> Scalar:
+    """The same where there must be a value: `null`, or the text of it, in its place."""
+    found = plain(value)
+    if found is not None:
+        return found
+    return NULL if value is None else str(value)
+
+
+def parsed(text: str) -> Any:
+    """What was typed on a command line, as it is in the config."""
+    bare = text.strip()
+    words = {"null": None, "true": True, "false": False}
+    if bare.lower() in words:
+        return words[bare.lower()]
+    for kind in (int, float):
+        try:
+            return kind(bare)
+        except ValueError:
+            continue
+    return bare.strip("'\"")
+
+
+def alike(values: Sequence[Scalar]) -> list[Scalar]:
+    """The same values; all as text where not all are of one kind, as a column has to be."""
+    kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in values}
+    if len(kinds) < 2:
+        return list(values)
+    return [_text(value) for value in values]
+
+
+def _text(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def ordered(values: Sequence[Scalar]) -> list[Scalar]:
+    """Each value once: numbers by size, words as they came. All have to be of one kind."""
+    once = list(dict.fromkeys(values))
+    numbers = [value for value in once if not isinstance(value, str)]
+    return once if len(numbers) < len(once) else [*sorted(numbers)]
+
+
+def typed_in(folder: Path) -> dict[str, str]:
+    """The overrides that Hydra noted in a run's folder, by key; {} where it did not."""
+    listed = _read(folder / ".hydra" / "overrides.yaml")
+    pairs = [str(item).partition("=") for item in listed] if isinstance(listed, list) else []
+    return {key.lstrip("+").partition("@")[0]: value for key, equals, value in pairs if equals}
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """The config that Hydra noted in a run's folder, flat; {} where it did not."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}" if path else str(key))
+        else:
+            found[path] = value
+
+    walk(_read(folder / ".hydra" / "config.yaml"), "")
+    return found
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            return yaml.safe_load(file.read(LONGEST))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
