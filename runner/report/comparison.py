@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
 
+log = logging.getLogger("runner")
+
 FILE = "comparison.json"
+PAGE = "comparison.html"
+FINISHED = ("done", "stopped")
+"""How a job ends that did what it was asked to; any other status is a failure with a reason."""
 
 
 @dataclass
@@ -31,6 +40,11 @@ class Row:
     folder: str = ""  # relative to the comparison's
     measured: ArmResult | None = None  # of a benchmark
 
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end as it should."""
+        return self.status in FINISHED
+
 
 @dataclass
 class Comparison:
@@ -43,12 +57,44 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     command: str = ""
     benchmark: BenchmarkResult | None = None  # control, load, attribution, machine
+    history: list[BenchmarkResult] = field(default_factory=list)  # several of them, oldest first
+    home: Path | None = None  # what the rows' folders are relative to; `write` moves it
     schema: int = 1
 
 
 def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
-    """A benchmark's arms."""
-    raise NotImplementedError
+    """A benchmark's arms; `folder` is the benchmark's, where it has one."""
+    rows = [
+        Row(
+            overrides=list(arm.overrides),
+            status=arm.status,
+            reason=arm.reason,
+            summary=dict(arm.summary),
+            speedup=arm.speedup if arm.speedup and math.isfinite(arm.speedup) else None,
+            speedup_interval=arm.speedup_interval,
+            parity=arm.parity,
+            command=arm.command,
+            name=arm.name,
+            folder=arm.folder or "",
+            measured=arm,
+        )
+        for arm in result.arms
+    ]
+    notes = list(dict.fromkeys([*result.notes, *_of_arms(result)]))
+    return Comparison(
+        result.name,
+        rows,
+        kind="benchmark",
+        reference=result.reference,
+        notes=notes,
+        command=result.command,
+        benchmark=result,
+        home=None if folder is None else folder.absolute(),
+    )
+
+
+def _of_arms(result: BenchmarkResult) -> list[str]:
+    return [f"{arm.name}: {note}" for arm in result.arms for note in arm.notes]
 
 
 def of_folders(folders: Sequence[Path]) -> Comparison:
@@ -56,11 +102,64 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
 
     Raises UsageError where there is nothing to compare; a damaged summary is a row that says so.
     """
-    raise NotImplementedError
+    from runner.report import folders as reading
+
+    return reading.compare(folders)
+
+
+def moved(comparison: Comparison, folder: Path) -> Comparison:
+    """The same with the rows' folders relative to `folder`."""
+    home = comparison.home
+    if home is None or home == folder.absolute():
+        return replace(comparison, home=folder.absolute())
+    rows = [
+        replace(row, folder=os.path.relpath(home / row.folder, folder.absolute()))
+        if row.folder
+        else row
+        for row in comparison.rows
+    ]
+    return replace(comparison, rows=rows, home=folder.absolute())
 
 
 def write(comparison: Comparison, folder: Path) -> list[Path]:
     """comparison.json, comparison.md, comparison.html, results.csv, and the TensorBoard run
     `comparison`; what was written. A disk that does not take it is a warning, not an error.
     """
-    raise NotImplementedError
+    from runner.report import document, page, plain
+
+    here = moved(comparison, folder)
+    makers: list[tuple[str, Callable[[], str]]] = [
+        (FILE, lambda: plain.as_json(here)),
+        ("results.csv", lambda: plain.as_csv(here)),
+        ("comparison.md", lambda: document.markdown(here)),
+        (PAGE, lambda: page.html(here)),
+    ]
+    written = []
+    with suppress(OSError):  # each file says it by itself
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, make in makers:
+        path, temporary = folder / name, folder / f".{name}.tmp"
+        try:
+            # newline="": the csv module ends lines by itself
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as to:
+                to.write(make())
+            os.replace(temporary, path)
+            written.append(path)
+        except OSError as error:
+            log.warning("no %s: %s", path, error.strerror or error)
+            with suppress(OSError):
+                temporary.unlink()
+    return [*written, *_board(here, folder)]
+
+
+def _board(comparison: Comparison, folder: Path) -> list[Path]:
+    """The TensorBoard run: protobuf and pictures are imported for it alone."""
+    from runner.report.board import write_board
+
+    try:
+        write_board(comparison, folder)
+    except OSError as error:
+        log.warning("no TensorBoard run of the comparison: %s", error.strerror or error)
+        return []
+    made = folder / "comparison"
+    return [made] if made.is_dir() else []

@@ -18,6 +18,7 @@ from runner.record import fault_rows
 from runner.record import markdown as md
 from runner.record.console import one_line
 from runner.record.history import History
+from runner.report.words import metric, seconds, size
 from runner.summary import Summary
 from runner.technique import Engagement
 
@@ -134,7 +135,7 @@ def _cost(cost: Cost, summary: Summary) -> str:
     """What a tool found, and what it took."""
     looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
     share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
-    took = f"{looks}, {_duration(cost.seconds)}, {share:.1%} of the run"
+    took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
     return f"{cost.finding}  ({took})" if cost.finding else took
 
 
@@ -162,25 +163,25 @@ def _result(summary: Summary, per_class: bool) -> list[Row]:
     rows = []
     classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
     best = (
-        f"best {_number(summary.best)} at step {summary.best_step:,}"
+        f"best {metric(summary.best)} at step {summary.best_step:,}"
         if summary.best is not None
         else ""
     )
     for name, value in sorted(summary.metrics.items(), key=lambda item: item[0] != summary.monitor):
         marked = f"   {best}" if best and name == summary.monitor else ""
         if per_class or name not in classes:
-            rows.append((name, _number(value) + marked))
+            rows.append((name, metric(value) + marked))
     if classes and not per_class:
         low, high = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
         name = low.rpartition("/")[0]
-        ends = [f"{_number(classes[x])} ({x.removeprefix(name + '/')})" for x in (low, high)]
+        ends = [f"{metric(classes[x])} ({x.removeprefix(name + '/')})" for x in (low, high)]
         same = classes[low] == classes[high]
-        told = f"{_number(classes[low])} in every class" if same else " to ".join(ends)
+        told = f"{metric(classes[low])} in every class" if same else " to ".join(ends)
         rows.append((f"{name}/*", told))
     if best and summary.monitor not in summary.metrics:
         rows.insert(0, (summary.monitor, best))
     took = (
-        f"{summary.steps:,} steps, {summary.epochs:.2f} epochs in {_duration(summary.wall_seconds)}"
+        f"{summary.steps:,} steps, {summary.epochs:.2f} epochs in {seconds(summary.wall_seconds)}"
     )
     return [*rows, ("trained", took)]
 
@@ -197,11 +198,11 @@ def _speed(summary: Summary) -> list[Row]:
             ("step", f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %")
         )
     if memory.peak_process_bytes:
-        rows.append(("peak memory", f"{_size(memory.peak_process_bytes)} process"))
+        rows.append(("peak memory", f"{size(memory.peak_process_bytes)} process"))
         if memory.peak_device_bytes:
-            rows[-1] = ("peak memory", f"{rows[-1][1]}, {_size(memory.peak_device_bytes)} device")
+            rows[-1] = ("peak memory", f"{rows[-1][1]}, {size(memory.peak_device_bytes)} device")
         if memory.predicted_bytes:
-            rows[-1] = ("peak memory", f"{rows[-1][1]} ({_size(memory.predicted_bytes)} predicted)")
+            rows[-1] = ("peak memory", f"{rows[-1][1]} ({size(memory.predicted_bytes)} predicted)")
     device = summary.device.get("name") or summary.device.get("kind")
     if device:
         rows.append(("device", str(device)))
@@ -227,7 +228,7 @@ def _files(summary: Summary, folder: Path | None) -> list[Row]:
     if summary.checkpoint.last:
         rows.append(("last checkpoint", summary.checkpoint.last))
     if summary.export:
-        told = _size(summary.export["bytes"])
+        told = size(summary.export["bytes"])
         if "largest_difference" in summary.export:
             told += f", off by {summary.export['largest_difference']:.2g} at most"
         rows.append(("export", f"{summary.export['file']} ({told})"))
@@ -255,19 +256,3 @@ def _logdir(folder: Path) -> str:
     """What to hand to TensorBoard: `outputs`, where the run lies in one, so as to compare runs."""
     parents = [folder.absolute(), *folder.absolute().parents]
     return _short(next((path for path in parents if path.name == "outputs"), folder))
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"

@@ -1,0 +1,131 @@
+"""What people say about techniques beside what was seen here: on the terminal, and as files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.benchmark.statements import FAILS, HOLDS, ClaimResult, Claims, Quantity
+from runner.errors import StorageError
+from runner.record.console import one_line
+from runner.record.markdown import code, escape, table
+
+FILE = "claims.json"
+STYLES = {HOLDS: "green", FAILS: "bold red"}
+LOADED = 0.1  # share of the CPUs that others took, from which on it is said
+
+
+def seen(row: ClaimResult) -> str:
+    """What was found, in the words of what is claimed."""
+    if row.ratio is None or row.interval is None:
+        return "–"
+    low, high = row.interval
+    if row.quantity in (Quantity.speed.value, Quantity.inference.value):
+        return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
+    if row.quantity == Quantity.cost.value:
+        return f"{_signed(row.ratio)} time ({_signed(low)} to {_signed(high)})"
+    return f"{_signed(row.ratio)} memory ({_signed(low)} to {_signed(high)})"
+
+
+def about(found: Claims) -> str:
+    """The machine, in a line."""
+    machine = found.machine
+    parts = [str(machine.get("cpu") or "unknown CPU"), f"{machine.get('cores', '?')} cores"]
+    if machine.get("device") not in (None, "cpu"):
+        parts.append(str(machine.get("device_name")))
+    parts += [f"{name} {found.versions[name]}" for name in ("torch", "python")
+              if name in found.versions]  # fmt: skip
+    return ", ".join(parts)
+
+
+def remarks(found: Claims) -> list[str]:
+    """What to know of how it was measured."""
+    said = [
+        "An interval is of 95 % and through the stopping rule; of memory and int8 it is the range "
+        "of six readings. A claim holds or does not where all of the interval, with the noise at "
+        "both ends, is on one side of what is claimed at least."
+    ]
+    others = found.load.get("others")
+    if others is not None and others > LOADED:
+        said.append(
+            f"Other processes took {others:.0%} of the CPUs meanwhile: the plain runs and the "
+            "others suffered alike, yet intervals are wider, and what needs free cores did worse."
+        )
+    return said
+
+
+def show(found: Claims) -> RenderableType:
+    """The table; made for 100 columns, and folds below."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("claim", "claimed", "seen here", "verdict"):
+        grid.add_column(heading, overflow="fold")
+    for row in found.rows:
+        grid.add_row(
+            Text(row.name), Text(row.said), Text(seen(row)),
+            Text(row.verdict, style=STYLES.get(row.verdict, "yellow")),
+        )  # fmt: skip
+        if row.reason:
+            grid.add_row("", "", Text(one_line(row.reason), style="dim"), "")
+    notes = [Text(note, style="dim") for note in (about(found), *remarks(found))]
+    return Group(Text("what is said, and what holds here", style="bold cyan"), grid, *notes)
+
+
+def markdown(found: Claims) -> str:
+    """All of it as a page: table, reasons, commands."""
+    header = ("claim", "claimed", "seen here", "noise", "verdict")
+    cells = [(row.name, row.said, seen(row), _noise(row), row.verdict) for row in found.rows]
+    parts = [
+        "# What is said, and what holds here",
+        escape(f"{about(found)}; {found.started[:10]}; {found.seconds / 60:.0f} minutes."),
+        code(found.command, "sh"),
+        table(header, cells),
+        *(escape(note) for note in remarks(found)),
+        "## Row by row",
+        "\n".join(_item(row) for row in found.rows),
+        "## To see for oneself",
+        "Each of these trains like the arm in question; the plain run has `optimization=none`, for "
+        "flash attention `optimization.attention.kernel=plain`.",
+        code("\n".join(_commands(found.rows)), "sh"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(found: Claims, folder: Path) -> list[Path]:
+    """claims.json and claims.md, whole or not at all. StorageError where that is not possible."""
+    data = json.dumps(found.as_dict(), indent=2, default=str)
+    written = []
+    for name, text in ((FILE, data + "\n"), ("claims.md", markdown(found))):
+        path, temporary = folder / name, folder / f".{name}.tmp"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise StorageError(f"{path}: not written: {error.strerror or error}") from error
+        written.append(path)
+    return written
+
+
+def _item(row: ClaimResult) -> str:
+    said = f"{escape(row.reason)}. " if row.reason else ""
+    return f"- **{escape(row.name)}** ({escape(row.work)}): {said}{escape(row.why)}"
+
+
+def _commands(rows: Sequence[ClaimResult]) -> list[str]:
+    return list(dict.fromkeys(row.command for row in rows))
+
+
+def _noise(row: ClaimResult) -> str:
+    return "–" if row.noise is None else f"{row.noise * 100:.1f} %"
+
+
+def _signed(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.0f} %".replace("-", "−")

@@ -1,0 +1,159 @@
+"""A comparison on the terminal: made for 80 columns, says more where there are more."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from runner.record.console import one_line
+from runner.report import facts, verdicts, words
+from runner.report.columns import Column, columns
+from runner.report.comparison import PAGE, Comparison, Row
+
+TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
+NAME = 24  # characters of a row's name; longer ones are folded
+REASON = 300  # characters of a failure's reason: the page has all of it
+
+WANTED = (
+    "speedup", "interval", "step_ms", "rate", "memory", "parity", "best", "device_memory",
+    "compile_seconds", "break_even",
+)  # fmt: skip
+"""The columns by what they are worth: where there is no room, the last ones go."""
+
+SHORT = {
+    "interval": "95 %",
+    "step_ms": "step ms",
+    "device_memory": "device",
+    "compile_seconds": "compile",
+    "break_even": "pays at",
+}
+
+
+def terminal(comparison: Comparison) -> RenderableType:
+    """What the comparison came to, the conclusion first."""
+    return _Screen(comparison)
+
+
+@dataclass
+class _Screen:
+    comparison: Comparison
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        comparison = self.comparison
+        heading = {"benchmark": "benchmark", "sweep": "sweep"}.get(comparison.kind, "comparison")
+        yield Text()
+        yield Text.assemble((f"{heading} ", "dim"), (one_line(comparison.title), "bold"))
+        for sentence in verdicts.conclusion(comparison):
+            yield Text(one_line(sentence.text), style=TONES[sentence.tone])
+        yield Text()
+        yield _table(comparison, options.max_width)
+        yield from _reasons(comparison)
+        if notes := _notes(comparison):
+            yield Text()
+            yield from (Text.assemble(("· ", "dim"), (one_line(note), "dim")) for note in notes)
+        yield from _where(comparison)
+
+
+def _table(comparison: Comparison, width: int) -> Table:
+    """As many columns as fit; a name that is too long is folded, never cut."""
+    there = {column.key: column for column in columns(comparison)}
+    chosen = [there[key] for key in WANTED if key in there]
+    longest = max((len(row.name) for row in comparison.rows), default=0)
+    longest = max(longest, 4) + 2
+    verdict = _verdict_width(comparison)
+    while len(chosen) > 2 and min(NAME, longest) + verdict + _wide(chosen, comparison) > width:
+        chosen.pop()
+    name = min(longest, max(NAME, width - verdict - _wide(chosen, comparison)))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    title = "arm" if comparison.kind == "benchmark" else "run"
+    table.add_column(title, header_style="dim", max_width=name - 2, overflow="fold")
+    for column in chosen:
+        heading = SHORT.get(column.key, column.title)
+        table.add_column(heading, header_style="dim", justify="right", no_wrap=True)
+    table.add_column("", header_style="dim", overflow="fold")
+    for row in comparison.rows:
+        cells = [_cell(column, row) for column in chosen]
+        table.add_row(Text(one_line(row.name)), *cells, _verdict(row, comparison))
+    return table
+
+
+def _wide(chosen: list[Column], comparison: Comparison) -> int:
+    """Columns of the terminal that these take."""
+    wide = 0
+    for column in chosen:
+        cells = [_cell(column, row).cell_len for row in comparison.rows]
+        wide += max(len(SHORT.get(column.key, column.title)), *cells) + 2
+    return wide
+
+
+def _verdict_width(comparison: Comparison) -> int:
+    return max((len(verdicts.verdict(row, comparison)) for row in comparison.rows), default=0) + 1
+
+
+def _cell(column: Column, row: Row) -> Text:
+    if column.number(row) is None and column.key != "break_even":
+        return Text(words.NONE if row.finished else "", style="dim")
+    if column.key == "parity" and row.parity == "FAIL":
+        return Text("FAIL", style="bold red")
+    text = column.text(row)
+    return Text(text.replace(" to ", "–") if column.key == "interval" else text)
+
+
+def _verdict(row: Row, comparison: Comparison) -> Text:
+    said = verdicts.verdict(row, comparison)
+    style = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
+    return Text(said, style=style.get(said, "yellow" if row.finished else "red"))
+
+
+def _reasons(comparison: Comparison) -> Iterator[Text]:
+    """Those that did not come to an end, with the reason; one that several share is said once."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for row in facts.failures(comparison):
+        shared.setdefault((row.status, row.reason), []).append(row.name)
+    for number, ((status, reason), names) in enumerate(shared.items()):
+        if number == 0:
+            yield Text()
+        reason = one_line(reason) or "no reason is known"
+        if len(reason) > REASON:
+            reason = reason[:REASON] + " …"
+        who = one_line(words.listed(names))
+        yield Text.assemble((f"{who} ", "bold"), (status, "red"), f": {reason}")
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = list(comparison.notes)
+    found = comparison.benchmark
+    if found is not None:
+        floor = f"nothing within ± {words.share(found.noise_floor)} is claimed (noise floor)"
+        how = f"{found.blocks} blocks in {words.seconds(found.seconds)}"
+        stopped = f", {found.stopped}" if found.stopped else ""
+        notes.append(f"{how}{stopped}; {floor}")
+    return notes
+
+
+def _where(comparison: Comparison) -> Iterator[Text]:
+    """Where the files are; commands are not broken over lines, so that they can be copied."""
+    if comparison.home is None:
+        return
+    folder = short(comparison.home)
+    yield Text()
+    lines = [("files:      ", folder)]
+    if (comparison.home / PAGE).exists():
+        lines.append(("the page:   ", f"{folder}/{PAGE}"))
+    lines.append(("look at it: ", f"tensorboard --logdir {shlex.quote(folder)}"))
+    for name, text in lines:
+        yield Text.assemble((name, "dim"), one_line(text), no_wrap=True, overflow="ignore")
+
+
+def short(folder: Path) -> str:
+    """A folder as one would type it from here."""
+    path, here = folder.absolute(), Path.cwd()
+    shown = os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
+    return shown

@@ -1,0 +1,213 @@
+"""What a comparison comes to, in sentences. They follow from the claims, and from nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from runner.report import facts
+from runner.report.comparison import Comparison, Row, of_benchmark
+from runner.report.trend import trends_of
+from runner.report.words import MOST, interval, listed, metric, share, times, when
+
+NEAR = 0.05  # single runs that differ by less are not told apart
+ROOM = 120  # characters for the names of failures in a sentence
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Something to say, and how loud: `plain`, `warning` or `shout`."""
+
+    text: str
+    tone: str = "plain"
+
+
+def verdict(row: Row, comparison: Comparison) -> str:
+    """What a row is to be taken for: a claim, the reference, or how it ended."""
+    if not row.finished:
+        return row.status
+    if row.parity == "FAIL":
+        return "PARITY FAIL"
+    if row.measured is None:
+        return "reference" if row.name == comparison.reference else ""
+    if row.name == comparison.reference or (row.speedup == 1 and row.speedup_interval is None):
+        return "reference"  # or that of one of several benchmarks
+    if row.measured.problems:
+        return "does not train"
+    said = {"faster": "faster", "slower": "slower", "same": "no difference"}
+    return said.get(row.measured.claim, "not known")
+
+
+def standing(row: Row, comparison: Comparison) -> str:
+    """The verdict, or of a single run how it ended: what a table has room for."""
+    said = verdict(row, comparison)
+    if row.measured is not None or not row.finished:
+        return said
+    return f"{row.status}, {said}" if said else row.status
+
+
+def sound(row: Row) -> bool:
+    """Whether its speed is that of the same training."""
+    return row.finished and row.parity != "FAIL" and not (row.measured and row.measured.problems)
+
+
+def conclusion(comparison: Comparison) -> list[Sentence]:
+    """What a person should take away, the main thing first, then what must not be overlooked."""
+    rows = comparison.rows
+    if comparison.kind == "benchmark":
+        said = [Sentence(text) for text in _of_benchmark(comparison)]
+    elif not any(row.finished for row in rows):
+        said = [Sentence(f"None of the {len(rows)} jobs came to its end.", "shout")]
+    else:
+        said = [Sentence(text) for text in [*_newest(comparison), *_of_runs(comparison)]]
+    for row in rows:
+        if row.parity == "FAIL":
+            why = f": {row.measured.parity_reason}" if _parity_reason(row) and row.measured else ""
+            said.append(
+                Sentence(
+                    f"PARITY FAIL: {row.name} does not compute the same numbers{why}. "
+                    "Its speed counts for nothing.",
+                    "shout",
+                )
+            )
+        elif row.measured is not None and row.measured.problems:
+            text = f"{row.name} does not train: {'; '.join(row.measured.problems)}."
+            said.append(Sentence(text, "shout"))
+    if failed := facts.failures(comparison):
+        count = f"{len(failed)} of {len(rows)}"
+        what = "arms" if comparison.kind == "benchmark" else "jobs"
+        names = listed([f"{row.name} ({row.status})" for row in failed])
+        if len(names) > ROOM:  # names are below; a sentence is to be read
+            kinds = Counter(row.status for row in failed)
+            names = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        said.append(Sentence(f"{count} {what} did not come to an end: {names}.", "warning"))
+    return [*said, *_regression(comparison), *_attribution(comparison)]
+
+
+def _parity_reason(row: Row) -> str:
+    return row.measured.parity_reason if row.measured is not None else ""
+
+
+def _of_benchmark(comparison: Comparison) -> list[str]:
+    rows, reference = comparison.rows, comparison.reference
+    others = [row for row in rows if row.name != reference]
+    if not any(row.finished for row in rows):
+        return [f"Nothing could be measured: none of the {len(rows)} arms came to an end."]
+    if not any(row.finished for row in rows if row.name == reference):
+        return [
+            f"{reference}, which the others were to be held against, did not come to an end, "
+            "so no speed-up can be stated."
+        ]
+    measured = [row for row in others if sound(row) and row.speedup is not None and row.measured]
+    faster = [row for row in measured if row.measured and row.measured.claim == "faster"]
+    if not measured:
+        return [f"Nothing could be held against {reference}."]
+    rest = _rest(comparison, [row for row in measured if row not in faster])
+    if not faster:
+        return [f"No arm is measurably faster than {reference}.", *rest]
+    # the first typed of those that no other is measurably faster than: levels are typed in order
+    chosen = next(row for row in faster if not any(_beyond(other, row) for other in faster))
+    even = [row.name for row in faster if row is not chosen and not _beyond(chosen, row)]
+    text = f"{chosen.name} is {_as_fast(chosen, reference)}, {_same_numbers(chosen)}"
+    if even:
+        verb = "is" if len(even) == 1 else "are"
+        text += f"; {listed(even)} {verb} not measurably faster than {chosen.name}"
+    return [f"{text}.", *rest]
+
+
+def _as_fast(row: Row, reference: str) -> str:
+    bounds = f" (95 %: {interval(row.speedup_interval)})" if row.speedup_interval else ""
+    return f"{times(row.speedup)} as fast as {reference}{bounds}"
+
+
+def _beyond(one: Row, other: Row) -> bool:
+    """Whether `one` is measurably faster: their intervals do not touch."""
+    if one.speedup_interval is None or other.speedup_interval is None:
+        return False
+    return one.speedup_interval[0] > other.speedup_interval[1]
+
+
+def _same_numbers(row: Row) -> str:
+    if row.parity == "exact":
+        return "with the same numbers to the bit"
+    if row.parity is None:
+        return "its numbers not compared"
+    return f"with the same numbers but for {facts.low_precision(row) or 'rounding'}"
+
+
+def _rest(comparison: Comparison, rows: list[Row]) -> list[str]:
+    """What can be said of arms that are not faster."""
+    slower = [row for row in rows if row.measured and row.measured.claim == "slower"]
+    same = [row.name for row in rows if row.measured and row.measured.claim == "same"]
+    unknown = [row.name for row in rows if row.measured and not row.measured.claim]
+    said = [
+        f"{row.name} is slower, {_as_fast(row, comparison.reference)}." for row in slower[:MOST]
+    ]
+    if same:
+        verb = "makes" if len(same) == 1 else "make"
+        said.append(f"{listed(same)} {verb} no difference.")
+    if unknown:
+        floor = comparison.benchmark.noise_floor if comparison.benchmark else 0.0
+        why = f"noise floor {share(floor)}" if floor else "the intervals are too wide"
+        verb = "is" if len(unknown) == 1 else "are"
+        said.append(f"Whether {listed(unknown)} {verb} faster or slower is not known ({why}).")
+    return said
+
+
+def _newest(comparison: Comparison) -> list[str]:
+    """What the last benchmark of each experiment says, and what changed since the first."""
+    newest = {result.name: result for result in comparison.history}
+    said = []
+    for name, result in newest.items():
+        first = _of_benchmark(of_benchmark(result, None))[0]
+        said.append(f"Newest benchmark of {name} ({when(result.started)}): {first}")
+    return said + [
+        f"{text}." for trend in trends_of(comparison.history) for text in trend.changes()
+    ]
+
+
+def _of_runs(comparison: Comparison) -> list[str]:
+    able = [row for row in comparison.rows if row.finished and row.speedup is not None]
+    plain = [row for row in able if row.measured is None]
+    said = []
+    if len(plain) > 1 and comparison.reference:
+        said.append(f"{_fastest(plain, comparison.reference)}: one run each, so read it as a hint.")
+    name = facts.monitored([row for row in comparison.rows if row.finished])
+    known = [row for row in comparison.rows if row.finished and facts.best(row) is not None]
+    if name and len(known) > 1:
+        low, high = (pick(facts.best(row) or 0.0 for row in known) for pick in (min, max))
+        spread = f"{metric(low)} to {metric(high)}" if low != high else f"{metric(low)} in all"
+        said.append(f"Best {name}: {spread}.")
+    if said or comparison.history:
+        return said
+    done = sum(row.finished for row in comparison.rows)
+    return [f"{done} of {len(comparison.rows)} came to an end."]
+
+
+def _fastest(rows: list[Row], reference: str) -> str:
+    """The fastest run, and those that one run cannot tell from it."""
+    speeds = [row.speedup or 0.0 for row in rows]
+    near = [row for row in rows if (row.speedup or 0.0) >= max(speeds) * (1 - NEAR)]
+    names, ratios = listed([row.name for row in near]), [row.speedup for row in near]
+    its = "its" if len(near) == 1 else "their"
+    if any(row.name == reference for row in near):
+        return f"{names} went through {its} samples fastest"
+    low, high = (times(pick(ratio or 0.0 for ratio in ratios)) for pick in (min, max))
+    return (
+        f"{names} went through {its} samples {low if low == high else f'{low} to {high}'} "
+        f"as fast as {reference}"
+    )
+
+
+def _regression(comparison: Comparison) -> list[Sentence]:
+    """What came of a stored result that this one was held against."""
+    found = comparison.benchmark.baseline if comparison.benchmark else None
+    tone = "warning" if found and found.get("regressed") else "plain"
+    texts = found.get("sentences") if found else None
+    said = texts if isinstance(texts, list) else []
+    return [Sentence(f"{str(text).rstrip('.')}.", tone) for text in said]
+
+
+def _attribution(comparison: Comparison) -> list[Sentence]:
+    found = comparison.benchmark.attribution if comparison.benchmark else None
+    return [Sentence(f"{text.rstrip('.')}.") for text in found.sentences] if found else []

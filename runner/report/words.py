@@ -1,0 +1,188 @@
+"""Numbers in words, the same in every table and on every page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from runner.benchmark.result import Effect
+from runner.report import facts
+from runner.report.comparison import Comparison, Row
+
+NONE = "–"  # where there is no number
+MOST = 4  # names in a sentence; what is beyond is counted
+
+STATISTICS = (
+    "In each block every arm had one turn, in an order drawn by lot, and what is compared is the "
+    "time per sample of its median step as a ratio to the reference's in the same block, so that "
+    "a drift of the machine hits both alike. An interval holds the true ratio 95 times in 100 "
+    "although measuring stops once it is narrow, and nothing is claimed within the noise floor: "
+    "what the reference differed by from itself, run a second time in a process of its own."
+)
+ONE_RUN = (
+    "Each row is one run, and the runs were not taken in turn: whatever else the machine did "
+    "meanwhile is in these numbers, so a ratio here has no interval and is a hint. "
+    "job=benchmark measures the same arms in randomised blocks, with intervals."
+)
+
+
+def times(ratio: float | None) -> str:
+    """A ratio, as `1.83×`."""
+    if ratio is None:
+        return NONE
+    return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:,.0f}×"
+
+
+def interval(ends: tuple[float, float] | None) -> str:
+    """The two ends of a ratio's interval, as `1.79 to 1.86`."""
+    if ends is None:
+        return ""
+    low, high = ends
+    if high < 1e6:
+        return f"{low:.2f} to {high:.2f}"
+    return "too few blocks" if low == 0 else f"above {low:.2f}"
+
+
+def speedup(row: Row) -> str:
+    """A row's ratio with its interval, as `1.83× (1.79 to 1.86)`."""
+    if not row.finished or row.speedup_interval is None:
+        return times(row.speedup if row.finished else None)
+    return f"{times(row.speedup)} ({interval(row.speedup_interval)})"
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits of a time."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def rate(value: float | None) -> str:
+    """Samples a second, without digits that mean nothing."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def size(count: float | None) -> str:
+    """Bytes as MiB or GiB."""
+    if count is None:
+        return NONE
+    sign, count = ("-" if count < 0 else ""), abs(count)
+    if count >= 2**30:
+        return f"{sign}{count / 2**30:.2f} GiB"
+    return f"{sign}{count / 2**20:.0f} MiB" if count >= 2**20 else f"{sign}{count / 2**10:.0f} KiB"
+
+
+def seconds(value: float | None) -> str:
+    """A duration, as short as it can be said."""
+    if value is None:
+        return NONE
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def metric(value: float | None) -> str:
+    """A loss or an accuracy."""
+    if value is None:
+        return NONE
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
+
+
+def share(value: float | None) -> str:
+    """A part of one, in per cent."""
+    if value is None:
+        return NONE
+    return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
+
+
+def break_even(row: Row) -> str:
+    """After how many steps compiling is paid back."""
+    measured = row.measured
+    if measured is None or measured.speedup is None or (measured.compile_seconds or 0.0) < 0.1:
+        return NONE  # nothing was paid
+    return "never" if measured.break_even_steps is None else f"{measured.break_even_steps:,}"
+
+
+def parity(row: Row) -> str:
+    """Whether it is the same training, in a word or two."""
+    if row.parity is None:
+        return NONE
+    if row.parity == "explained by precision":
+        return facts.low_precision(row) or "rounding"
+    return row.parity
+
+
+def effect(found: Effect, side: str) -> str:
+    """What one technique is worth, `side` being added or removed: `1.10× (1.08 to 1.12)`."""
+    ratio = found.added if side == "added" else found.removed
+    ends = found.added_interval if side == "added" else found.removed_interval
+    return f"{times(ratio)} ({interval(ends)})" if ratio is not None and ends else times(ratio)
+
+
+def method(comparison: Comparison) -> str:
+    """How the numbers came about."""
+    if all(row.measured is not None for row in comparison.rows):
+        return STATISTICS
+    if not any(row.measured is not None for row in comparison.rows):
+        return ONE_RUN
+    return f"{STATISTICS} This holds for the benchmarks; the other rows are one run each, a hint."
+
+
+def machine(comparison: Comparison) -> list[tuple[str, str]]:
+    """The machine, how busy it was, and how long it was measured."""
+    found = comparison.benchmark
+    if found is None:
+        return [("device", ", ".join(devices))] if (devices := facts.device(comparison)) else []
+    rows = [(str(key).replace("_", " "), _plain(value)) for key, value in found.machine.items()]
+    load = found.load
+    if load.others is not None:
+        rows.append(("other processes", f"{share(load.others)} of the CPUs"))
+    if load.mhz is not None:
+        spread = f", varying by {share(load.mhz_spread)}" if load.mhz_spread is not None else ""
+        rows.append(("clock", f"{load.mhz:,.0f} MHz{spread}"))
+    if load.device_mhz is not None:
+        rows.append(("device's clock", f"{load.device_mhz:,.0f} MHz"))
+    if load.stolen is not None:
+        rows.append(("stolen by other machines", share(load.stolen)))
+    if found.control is not None:
+        told = f"{times(found.control.ratio)} ({interval(found.control.interval)})"
+        rows.append(("reference against itself", told))
+    rows.append(("noise floor", f"± {share(found.noise_floor)}"))
+    stopped = f"; {found.stopped}" if found.stopped else ""
+    rows.append(("measured", f"{found.blocks} blocks in {seconds(found.seconds)}{stopped}"))
+    if found.started:
+        rows.append(("started", when(found.started)))
+    if found.git.get("commit"):
+        dirty = ", with changes not committed" if found.git.get("dirty") else ""
+        rows.append(("code", f"{str(found.git['commit'])[:12]}{dirty}"))
+    known = {name for name, _ in rows}
+    rows += [(name, version) for name, version in found.versions.items() if name not in known]
+    return rows
+
+
+def when(moment: str) -> str:
+    """An ISO 8601 time, as people write it."""
+    try:
+        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
+    except ValueError:
+        return moment
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    return str(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`, and how many more there are."""
+    shown = list(names[:MOST])
+    if len(names) > MOST:
+        return ", ".join(shown) + f" and {len(names) - MOST} more"
+    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + f" and {shown[-1]}"

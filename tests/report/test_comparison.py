@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.benchmark.result import BenchmarkResult
+from runner.checkpoint.lock import lock
+from runner.errors import UsageError
+from runner.report import comparison as report
+from runner.report.comparison import Comparison, Row, of_benchmark, of_folders
+from runner.report.curves import read, thin
+from runner.report.naming import names
+from runner.report.verdicts import conclusion
+from runner.summary import MemoryPeaks, StepTime, Summary, Throughput
+from tests.report.planted_results import arm, attribution, failed, levels, reference, result
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTRACT = "overrides status reason summary speedup speedup_interval parity command".split()
+HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
+
+
+def run(
+    folder: Path, overrides: list[str], rate: float = 1000.0, status: str = "done", **more: Any
+) -> Path:
+    """A run's folder, as a run leaves it."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))  # JSON is YAML
+    values: dict[str, Any] = {
+        "status": status,
+        "metrics": {"val/accuracy": 0.9, "val/loss": math.nan},
+        "throughput": Throughput(rate, None, StepTime(64 / rate * 1000, 80 / rate * 1000)),
+        "memory": MemoryPeaks(500 * 2**20, 0),
+        "command": "python -m runner " + " ".join(overrides),
+        "name": "digits-mlp",
+        "monitor": "val/accuracy",
+        "best": 0.91,
+    }
+    Summary(**{**values, **more}).write(folder)
+    return folder
+
+
+def sweep(folder: Path, jobs: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"command": "python -m runner -m optimization=none,basic,ultra", "jobs": jobs}
+    (folder / "sweep.json").write_text(json.dumps(told))
+    return folder
+
+
+def job(number: int, level: str, status: str = "done", reason: str = "") -> dict[str, Any]:
+    overrides = [f"optimization={level}"]
+    return {"overrides": overrides, "folder": str(number), "status": status, "reason": reason}
+
+
+def texts(comparison: Comparison) -> list[str]:
+    return [sentence.text for sentence in conclusion(comparison)]
+
+
+# --- from folders
+
+
+def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
+    folder = sweep(
+        tmp_path / "sweep",
+        [job(0, "basic"), job(1, "none"), job(2, "ultra", "oom", "no memory"), job(3, "maximum")],
+    )
+    run(folder / "0", ["optimization=basic"], 1500.0)
+    run(folder / "1", ["optimization=none"], 1000.0)
+    run(folder / "2", ["optimization=ultra"], 900.0, "failed", reason="RuntimeError")
+    run(folder / "3", ["optimization=maximum"], 3000.0, "stopped")
+    found = of_folders([folder])
+    assert found.kind == "sweep"
+    assert found.reference == "none"
+    assert [row.name for row in found.rows] == ["basic", "none", "ultra", "maximum"]
+    assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
+    assert {(row.speedup_interval, row.parity) for row in found.rows} == {(None, None)}
+    assert (found.rows[2].status, found.rows[2].reason) == ("oom", "no memory")
+    assert any("job=benchmark measures" in note for note in found.notes)
+    assert "hint" in texts(found)[0] and "3.00×" in texts(found)[0]
+
+
+def test_jobs_that_never_began_are_rows(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "s", [job(0, "none"), job(1, "ultra", "skipped", "fail_fast")])
+    run(folder / "0", ["optimization=none"])
+    _, skipped = of_folders([folder]).rows
+    assert (skipped.name, skipped.status, skipped.reason) == ("ultra", "skipped", "fail_fast")
+    assert skipped.command == "python -m runner optimization=ultra"
+
+
+def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "s", [job(i, level, "running") for i, level in enumerate("abc")])
+    run(folder / "0", ["optimization=a"])
+    run(folder / "1", ["optimization=b"], status="running")
+    assert [row.status for row in of_folders([folder]).rows] == ["done", "killed", "killed"]
+    with lock(folder):
+        assert of_folders([folder]).rows[2].status == "running"
+
+
+def test_jobs_whose_single_runs_are_close_are_not_told_apart(tmp_path: Path) -> None:
+    for number, (level, rate) in enumerate([("none", 100.0), ("basic", 202.0), ("ultra", 198.0)]):
+        run(tmp_path / str(number), [f"optimization={level}"], rate)
+    first = texts(of_folders([tmp_path]))[0]
+    assert first.startswith("basic and ultra went through their samples 1.98× to 2.02× as fast")
+
+
+def test_a_sweep_of_another_launcher_is_known_by_its_folders(tmp_path: Path) -> None:
+    (tmp_path / "multirun.yaml").write_text("hydra: {}")
+    for number in (10, 9, 2):
+        run(tmp_path / str(number), [f"seed={number}"])
+    assert [row.name for row in of_folders([tmp_path]).rows] == ["2", "9", "10"]
+
+
+DAMAGE = {
+    "empty": "",
+    "half": '{"status": "done", "metr',
+    "a list": "[1, 2]",
+    "wrong types": '{"status": 7, "metrics": [], "throughput": "fast"}',
+    "no text": "\x00\x01\x02",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_summary_is_a_row_that_says_so(tmp_path: Path, what: str) -> None:
+    folder = sweep(tmp_path / "s", [job(0, "none"), job(1, "ultra", "")])
+    run(folder / "0", ["optimization=none"])
+    run(folder / "1", ["optimization=ultra"])
+    (folder / "1" / "summary.json").write_text(DAMAGE[what])
+    found = of_folders([folder])
+    assert found.rows[1].status == "failed"
+    assert "summary.json" in found.rows[1].reason and str(tmp_path) not in found.rows[1].reason
+    assert len(report.write(found, folder)) >= 4
+
+
+ODD = {
+    "status": ["x"], "reason": 3, "metrics": {"a": "b", "c": None, "d": True, "e": 10**400},
+    "throughput": {"samples_per_second": "many", "step_ms": {"p50": None}}, "memory": {},
+    "techniques": [{"name": "amp", "requested": 1, "engaged": 0, "reason": {}}], "device": "cpu",
+    "command": 7, "name": [], "monitor": {}, "best": "good",
+}  # fmt: skip
+
+
+def test_a_summary_with_odd_values_is_shown_all_the_same(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["seed=1"])
+    run(tmp_path / "b", ["seed=2"])
+    (tmp_path / "b" / "summary.json").write_text(json.dumps(ODD))
+    found = of_folders([tmp_path])
+    assert [row.name for row in found.rows] == ["1", "2"]
+    assert len(report.write(found, tmp_path)) >= 4
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["seed=1"], status="running", steps=17)
+    run(tmp_path / "b", ["seed=2"], status="running")
+    (tmp_path / "c" / ".hydra").mkdir(parents=True)
+    (tmp_path / "c" / ".hydra" / "overrides.yaml").write_text("[seed=3]")
+    with lock(tmp_path / "b"):
+        rows = of_folders([tmp_path]).rows
+    assert [row.status for row in rows] == ["killed", "running", "killed"]
+    assert "step 17" in rows[0].reason
+    assert "summary.json" in rows[2].reason
+
+
+def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    first = sweep(
+        outputs / "sweeps" / "digits-mlp" / "2026-11-20_10-00-00-aaaaaa", [job(0, "none")]
+    )
+    run(first / "0", ["optimization=none"])
+    run(outputs / "runs" / "digits-mlp" / "2026-11-21_10-00-00-bbbbbb", ["optimization=ultra"])
+    bench = outputs / "benchmarks" / "digits-mlp" / "2026-11-21_11-00-00-cccccc"
+    run(bench / "basic", ["optimization=basic"])
+    result(reference(), arm("basic", 1.5)).write(bench)
+    (first / "0" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    found = of_folders([outputs])
+    assert found.kind == "runs"
+    named = sorted(row.name for row in found.rows)
+    assert named == ["2026-11-21 10:02 basic", "2026-11-21 10:02 none", "none", "ultra"]
+    basic = next(row for row in found.rows if "basic" in row.name)
+    assert basic.speedup == 1.5 and basic.speedup_interval is not None
+    assert (outputs / basic.folder / "summary.json").is_file()
+
+
+def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
+    run(tmp_path / "a" / "x", ["seed=1"])
+    run(tmp_path / "a" / "y", ["seed=2"])
+    assert len(of_folders([tmp_path / "a", tmp_path / "a" / "x", tmp_path]).rows) == 2
+
+
+def test_runs_of_other_experiments_have_no_ratio_to_each_other(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["data=digits"], 1000.0)
+    run(tmp_path / "b", ["data=digits", "seed=2"], 1500.0)
+    run(tmp_path / "c", ["data=stdlib_text"], 10.0, name="stdlib_text-gpt")
+    assert [row.speedup for row in of_folders([tmp_path]).rows] == [1.0, 1.5, None]
+
+
+def test_a_damaged_benchmark_leaves_the_runs_of_its_arms(tmp_path: Path) -> None:
+    (tmp_path / "benchmark.json").write_text('{"schema": 1')
+    run(tmp_path / "none", ["optimization=none"])
+    run(tmp_path / "ultra", ["optimization=ultra"])
+    found = of_folders([tmp_path])
+    assert [row.name for row in found.rows] == ["none", "ultra"]
+    assert "benchmark.json" in found.notes[0]
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "empty"])
+def test_nothing_to_compare_is_one_line(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "there"
+    if what == "a file":
+        place.write_text("")
+    elif what == "empty":
+        place.mkdir()
+    with pytest.raises(UsageError) as error:
+        of_folders([place])
+    assert "there: n" in str(error.value) and "\n" not in str(error.value)
+
+
+# --- names
+
+
+def test_rows_are_named_by_what_differs_between_them() -> None:
+    two = [["optimization=none", "seed=1", "+a.b=x"], ["optimization=ultra", "seed=2", "+a.b=x"]]
+    assert names(two, ["0", "1"]) == ["optimization=none seed=1", "optimization=ultra seed=2"]
+    assert names([["seed=1"], ["seed=2"]], ["0", "1"]) == ["1", "2"]
+    assert names([["seed=1"], []], ["0", "1"]) == ["1", "default"]
+    assert names([["a=1"], ["a=1"], ["a=2"]], ["x/0", "y/0", "z/0"]) == ["1 (x/0)", "1 (y/0)", "2"]
+    assert names([[], []], ["runs/one", "runs/two"]) == ["one", "two"]
+    assert len(set(names([["a=1"]] * 3, ["", "", ""]))) == 3
+
+
+# --- what is said
+
+
+def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
+    first = texts(of_benchmark(levels(), None))[0]
+    assert first == (
+        "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers but for "
+        "bf16; ultra is not measurably faster than advanced."
+    )
+
+
+def test_a_measurably_faster_arm_wins_whatever_the_order() -> None:
+    found = of_benchmark(result(reference(), arm("basic", 1.2), arm("ultra", 2.0)), None)
+    assert texts(found) == [
+        "ultra is 2.00× as fast as none (95 %: 1.96 to 2.04), with the same numbers to the bit."
+    ]
+
+
+def test_nothing_is_claimed_that_the_engine_did_not_claim() -> None:
+    found = of_benchmark(result(reference(), arm("a", 1.3, ""), arm("b", 1.01, "same")), None)
+    said = texts(found)
+    assert said[0] == "No arm is measurably faster than none."
+    assert "b makes no difference." in said
+    assert any("a is faster or slower is not known" in text for text in said)
+
+
+def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
+    wrong = arm("turbo", 9.0, parity="FAIL", parity_reason="the gradient is off")
+    idle = arm("idle", 8.0, problems=["no parameter changed"])
+    found = of_benchmark(result(reference(), arm("basic", 1.2), wrong, idle), None)
+    said = conclusion(found)
+    assert said[0].text.startswith("basic is 1.20×")
+    shouted = " ".join(sentence.text for sentence in said if sentence.tone == "shout")
+    assert "PARITY FAIL: turbo" in shouted and "the gradient is off" in shouted
+    assert "idle does not train: no parameter changed" in shouted
+
+
+def test_failures_are_named_and_a_failed_reference_claims_nothing() -> None:
+    found = of_benchmark(result(failed("none", "oom"), arm("basic", 1.2)), None)
+    said = texts(found)
+    assert "none, which the others were to be held against" in said[0]
+    assert not any("×" in text for text in said)
+    assert "1 of 2 arms did not come to an end: none (oom)." in said
+    nothing = of_benchmark(result(failed("none"), failed("basic")), None)
+    assert texts(nothing)[0].startswith("Nothing could be measured")
+
+
+def test_what_became_worse_since_a_stored_result_is_a_warning() -> None:
+    told = {"regressed": True, "sentences": ["basic is 12 % slower than before"]}
+    found = of_benchmark(result(reference(), arm("basic", 1.2), baseline=told), None)
+    last = conclusion(found)[-1]
+    assert (last.text, last.tone) == ("basic is 12 % slower than before.", "warning")
+
+
+def test_changes_over_time_are_told_where_intervals_do_not_touch() -> None:
+    def at(day: int, speedup: float) -> BenchmarkResult:
+        arms = [reference(), arm("basic", speedup)]
+        return result(*arms, started=f"2026-11-{day}T10:00:00+00:00")
+
+    history = [at(20, 1.2), at(22, 1.6)]
+    found = Comparison("x", of_benchmark(history[0], None).rows, "runs", history=history)
+    said = texts(found)
+    assert said[0].startswith(
+        "Newest benchmark of digits-mlp (2026-11-22 10:00 UTC): basic is 1.60×"
+    )
+    assert "basic became faster" in said[1] and "1.33×" in said[1]
+    assert not any(text.startswith("none became") for text in said)
+
+
+# --- files
+
+
+def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
+    bad = arm("ultra", 1.5, metrics={"mine": math.nan}, seconds_to_target=math.inf)
+    found = of_benchmark(result(reference(), bad, failed("x", "oom", HOSTILE)), tmp_path)
+    report.write(found, tmp_path)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    tree = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=refuse)
+    assert [list(row)[:8] for row in tree["rows"]] == [CONTRACT] * 3
+    assert tree["rows"][1]["measured"]["metrics"] == {"mine": None}
+    assert tree["rows"][1]["speedup_interval"] == pytest.approx([1.47, 1.53], abs=0.01)
+    assert tree["rows"][2]["reason"] == HOSTILE
+    assert str(tmp_path) not in json.dumps(tree)
+
+
+def test_the_csv_has_a_row_a_job_and_every_number(tmp_path: Path) -> None:
+    mine = arm("ultra", 1.5, metrics={"mine": 0.25}, overrides=["optimization=ultra", "seed=3"])
+    found = of_benchmark(result(reference(), mine, failed("x", "oom", HOSTILE)), tmp_path)
+    report.write(found, tmp_path)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["done", "done", "oom"]
+    assert float(rows[1]["speedup"]) == 1.5
+    assert float(rows[1]["speedup_low"]) < 1.5 < float(rows[1]["speedup_high"])
+    assert (rows[1]["metric:mine"], rows[1]["override:seed"]) == ("0.25", "3")
+    assert rows[2]["speedup"] == "" and rows[2]["reason"] == "'" + HOSTILE  # computes nothing
+
+
+def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
+    wild = arm(HOSTILE, 1.5, command="echo ```")
+    told = result(reference(), wild, failed("x", "failed", HOSTILE), attribution=attribution())
+    report.write(of_benchmark(told, tmp_path), tmp_path)
+    text = (tmp_path / "comparison.md").read_text()
+    assert "<b>" not in text and "\x1b" not in text
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        columns = {re.sub(r"\\.", "", line).count("|") for line in table.splitlines()}
+        assert len(columns) == 1, table  # no name opens or closes a cell
+    outside = re.sub(r"^````.*?^````", "", text, flags=re.M | re.S)
+    assert "\\*bold\\*" in outside and "*bold*" not in outside.replace("\\*", "")
+    assert "What each technique" in text and "What failed" in text
+
+
+def test_a_disk_that_takes_nothing_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert report.write(of_benchmark(levels(), None), tmp_path / "file") == []
+    assert {"comparison.json", "comparison.html", "results.csv"} <= {
+        record.getMessage().split(":")[0].rpartition("/")[2] for record in caplog.records
+    }
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_files_written_elsewhere_still_lead_to_the_runs(tmp_path: Path) -> None:
+    run(tmp_path / "runs" / "a", ["seed=1"])
+    run(tmp_path / "runs" / "b", ["seed=2"])
+    report.write(of_folders([tmp_path / "runs"]), tmp_path / "x" / "y")
+    tree = json.loads((tmp_path / "x" / "y" / "comparison.json").read_text())
+    for row in tree["rows"]:
+        assert (tmp_path / "x" / "y" / row["folder"] / "summary.json").is_file()
+
+
+# --- the command
+
+
+def command(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "runner.report", *typed],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_compares_two_sweeps(tmp_path: Path) -> None:
+    for name, level in (("one", "none"), ("two", "ultra")):
+        folder = sweep(tmp_path / name, [job(0, level)])
+        run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
+    done = command("one", "two", "--out", "both", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ultra" in done.stdout and "2.00×" in done.stdout and "tensorboard" in done.stdout
+    files = {path.name for path in (tmp_path / "both").iterdir()}
+    assert {"comparison.json", "comparison.md", "comparison.html", "results.csv"} <= files
+
+
+def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for typed in ([], ["nowhere"], ["--what"]):
+        done = command(*typed, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+    helped = command("--help", cwd=tmp_path)
+    assert helped.returncode == 0 and "--out" in helped.stdout
+
+
+# --- curves
+
+
+def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:
+    steps = [*range(1, 2001), *range(1500, 3001)]
+    lines = [
+        {"step": s, "split": "train", "loss": 99.0 if s == 777 else 3 - s / 1000} for s in steps
+    ]
+    lines.append({"step": 3001, "split": "train", "loss": None})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\nnot json "train"\n')
+    curve = read(path)
+    assert [step for step, _ in curve] == list(range(1, 3001))
+    thinned = thin(curve, 100)
+    assert len(thinned) <= 100
+    assert (777.0, 99.0) in thinned
+    assert thinned == sorted(thinned)
+
+
+def test_a_row_that_is_no_run_has_no_curve(tmp_path: Path) -> None:
+    assert read(tmp_path / "none.jsonl") == []
+    row = Row([], "failed", name="x")
+    assert report.moved(Comparison("x", [row]), tmp_path).rows == [row]
+    assert replace(row, status="stopped").finished
+
+
+def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:
+    few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
+    none = arm("odd", math.nan, "", speedup_interval=None, losses=[])
+    found = of_benchmark(result(reference(), few, none), tmp_path)
+    report.write(found, tmp_path)
+    assert texts(found)[0] == "No arm is measurably faster than none."
+    for name in ("comparison.html", "comparison.md", "comparison.json", "results.csv"):
+        text = (tmp_path / name).read_text()
+        assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", text), name
+    assert "too few blocks" in (tmp_path / "comparison.md").read_text()

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.benchmark.result import BenchmarkResult
+from runner.report import page
+from runner.report.comparison import Comparison, Row, of_benchmark
+from tests.report.browser import look
+from tests.report.planted_results import (
+    SAMPLES,
+    arm,
+    attribution,
+    failed,
+    levels,
+    reference,
+    result,
+    technique,
+)
+
+HOSTILE = "</title></style><script>window.top.owned=1;window.owned=1</script><img src=x onerror=x>"
+
+
+def html_of(found: BenchmarkResult) -> str:
+    return page.html(of_benchmark(found, None))
+
+
+def many(count: int) -> Comparison:
+    rows = [
+        Row(
+            [f"model.width={16 * i}", "seed=1"],
+            "done",
+            summary={
+                "throughput": {"samples_per_second": 1000.0 * i, "step_ms": {"p50": 64.0 / i}},
+                "memory": {"peak_process_bytes": 2**20 * (100 + i)},
+                "monitor": "val/accuracy",
+                "best": 0.9,
+            },
+            speedup=float(i),
+            name=f"model.width={16 * i} a_rather_long_key.of_a_sweep=value_number_{i}",
+        )
+        for i in range(1, count + 1)
+    ]
+    return Comparison("digits-mlp", rows, reference=rows[0].name)
+
+
+BARS = """
+return [...page.querySelectorAll(".bars")].map(list => [...list.querySelectorAll("li")].map(bar => {
+  const box = bar.querySelector("svg").getBoundingClientRect();
+  const fill = bar.querySelector(".fill").getBoundingClientRect();
+  const ends = [...bar.querySelectorAll(".whisker")].map(x => x.getBoundingClientRect().left);
+  const one = bar.querySelector(".one").getBoundingClientRect().left;
+  return {label: bar.querySelector(".label").textContent, left: fill.left - box.left,
+    right: fill.right - box.left, one: one - box.left,
+    low: Math.min(...ends) - box.left, high: Math.max(...ends) - box.left};
+}));
+"""
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_bars_and_whiskers_are_as_long_as_the_numbers_say(tmp_path: Path, width: int) -> None:
+    speed, *_ = look(html_of(levels()), tmp_path, BARS, width)
+    assert [bar["label"] for bar in speed] == ["none", "basic", "advanced", "ultra"]
+    unit = speed[0]["one"]  # pixels of a ratio of 1
+    assert unit > 40
+    for bar, found in zip(speed, levels().arms, strict=True):
+        assert bar["left"] == pytest.approx(0, abs=1)
+        assert bar["right"] / unit == pytest.approx(found.speedup, abs=1.5 / unit)
+        if found.speedup_interval:
+            low, high = found.speedup_interval
+            assert bar["low"] / unit == pytest.approx(low, abs=1.5 / unit)
+            assert bar["high"] / unit == pytest.approx(high, abs=1.5 / unit)
+
+
+def test_bars_of_techniques_begin_at_one_and_those_that_cost_time_go_left(tmp_path: Path) -> None:
+    found = replace(levels(), attribution=attribution())
+    _, added, removed = look(html_of(found), tmp_path, BARS)
+    assert [bar["label"] for bar in added] == ["compile", "amp"]
+    gains = [bar["right"] - bar["one"] for bar in added]
+    assert gains[0] / gains[1] == pytest.approx(0.3 / 0.2, rel=0.05)
+    costs = removed[2]
+    assert costs["right"] == pytest.approx(costs["one"], abs=2)
+    assert costs["left"] < costs["one"] - 5
+
+
+POINTS = """
+const area = page.querySelector(".area").getBoundingClientRect();
+return [...page.querySelectorAll(".area")][0].querySelectorAll("g > title").length ?
+  [...page.querySelectorAll(".area")].map(area => [...area.querySelectorAll("g[class] > svg")].map(
+    mark => mark.firstChild.getBoundingClientRect()).map(box =>
+    ({x: box.left + box.width / 2, y: box.top + box.height / 2}))) : [];
+"""
+
+
+def test_points_lie_where_memory_and_speed_are(tmp_path: Path) -> None:
+    arms = [reference(), arm("two", 2.0), arm("three", 3.0)]
+    for found, mib in zip(arms, (500, 600, 550), strict=True):
+        found.peak_process_bytes = mib * 2**20
+    a, b, c = look(html_of(result(*arms)), tmp_path, POINTS)[0]
+    assert c["x"] - a["x"] == pytest.approx(2 * (b["x"] - a["x"]), rel=0.02)  # 1×, 2×, 3×
+    assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 600, 550 MiB
+    assert a["y"] > c["y"] > b["y"]
+
+
+def test_loss_curves_are_those_of_the_runs(tmp_path: Path) -> None:
+    for name, top in (("none", 4.0), ("basic", 2.0)):
+        (tmp_path / name).mkdir()
+        lines = [
+            {"step": step, "split": split, "loss": top - step / 100}
+            for step in range(10, 110, 10)
+            for split in ("train", "val")
+        ]
+        text = "\n".join(json.dumps(line) for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text + '\n{"step": 5, "spl')
+    found = page.html(of_benchmark(result(reference(), arm("basic", 1.2)), tmp_path))
+    curves = re.findall(r'<polyline points="([^"]*)"', found)
+    assert len(curves) == 2
+    ends = [[point.split(",") for point in curve.split()] for curve in curves]
+    assert [len(curve) for curve in ends] == [10, 10]
+    first, second = (float(curve[0][1]) for curve in ends)
+    drop = float(ends[0][-1][1]) - first  # 0.9 of loss, downwards
+    assert second - first == pytest.approx(drop * 2.0 / 0.9, rel=0.01)
+
+
+ROWS = "return [...page.querySelectorAll('table.numbers tbody tr')].map(row => row.innerText)"
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_every_row_is_in_the_table(tmp_path: Path, count: int) -> None:
+    rows = look(page.html(many(count)), tmp_path, ROWS)
+    assert len(rows) == count
+    assert f"value_number_{count}" in rows[-1]
+
+
+OVERFLOW = """
+const wide = page.documentElement.scrollWidth, inside = view.innerWidth;
+const out = [...page.querySelectorAll("main *")].filter(x => !x.closest(".scroll, pre, svg")
+  && x.getBoundingClientRect().right > inside + 0.5).map(x => x.tagName + " " + x.className);
+return {wide, inside, out};
+"""
+
+
+@pytest.mark.parametrize("what", ["levels", "many", "hostile"])
+def test_nothing_is_wider_than_a_phone(tmp_path: Path, what: str) -> None:
+    long = "supercalifragilistic" * 8
+    every = {
+        "levels": html_of(replace(levels(), attribution=attribution())),
+        "many": page.html(many(30)),
+        "hostile": html_of(result(reference(long), arm(f"{long}2", 1.5), failed("x", reason=long))),
+    }
+    found = look(every[what], tmp_path, OVERFLOW, width=360)
+    assert found["inside"] == 360
+    assert (found["wide"], found["out"]) == (360, [])
+
+
+def test_a_hostile_name_stays_text_and_no_script_of_it_runs(tmp_path: Path) -> None:
+    bad = arm(HOSTILE, 1.5, command=HOSTILE, techniques=[technique(HOSTILE, "fell back", HOSTILE)])
+    found = result(
+        reference(), bad, failed("x", HOSTILE, HOSTILE), name=HOSTILE, notes=[HOSTILE],
+        machine={HOSTILE: HOSTILE}, command=HOSTILE,
+    )  # fmt: skip
+    answer = look(
+        html_of(found),
+        tmp_path,
+        """return {owned: [view.owned, window.owned].map(x => x ?? null),
+          scripts: page.scripts.length, images: page.images.length,
+          heading: page.querySelector("h1").textContent,
+          shown: page.body.innerText.includes("window.owned=1")}""",
+    )
+    assert answer["owned"] == [None, None]
+    assert (answer["scripts"], answer["images"]) == (1, 0)
+    assert answer["heading"] == HOSTILE
+    assert answer["shown"]
+
+
+def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path: Path) -> None:
+    text = html_of(levels())
+    injected = text.replace("<main>", "<main><script>window.owned = 1</script>", 1)
+    injected = injected.replace("<main>", '<main><p style="color: red" id="p">x</p>', 1)
+    answer = look(
+        injected,
+        tmp_path,
+        """return {owned: view.owned ?? null, sorts: page.querySelectorAll("thead button").length,
+          red: view.getComputedStyle(page.getElementById("p")).color,
+          paper: view.getComputedStyle(page.querySelector("h2")).marginTop}""",
+    )
+    assert answer["owned"] is None
+    assert answer["red"] != "rgb(255, 0, 0)"
+    assert answer["sorts"] > 5, "our own script does not run"
+    assert answer["paper"] == "56px", "our own style does not apply"
+    assert "default-src &#x27;none&#x27;" in text
+    assert not re.findall(r"""(?:src|href)=|url\((?!#)|@import|https?://""", text)
+
+
+CONTRAST = """
+const channel = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+const light = text => { const [r, g, b] = text.match(/[0-9.]+/g).map(Number);
+  return 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b); };
+const paper = light(view.getComputedStyle(page.body).backgroundColor);
+const ratio = text => { const l = light(text);
+  return (Math.max(l, paper) + 0.05) / (Math.min(l, paper) + 0.05); };
+const of = (what, key) => [...page.querySelectorAll(what)].map(
+  x => ratio(view.getComputedStyle(x)[key]));
+return {paper, text: Math.min(...of("p, h1, h2, td, th, li, dt, dd, code, button", "color"),
+    ...of("svg text", "fill")),
+  drawn: Math.min(...of(".fill, .whisker, .one, .curve", "stroke"), ...of(".marker", "fill"))};
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_charts_stand_out_in_light_and_dark(tmp_path: Path, scheme: str) -> None:
+    bad = arm("wrong", 2.0, parity="FAIL", parity_reason="the gradient is off")
+    found = result(*levels().arms, bad, failed("none2", "oom", "no memory"))
+    answer = look(html_of(found), tmp_path, CONTRAST, scheme=scheme)
+    assert (answer["paper"] < 0.1) == (scheme == "dark")
+    assert answer["text"] >= 4.5  # WCAG AA
+    assert answer["drawn"] >= 3.0
+
+
+SORTED = """
+const head = [...page.querySelectorAll("table.numbers thead th")].find(
+  x => x.textContent.startsWith("speed-up"));
+const names = () => [...page.querySelectorAll("table.numbers tbody th")].map(x => x.textContent);
+const before = names(); head.querySelector("button").click();
+const down = names(); head.querySelector("button").click();
+return [before, down, names()];
+"""
+
+
+def test_a_click_sorts_by_number_and_failures_go_last(tmp_path: Path) -> None:
+    found = result(reference(), arm("ten", 10.0), failed("gone", "killed"), arm("nine", 9.0))
+    before, down, up = look(html_of(found), tmp_path, SORTED)
+    assert before == ["none", "ten", "gone", "nine"]
+    assert down == ["ten", "nine", "none", "gone"]
+    assert up == ["none", "nine", "ten", "gone"]
+
+
+class Outline(HTMLParser):
+    """What someone hears who does not see the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, Any]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, Any]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard() -> None:
+    outline = Outline()
+    outline.feed(html_of(replace(levels(), attribution=attribution())))
+    tags = outline.tags
+    assert ("html", {"lang": "en"}) in tags
+    for name, about in tags:
+        if name == "svg" and about.get("role") == "img":
+            assert "basic" in about["aria-label"]
+        if name == "div" and about.get("class") == "scroll":
+            assert about["tabindex"] == "0" and about["aria-label"]
+        assert "style" not in about and not any(key.startswith("on") for key in about)
+    assert [name for name, _ in tags].count("h1") == 1
+    drawn = [about for name, about in tags if name == "svg" and "class" in about]
+    assert drawn and all(
+        "aria-hidden" in about or "role" in about or about["class"] == "marker" for about in drawn
+    )
+
+
+def test_what_a_technique_fell_back_for_is_said_once() -> None:
+    text = html_of(levels())
+    assert text.count("the model has no 2-d convolution") == 1
+    assert "(advanced, ultra)" in text
+
+
+def test_benchmarks_of_one_experiment_make_a_trend() -> None:
+    def at(day: int, factor: float) -> BenchmarkResult:
+        arms = [reference(), arm("basic", 1.2 * factor)]
+        return result(*arms, started=f"2026-11-{day}T10:00:00+00:00", git={"commit": "a" * 40})
+
+    found = Comparison("runs", [], "runs", history=[at(20, 1.0), at(21, 1.5), at(22, 1.25)])
+    found.rows = of_benchmark(found.history[0], None).rows
+    text = page.html(found)
+    assert "digits-mlp over time" in text
+    per_sample = 1280 / SAMPLES / 1.2 / 1.5
+    assert f"{per_sample:.4g}" in text
+    assert text.count("11-21 aaaaaaa") == 2
+
+
+def test_benchmarks_on_different_machines_are_not_one_trend() -> None:
+    arms = [reference(), arm("basic", 1.2)]
+    history = [result(*arms), result(*arms, machine={"cpu": "another"})]
+    found = Comparison("runs", of_benchmark(history[0], None).rows, "runs", history=history)
+    assert "over time" not in page.html(found)

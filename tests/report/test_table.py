@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner.report.comparison import Comparison, Row, of_benchmark
+from runner.report.table import terminal
+from tests.report.planted_results import arm, failed, levels, reference, result
+
+HOSTILE = "a\nb\x1b[31m[bold]\u202e ünï 名前"
+
+
+def shown(comparison: Comparison, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(width=width, file=out, force_terminal=False).print(terminal(comparison), crop=False)
+    return out.getvalue()
+
+
+def rows(text: str, *names: str) -> list[str]:
+    return [line for line in text.splitlines() if line.split(" ")[0] in names]
+
+
+def test_eighty_columns_hold_speed_interval_time_memory_and_parity() -> None:
+    text = shown(of_benchmark(levels(), None))
+    assert max(map(len, text.splitlines())) <= 80
+    advanced = rows(text, "advanced")[-1]
+    for part in ("1.83×", "1.79–1.87", "0.699", "91,500", "500 MiB", "bf16", "faster"):
+        assert part in advanced
+    assert len(rows(text, "none", "basic", "ultra")) >= 3
+
+
+def test_more_columns_say_when_compiling_is_paid_back() -> None:
+    text = shown(of_benchmark(levels(), None), 120)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "11.8 s" in text and "21,400" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_width_loses_a_name_or_a_row(width: int) -> None:
+    long = "optimization=ultra model.width=1024 training.batch_size=2048"
+    found = of_benchmark(
+        result(reference(), arm(long, 1.5), failed("gone", "oom", "too big")), None
+    )
+    squeezed = "".join(shown(found, width).split())
+    assert "model.width=1024" in squeezed and "batch_size=2048" in squeezed
+    assert "oom" in squeezed and "toobig" in squeezed
+
+
+def test_failures_stand_below_with_their_reason_and_one_reason_is_said_once() -> None:
+    gone = [failed(f"arm{i}", "killed", "by signal 9") for i in range(3)]
+    text = shown(of_benchmark(result(reference(), *gone, failed("big", "oom", "2 GiB")), None), 120)
+    assert text.count("by signal 9") == 1
+    assert "arm0, arm1 and arm2 killed: by signal 9" in text
+    assert "big oom: 2 GiB" in text
+
+
+def test_the_conclusion_comes_before_the_table_and_parity_is_shouted() -> None:
+    bad = arm("turbo", 4.0, parity="FAIL")
+    text = shown(of_benchmark(result(reference(), arm("basic", 1.2), bad), None))
+    assert text.index("basic is 1.20×") < text.index("speed-up") < text.index("PARITY FAIL\n")
+    assert "PARITY FAIL: turbo" in text
+
+
+def test_names_cannot_move_the_cursor_or_forge_lines() -> None:
+    found = of_benchmark(result(reference(), failed(HOSTILE, "failed", HOSTILE)), None)
+    text = shown(found, 120)
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "[bold]" in text and "名前" in text
+    assert not any(line.startswith("b\\x1b") for line in text.splitlines())
+
+
+def test_commands_are_on_one_line_and_the_page_is_named_once_it_is_there(tmp_path: Path) -> None:
+    home = tmp_path / ("long" * 20) / "with space"
+    home.mkdir(parents=True)
+    found = of_benchmark(levels(), home)
+    assert "the page" not in shown(found)
+    (home / "comparison.html").write_text("")
+    text = shown(found)
+    assert any("comparison.html" in line and "long" * 20 in line for line in text.splitlines())
+    assert f"tensorboard --logdir '{home}'" in text
+
+
+def test_thirty_jobs_of_a_sweep_are_thirty_rows() -> None:
+    jobs = [
+        Row(
+            [f"seed={i}"],
+            "done",
+            name=str(i),
+            speedup=1.0,
+            summary={"throughput": {"samples_per_second": 100.0}, "monitor": "m", "best": i / 100},
+        )
+        for i in range(30)
+    ]
+    text = shown(Comparison("digits", jobs, reference="0"))
+    table = text[text.index("speed-up") :]
+    lines = [line.split() for line in table.splitlines() if line[:1].isdigit()]
+    assert [line[0] for line in lines] == [str(i) for i in range(30)]
+    assert "0.2900" in text
