@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runner.config import RunConfig, compose
     from runner.evaluation import evaluate
     from runner.hook import Hook, Verdict
+    from runner.library.benchmark import benchmark_optimizations, show_comparison
     from runner.library.debugging import debug_operation, debugger, profile
     from runner.library.inference import safe_inference
     from runner.library.memory import Memory
@@ -35,9 +36,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Verdict",
-    "__version__", "build", "compose", "create_training_pipeline", "debug_operation", "debugger",
-    "evaluate", "optimize", "optimize_model", "optimize_training_loop", "profile", "profile_model",
-    "safe_inference", "system_info", "train", "train_step",
+    "__version__", "benchmark_optimizations", "build", "compose", "create_training_pipeline",
+    "debug_operation", "debugger", "evaluate", "optimize", "optimize_model",
+    "optimize_training_loop", "profile", "profile_model", "safe_inference", "show_comparison",
+    "system_info", "train", "train_step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "Summary": "runner.summary",
     "Technique": "runner.technique",
     "Verdict": "runner.hook",
+    "benchmark_optimizations": "runner.library.benchmark",
     "compose": "runner.config",
     "create_training_pipeline": "runner.library.pipeline",
     "debug_operation": "runner.library.debugging",
@@ -60,6 +63,7 @@ _HOMES = {
     "profile": "runner.library.debugging",
     "profile_model": "runner.library.profile",
     "safe_inference": "runner.library.inference",
+    "show_comparison": "runner.library.benchmark",
     "system_info": "runner.library.system",
     "train": "runner.loop",
     "train_step": "runner.library.step",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from runner.security.targets import construct, resolve
 from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
 from runner.technique import Choice, Draft, Engagement, Technique
+from runner.techniques.config import Optimization
 from runner.techniques.whole_step import warn_kept_out
 from runner.watchers import watchers
 
@@ -60,6 +61,9 @@ class Given:
     objective: Objective | None = None
     optimizer: Optimizer | None = None  # its learning rates stay the caller's to set
     choices: Mapping[str, Any] = field(default_factory=dict)  # made automatically, by another run
+    techniques: Mapping[str, Technique] = field(default_factory=dict)  # of optimization.extra
+    optimization: Optimization | None = None  # what optimization=auto came to
+    chosen: Sequence[Choice] = ()  # and why
 
 
 def build(config: RunConfig, folder: Path | None = None, given: Given | None = None) -> Run:
@@ -76,7 +80,14 @@ def build(config: RunConfig, folder: Path | None = None, given: Given | None = N
 
 
 def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitStack) -> Run:
-    started, settings = time.monotonic(), flat(config)
+    started, settings, known_as = time.monotonic(), flat(config), config_hash(config)
+    if given.optimization is not None:  # the run stays known by what was asked for
+        config = replace(config, optimization=given.optimization)
+    if config.optimization.level == "auto":
+        raise ConfigError(
+            "optimization", "auto is found out by measuring, before a run is put together",
+            "use job=train, or from Python runner.benchmark.choose.resolved(config)",
+        )  # fmt: skip
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         scope.enter_context(lock(folder))  # one run, one folder
@@ -94,6 +105,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     data = given.data or open_data(config.data, look_up)
     steps_per_epoch = _steps_per_epoch(config, len(data.train))
     total_steps, choices = _length(config, steps_per_epoch)
+    choices = [*given.chosen, *choices]
     model = given.model
     if model is None:
         model = build_model(config.model, data.sizes, look_up)
@@ -106,7 +118,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     checkpointer = Checkpointer(
         folder if config.checkpoint.enabled else None,
         config.checkpoint.keep,
-        config_hash(config),
+        known_as,
     )
     recorded = {**_recorded(checkpointer, config.checkpoint.resume), **given.choices}
     loader = partial(
@@ -140,7 +152,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         choices=choices,
         recorded=recorded,
     )
-    applied, engagements = _apply_techniques(config, draft)
+    applied, engagements = _apply_techniques(config, draft, given)
     if recorded.get(MICRO_BATCH) == draft.micro_batch and all(
         choice.key != MICRO_BATCH for choice in draft.choices
     ):
@@ -178,7 +190,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     run = Run(
         name=config.name,
         seed=config.seed,
-        config_hash=config_hash(config),
+        config_hash=known_as,
         settings=settings,
         folder=folder,
         device=device,
@@ -287,12 +299,12 @@ def _length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]
 
 
 def _apply_techniques(
-    config: RunConfig, draft: Draft
+    config: RunConfig, draft: Draft, given: Given
 ) -> tuple[list[tuple[str, Technique]], list[Engagement]]:
     """Apply what is asked for and can run here, in order; say why the rest is not."""
     applied: list[tuple[str, Technique]] = []
     others: list[Engagement] = []
-    for name, technique in config.optimization.techniques() + _extra_techniques(config):
+    for name, technique in config.optimization.techniques() + _extra_techniques(config, given):
         if not technique.enabled:
             others.append(Engagement(name, False, False, "not asked for"))
             continue
@@ -320,10 +332,13 @@ def _refuse(rows: list[Engagement]) -> None:
     )
 
 
-def _extra_techniques(config: RunConfig) -> list[tuple[str, Technique]]:
+def _extra_techniques(config: RunConfig, given: Given) -> list[tuple[str, Technique]]:
     """The user's own techniques, after ours."""
     found: list[tuple[str, Technique]] = []
     for target in config.optimization.extra:
+        if target in given.techniques:
+            found.append((target.rpartition(".")[2], given.techniques[target]))
+            continue
         key = "optimization.extra"
         technique = construct(
             resolve(target, key, config.security.trusted), {"enabled": True}, {}, key

@@ -46,7 +46,7 @@ from runner.security.config import SecurityConfig
 from runner.security.plain import check_plain
 from runner.security.targets import nested, permit
 from runner.stability.config import StabilityConfig
-from runner.sweep.config import SweepConfig
+from runner.sweep.config import LauncherConfig, SweepConfig
 from runner.techniques.config import Optimization
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
@@ -127,6 +127,7 @@ class RunConfig:
             raise ConfigError("replay.path", "is for looking into a bad step", "add job=replay")
         self._check_export()
         asked = any(technique.enabled for _, technique in self.optimization.techniques())
+        asked = asked or self.optimization.level == "auto"
         parity = self.job.kind is JobKind.verify and self.verify.what is VerifyKind.parity
         if parity and not asked and not self.optimization.extra:
             raise ConfigError(
@@ -181,6 +182,7 @@ def register() -> None:
 
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig)
+    store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
     for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
@@ -327,6 +329,8 @@ def config_hash(config: RunConfig) -> str:
     del found["checkpoint"]["resume"]
     # tools only look, so one may be switched on when an unfinished run is resumed; hooks may act
     found["debug"] = {"hooks": found["debug"]["hooks"]}
+    if found["optimization"]["level"] != "auto":  # how a choice is looked for, where there is none
+        del found["optimization"]["auto"]
     text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -335,6 +339,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
     """All of it as JSON holds it, but for what is to be done with the run, and whom it trusts."""
     found = {k: v for k, v in asdict(config).items() if k not in NOT_OF_THE_RUN}
     found["checkpoint"]["resume"] = "none"
+    found["monitoring"]["domains"] = {}  # of the sweep, not of the run
     kept: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
     return kept
 

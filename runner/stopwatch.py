@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
@@ -64,6 +66,17 @@ class Stopwatch:
             self.samples += samples
         if self.sampling and len(self.marks) == 5:  # whole batch, one micro-batch
             self.events.append(self.marks)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens meanwhile is no part of the step."""
+        left = perf_counter()
+        try:
+            yield
+        finally:
+            away = perf_counter() - left
+            self.now += away
+            self.started += away
 
     def elapsed(self) -> float:
         """Seconds spent in steps so far, the one in hand included."""

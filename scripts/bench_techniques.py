@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.cli.launch import SPIN
+from runner.device.openmp import SPIN
 
 MODELS = {
     # the model, and how many samples its validation part must leave for one batch

@@ -49,7 +49,7 @@ doctor measure
 replay benchmark
 report
 sweep
-jobs
+plugins jobs
 library
 cli
 __main__ __init__

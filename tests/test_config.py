@@ -12,7 +12,16 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import runner
-from runner.config import RunConfig, compose, compose_raw, config_hash, flat, typed
+from runner.config import (
+    RunConfig,
+    compose,
+    compose_raw,
+    config_hash,
+    flat,
+    from_plain,
+    plain,
+    typed,
+)
 from runner.data import config as data_config
 from runner.errors import ConfigError, SecurityError
 from runner.jobs import JOBS
@@ -205,9 +214,10 @@ def test_optimizers_offered_by_name_are_in_torch() -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(runner.__all__) == [
         "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Verdict",
-        "__version__", "build", "compose", "create_training_pipeline", "debug_operation",
-        "debugger", "evaluate", "optimize", "optimize_model", "optimize_training_loop", "profile",
-        "profile_model", "safe_inference", "system_info", "train", "train_step",
+        "__version__", "benchmark_optimizations", "build", "compose", "create_training_pipeline",
+        "debug_operation", "debugger", "evaluate", "optimize", "optimize_model",
+        "optimize_training_loop", "profile", "profile_model", "safe_inference", "show_comparison",
+        "system_info", "train", "train_step",
     ]  # fmt: skip
     assert all(getattr(runner, name) is not None for name in runner.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):
@@ -242,3 +252,11 @@ def test_importing_the_package(code: str) -> None:
 def test_a_number_that_is_none_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         compose([f"{key}=nan"])
+
+
+def test_what_a_sweep_tells_its_jobs_for_tensorboard_is_no_part_of_a_run() -> None:
+    """A capture of such a job is opened again, and its config counts as that of a single run."""
+    told = compose(["++monitoring.domains={optimizer.lr:[0.1,null],optimization:[none,'a b']}"])
+    assert told.monitoring.domains["optimizer.lr"] == [0.1, None]
+    assert config_hash(told) == config_hash(compose([]))
+    assert from_plain(plain(told)).monitoring.domains == {}

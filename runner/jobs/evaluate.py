@@ -30,7 +30,12 @@ def main(config: RunConfig, folder: Path) -> Summary:
             "job=evaluate needs to know which model",
             "name a run's folder or one of its checkpoints/step_… folders",
         )
-    with build(config, folder) as run:
+    given = None
+    if config.optimization.level == "auto":  # what the model was trained with, or nothing
+        from runner.benchmark.choose import resolved
+
+        given = resolved(config, search=False)
+    with build(config, folder, given) as run:
         run.recorder.open(run.progress.step)
         run.progress.metrics = evaluate(run).metrics
         run.progress.validated_step = run.progress.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.build import build
+from runner.build import Given, build
 from runner.config import RunConfig
 from runner.loop import train
 from runner.report import run as report
@@ -13,8 +13,17 @@ from runner.summary import Summary
 
 def main(config: RunConfig, folder: Path) -> Summary:
     """Train in `folder`; the report is written however the run ends."""
-    with build(config, folder) as run:
+    with build(config, folder, _chosen(config, folder)) as run:
         try:
             return train(run)
         finally:
             report.write(Summary.read(folder), folder)
+
+
+def _chosen(config: RunConfig, folder: Path) -> Given | None:
+    """What `optimization=auto` comes to; nothing is measured for any other level."""
+    if config.optimization.level != "auto":
+        return None
+    from runner.benchmark.choose import resolved
+
+    return resolved(config, folder)

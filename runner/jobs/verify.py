@@ -26,6 +26,10 @@ STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail
 def main(config: RunConfig, folder: Path) -> Parity | Continuation:
     """Print what was found and write `verify.json`; NotVerified where it is not as it should be."""
     found: Parity | Continuation
+    if config.optimization.level == "auto":
+        from runner.benchmark.choose import settled
+
+        config = settled(config, folder)
     if config.verify.what is VerifyKind.parity:
         found = _parity(config)
         screen, failed = show_parity(found), found.verdict is Agreement.fail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from runner.batch import Inputs, call
 from runner.device.device import Device
 from runner.library import batches
 from runner.library.assembly import Reach, entered, gradients_aside
 from runner.library.optimize import Optimized
+from runner.measure import flops as counted
 
 MOST_OPERATORS = 10
 PROFILED = 3  # calls
@@ -133,23 +132,9 @@ def operators(subject: Subject, device: Device) -> list[Operator]:
 
 
 def flops(subject: Subject) -> tuple[int, int]:
-    """Of a forward, and of the call. Counted eagerly, with attention written out in products.
-
-    torch's counter sees neither inside a compiled graph nor a CPU's flash attention.
-    """
-
-    def counted(what: Callable[[], Any], grad: bool) -> int:
-        with (
-            torch.set_grad_enabled(grad),
-            torch.compiler.set_stance("force_eager"),
-            sdpa_kernel([SDPBackend.MATH]),
-            FlopCounterMode(display=False) as counter,
-        ):
-            what()
-        return int(counter.get_total_flops())
-
-    forward = counted(subject.forward, False)
-    return forward, counted(subject, True) if subject.backward else forward
+    """Of a forward, and of the call."""
+    forward = counted.flops(subject.forward, grad=False)
+    return forward, counted.flops(subject) if subject.backward else forward
 
 
 def memory(subject: Subject, device: Device) -> Memory:

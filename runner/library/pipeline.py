@@ -5,37 +5,24 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
-from runner.batch import Sizes
+from runner.benchmark.choose import resolved
 from runner.build import Given, build
-from runner.config import RunConfig, compose
-from runner.data.config import DataConfig
-from runner.data.foreign import Foreign
-from runner.data.infer import infer_sizes
-from runner.data.order import split
-from runner.data.source import Source
-from runner.errors import DataError, UsageError
+from runner.errors import UsageError
 from runner.evaluation import evaluate
 from runner.hook import Hook
-from runner.library import batches
 from runner.library.assembly import check_loss_fn, check_model, check_optimizer, check_overrides
-from runner.library.batches import InMemory
+from runner.library.parts import config_of, source_of
 from runner.loop import train
-from runner.models.config import ModelConfig
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.report import run as report
 from runner.run import Run
 from runner.summary import Summary
-from runner.technique import Choice
 
 WHO = "create_training_pipeline"
 
@@ -73,14 +60,15 @@ def create_training_pipeline(
         check_optimizer(WHO, model, optimizer)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"{WHO}: no parameter of the model needs a gradient: nothing to train")
-    config = _config(model, data, level, name, overrides)
-    source = _source(data, validation, config, own_loss=loss_fn is not None)
+    config = config_of(model, data, level, name, overrides)
+    source = source_of(WHO, data, validation, config, own_loss=loss_fn is not None)
     objective = None
     if loss_fn is not None:
         named = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         objective = Custom(loss_fn, named, "loss_fn")
     where = _folder(folder, config.name) if record else None
-    run = build(config, where, Given(model, source, objective, optimizer))
+    given = Given(model, source, objective, optimizer)
+    run = build(config, where, resolved(config, where, given))
     run.hooks += hooks
     return Pipeline(run)
 
@@ -120,141 +108,9 @@ class Pipeline:
         self.close()
 
 
-def _config(
-    model: nn.Module, data: Any, level: str, name: str | None, overrides: Sequence[str]
-) -> RunConfig:
-    """The config of the overrides, with model and data under their own names."""
-    named = [] if name is None else [f"name={name}"]
-    config = compose([f"optimization={level}", *named, *overrides])
-    if name is None and not any(text.lstrip("+").startswith("name=") for text in overrides):
-        config.name = f"{_name(data).rpartition('.')[2]}-{type(model).__name__}"
-    common = {f.name: getattr(config.data, f.name) for f in fields(DataConfig)}
-    return replace(
-        config,
-        data=DataConfig(**{**common, "kind": _name(data)}),
-        model=ModelConfig(kind=_name(model)),
-    )
-
-
-def _name(thing: Any) -> str:
-    if isinstance(thing, tuple | list | dict):
-        return "given.tensors"
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def _folder(folder: str | Path | None, name: str) -> Path:
     if folder is not None:
         return Path(folder)
     return (
         Path("outputs/runs") / name / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
     )
-
-
-def _source(data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Source:
-    if isinstance(data, DataLoader):
-        raise UsageError(
-            f"{WHO}: data is a DataLoader; give its data set, loader.dataset, and "
-            f"overrides=['training.batch_size={data.batch_size}']"
-        )
-    if isinstance(data, IterableDataset):
-        raise UsageError(
-            f"{WHO}: data is an IterableDataset, whose samples cannot be fetched by index; give "
-            "one with __len__ and __getitem__, or tensors"
-        )
-    parts = None
-    if isinstance(data, tuple | list | dict):
-        return _in_memory(data, validation, config, own_loss)
-    whole = data
-    if validation is not None:
-        whole = ConcatDataset([data, validation])
-        for name in ("classes", "vocab", "sizes"):
-            if getattr(data, name, None) is not None:
-                setattr(whole, name, getattr(data, name))
-        parts = _two_parts(len(data), len(validation))
-    source = Foreign(whole, _name(data), config.data.validation, config.data.split_seed)
-    if parts is not None:
-        source.train, source.validation = parts
-    return source
-
-
-def _in_memory(data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Source:
-    inputs, target = _tensors(data, "data")
-    n = batches.samples(inputs, f"{WHO}: data")
-    if validation is None:
-        parts = split(n, config.data.validation, config.data.split_seed, "data")
-    else:
-        more = _tensors(validation, "validation")
-        parts = _two_parts(n, batches.samples(more[0], f"{WHO}: validation"))
-        inputs, target = _joined(inputs, more[0]), _joined(target, more[1])
-        n += len(parts[1])
-    for tensor in batches.tensors((inputs, target)):
-        if not tensor.ndim or len(tensor) != n:
-            raise DataError(
-                f"{WHO}: data has {n:,} samples, and one of its tensors is "
-                f"{batches.describe(tensor)}; the first dimension of all of them is the sample"
-            )
-    sizes, choices = _sizes(Rows(inputs, target, n), own_loss)
-    return InMemory(inputs, target, sizes, parts, choices)
-
-
-class Rows:
-    """Tensors as a map-style data set, for the sizes to be read off it."""
-
-    def __init__(self, inputs: Any, target: Any, n: int) -> None:
-        self.inputs, self.target, self.n = inputs, target, n
-        self.targets = target if isinstance(target, Tensor) and target.ndim == 1 else None
-
-    def __len__(self) -> int:
-        return self.n
-
-    def sample(self, index: int) -> tuple[Any, Any]:
-        """Inputs and target of one sample."""
-        return (
-            batches.mapped(self.inputs, lambda t: t[index]),
-            batches.mapped(self.target, lambda t: t[index]),
-        )
-
-
-def _sizes(rows: Rows, own_loss: bool) -> tuple[Sizes, tuple[Choice, ...]]:
-    try:
-        return infer_sizes(rows, "data", rows.sample)
-    except DataError:
-        if own_loss:
-            return Sizes("given"), ()  # the caller's loss knows what its targets are
-        raise
-
-
-def _tensors(data: Any, what: str) -> tuple[Any, Any]:
-    """Inputs and target as nests of tensors; numbers in double precision become single."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return tuple(plain(item) for item in value)
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(np.ascontiguousarray(value))
-        if not isinstance(value, Tensor):
-            raise UsageError(
-                f"{WHO}: {what} holds {batches.describe(value)}; give (inputs, target) as tensors "
-                "or arrays, or a map-style data set"
-            )
-        value = value.detach().cpu()
-        return value.float() if value.dtype == torch.float64 else value
-
-    inputs, target = batches.as_batch(data, f"{WHO}: {what}")
-    return plain(inputs), plain(target)
-
-
-def _joined(one: Any, other: Any) -> Any:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.cat([one, other])
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return {key: _joined(one[key], other[key]) for key in one}
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return tuple(_joined(a, b) for a, b in zip(one, other, strict=True))
-    raise UsageError(f"{WHO}: validation has not the form of data")
-
-
-def _two_parts(train: int, validation: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.arange(train), np.arange(train, train + validation)

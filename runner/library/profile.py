@@ -17,8 +17,8 @@ from runner.library import batches, measurements
 from runner.library.assembly import check_model, device_of
 from runner.library.measurements import Memory, Operator, Subject
 from runner.library.optimize import Optimized
-from runner.library.peaks import NAMES, Peak, peak
 from runner.library.report import show
+from runner.measure.peaks import NAMES, Peak, peak
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ The order of the fields is the order in which the techniques are applied.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
+from runner.errors import ConfigError
 from runner.technique import Technique
 from runner.techniques.accumulation import Accumulation
 from runner.techniques.amp import Amp
@@ -22,6 +24,32 @@ from runner.techniques.recompute import Recompute
 from runner.techniques.system import System
 from runner.techniques.tf32 import Tf32
 from runner.techniques.whole_step import WholeStep
+
+
+@dataclass
+class AutoConfig:
+    """How long `optimization=auto` may look for what to use, and what it has to keep to."""
+
+    budget_s: float = 60.0  # of starting, compiling and timing; a shorter run is not searched for
+    memory_budget_mb: float | None = None  # peak of the device, or on a CPU of the process
+    without: list[str] = field(default_factory=list)  # techniques that are not to be tried
+    cache: bool = True  # a choice made for the same model, data and machine is taken again
+    advise: bool = True  # with time left, try other batch sizes, and say what they would bring
+
+    def __post_init__(self) -> None:
+        for key in ("budget_s", "memory_budget_mb"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(
+                    f"optimization.auto.{key}", f"{value} is not possible", "use more than 0"
+                )
+        known = [f.name for f in fields(Optimization) if f.name not in NO_TECHNIQUES]
+        for name in self.without:
+            if name not in known:
+                raise ConfigError(
+                    "optimization.auto.without", f"there is no technique {name!r}",
+                    f"there are {', '.join(known)}",
+                )  # fmt: skip
 
 
 @dataclass
@@ -45,8 +73,12 @@ class Optimization:
     pipeline: Pipeline = field(default_factory=Pipeline)  # timed beside the step as it will be
     quantization: Quantization = field(default_factory=Quantization)  # of what was trained
     extra: list[str] = field(default_factory=list)  # techniques of the user's own, by class name
+    auto: AutoConfig = field(default_factory=AutoConfig)  # of level auto alone
 
     def techniques(self) -> list[tuple[str, Technique]]:
         """Every technique by its name, in order of application."""
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return [(name, value) for name, value in named if isinstance(value, Technique)]
+
+
+NO_TECHNIQUES = ("level", "strict", "extra", "auto")

@@ -120,7 +120,7 @@ class Quantization(Technique):
             "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
             "float_bytes": bytes_before,
             "int8_bytes": size(model),
-            "latency_ratio": round(_latency_ratio(run, model), 3),
+            "latency_ratio": round(latency_ratio(run, model), 3),
         }
         told = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
         if not drop <= self.max_drop:  # NaN too
@@ -187,7 +187,7 @@ def _drop(before: float, after: float, higher_is_better: bool) -> float:
     return lost / abs(before) if before else math.copysign(math.inf, lost)
 
 
-def _latency_ratio(run: Run, model: nn.Module) -> float:
+def latency_ratio(run: Run, model: nn.Module) -> float:
     """The time of a forward in int8 over one in float, both uncompiled; medians of rounds."""
     import torch
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner import optimize, profile_model, system_info
 from runner.errors import UsageError
-from runner.library.peaks import peak
+from runner.measure.peaks import peak
 
 KIB = 1024
 
@@ -106,7 +106,9 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
 
 def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None:
     found = profile_model(linear(), torch.randn(512, 128), runs=3)
-    assert found.operators[0].name in ("aten::addmm", "aten::linear", "aten::mm", "aten::matmul")
+    spent = [operator.ms for operator in found.operators]
+    assert spent == sorted(spent, reverse=True)  # which is first is the machine's affair
+    assert {"aten::addmm", "aten::clamp_min"} <= {operator.name for operator in found.operators}
     assert {"latency", "throughput", "MFU", "parameters"} <= set(str(found).split())
     assert max(map(len, str(found).splitlines())) <= 100
     assert json.loads(json.dumps(found.as_dict()))["flops"] == found.flops

@@ -1,0 +1,58 @@
+"""What an arm's process is asked and tells of itself. Plain data, so that it goes through a pipe.
+
+It is asked for a turn by its seconds, and told to end by `FINISH`, or by None to leave at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+FINISH = "finish"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An arm that has made its first steps."""
+
+    samples_per_step: int
+    setup_seconds: float  # from the start of the process to the end of its first step
+    first_seconds: float  # all warm-up steps together: compiling is in there
+    warm_ms: float  # a late warm-up step
+    compile_seconds: float = 0.0  # warm-up beyond as many late steps, and compiling before it
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A turn, as the process that made it saw it; the fields are those of `Turn`."""
+
+    steps: int
+    samples: int
+    seconds: float
+    median_ms: float
+    per_sample_ms: float
+    step_ms: list[float]
+    data_seconds: float
+    device_mhz: float | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An arm that has ended as it should."""
+
+    summary: dict[str, Any]  # summary.json
+    losses: list[float]  # of the first steps, warm-up included
+    problems: list[str]  # signs that it does not train
+    metrics: dict[str, float]  # the user's own
+    seconds_to_target: float | None = None
+    flops_per_step: int | None = None
+    mfu: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Over:
+    """An arm that has come to an end before it was asked to."""
+
+    status: str  # failed | oom
+    reason: str

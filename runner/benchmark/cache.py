@@ -1,0 +1,89 @@
+"""What `optimization=auto` found, kept for runs of the same model, shapes, device and versions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runner.benchmark.tried import Found, Tried
+from runner.record.console import one_line
+
+log = logging.getLogger("runner")
+
+SCHEMA = 1
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/runner/auto`, by default under `~/.cache`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "runner" / "auto"
+
+
+def remembered(key: str) -> Found | None:
+    """What was found for that key, if anything; what cannot be read is said and left alone."""
+    path = cache_folder() / f"{key}.json"
+    try:
+        return found_of(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = one_line(f"{type(error).__name__}: {error}")
+        log.warning("%s is damaged and not used (%s); measuring anew", path, reason)
+        return None
+
+
+def remember(key: str, found: Found) -> None:
+    """Keep it; a disk that does not take it is said, and no reason to fail."""
+    folder = cache_folder()
+    temporary = folder / f".{key}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.write_text(json.dumps(as_dict(found), indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / f"{key}.json")
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        log.warning("%s: the choice is not kept for later runs: %s", folder, error.strerror)
+
+
+def as_dict(found: Found) -> dict[str, Any]:
+    """As JSON holds it; an end of an interval that is open is null."""
+    return {"schema": SCHEMA, **_closed(asdict(found))}
+
+
+def found_of(read: Any) -> Found:
+    """The reverse of `as_dict`. Raises ValueError, TypeError or KeyError for anything else."""
+    if not isinstance(read, dict) or read.get("schema") != SCHEMA:
+        raise ValueError("it is of another version")
+    rows = [_made(Tried, row) for row in read["tried"]]
+    for row in rows:
+        if row.final_interval is not None:
+            low, high = row.final_interval
+            row.final_interval = float(low), float("inf") if high is None else float(high)
+        float(row.extra_seconds)
+        float(row.final_ratio or 0.0)
+    found = _made(Found, {**read, "tried": rows})
+    float(found.none_ms), int(found.steps), float(found.noise_floor)
+    return found
+
+
+T = TypeVar("T")
+
+
+def _made(kind: type[T], values: dict[str, Any]) -> T:
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
+    return kind(**{name: value for name, value in values.items() if name in known})
+
+
+def _closed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _closed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_closed(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

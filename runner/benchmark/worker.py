@@ -1,0 +1,212 @@
+"""What runs in an arm's process: the run is built, waits at its gate, is asked, and ends.
+
+Torch is imported only once the process has a session and a log of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.benchmark.answers import Over, Ready
+from runner.benchmark.config import BenchmarkConfig
+from runner.config import RunConfig
+from runner.errors import Interrupted, RunnerError, StorageError
+
+if TYPE_CHECKING:
+    from runner.benchmark.gate import Gate
+    from runner.run import Run
+
+LOG = "worker.log"
+FOREVER = sys.maxsize
+TRACE = 1  # exit code of an arm that has said why
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is to do."""
+
+    config: RunConfig
+    settings: BenchmarkConfig
+    folder: Path | None
+    command: str  # trains the same by itself
+    started: float  # time.perf_counter() of the parent, which counts from the same moment
+    safe_path: bool = field(default_factory=lambda: bool(sys.flags.safe_path))  # as it has it
+
+
+class Gone(Interrupted):
+    """The arm is not wanted any more."""
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGTERM, " of the benchmark, which has ended")
+
+
+def main(order: Order, pipe: Connection, lifeline: Connection) -> None:
+    """Train as ordered, answer what comes through the pipe, end with the parent.
+
+    First comes what the caller has made, packed; it is in no argument, which would keep it.
+    """
+    os.setsid()  # a group of its own: whoever ends it ends what it has started too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _say_into(order.folder)
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    if not order.safe_path:
+        os.environ.pop("PYTHONSAFEPATH", None)  # was for the start alone
+    if order.command:
+        sys.argv[:] = ["runner", *_arguments(order.command)]  # what the record shows
+    code = 0
+    try:
+        _train(order, pipe)
+    except Gone:
+        pass
+    except BaseException as error:
+        over = _over(error, order.folder)
+        with suppress(OSError):
+            pipe.send(over)
+        code = TRACE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        sys.exit(code)
+
+
+def _train(order: Order, pipe: Connection) -> None:
+    from runner.benchmark import ending
+    from runner.benchmark.gate import Gate
+    from runner.build import build
+    from runner.loop import train
+    from runner.record.console import set_up_logging
+    from runner.security.parcel import opened
+
+    config = benchmarked(order.config)
+    set_up_logging(config.monitoring.log_level, order.folder)
+    given, metrics = _given(opened(pipe.recv_bytes()))
+    metrics |= ending.resolved(order.settings.metrics, config.security.trusted)
+    with build(config, order.folder, given) as run:
+        gate = Gate(
+            order.settings.warmup_steps,
+            order.settings.target_loss,
+            lambda answer: _ask(pipe, answer),
+            order.started,
+            _compiled_so_far(),
+        )
+        _without_end(run, gate)
+        summary = train(run)
+        if not gate.asked:
+            raise RunnerError(f"the run ended by itself: {summary.reason or summary.status}")
+        pipe.send(ending.finished(run, gate, summary, order.settings, metrics))
+
+
+def benchmarked(config: RunConfig) -> RunConfig:
+    """The same work, for any number of steps: nothing validated, saved or shown on the way.
+
+    The learning rate is the peak throughout, since arms make different numbers of steps.
+    """
+    from copy import deepcopy
+
+    from runner.jobs.config import JobConfig
+    from runner.optim.config import ScheduleConfig
+
+    config = deepcopy(config)
+    config.job = JobConfig()
+    config.schedule = ScheduleConfig()
+    config.checkpoint.enabled, config.checkpoint.resume = False, "none"
+    config.monitoring.progress = False
+    return config
+
+
+def _without_end(run: Run, gate: Gate) -> None:
+    """It was built for the length asked for, by which techniques decide; now it goes on."""
+    run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
+    run.patience = None
+    run.hooks.append(gate)
+
+
+def _given(parts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from runner.build import Given
+
+    metrics: dict[str, Any] = parts.pop("metrics", {})
+    return Given(**parts), metrics
+
+
+def _ask(pipe: Connection, answer: Any) -> float | str:
+    """Give the answer away and wait, without a look at the clock, for what comes next."""
+    pipe.send(Ready(**answer) if isinstance(answer, Mapping) else answer)
+    try:
+        asked: float | str | None = pipe.recv()
+    except EOFError:
+        asked = None
+    if asked is None:
+        raise Gone
+    return asked
+
+
+def _compiled_so_far() -> float:
+    """Seconds that the compiler had while the run was built."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    from runner import compiler
+
+    return float(compiler.facts()["seconds"])
+
+
+def _over(error: BaseException, folder: Path | None) -> Over:
+    """What to tell of an error; its traceback goes into the log, its summary into the folder."""
+    import logging
+    from traceback import extract_tb
+
+    from runner.benchmark.ending import is_memory
+    from runner.record import provenance
+    from runner.record.console import one_line
+    from runner.summary import FILE, Summary
+
+    if isinstance(error, RunnerError):
+        message = str(error).partition("\n")[0]
+    else:
+        last = extract_tb(error.__traceback__)[-1]
+        gist = " ".join(str(error).split())[:500]
+        message = f"{type(error).__name__}: {gist} ({Path(last.filename).name}:{last.lineno})"
+    logging.getLogger("runner").error("%s", message, exc_info=error)
+    if folder is not None and not (folder / FILE).exists():  # it failed while it was built
+        with suppress(StorageError, OSError):
+            Summary("failed", message, command=provenance.command()).write(folder)
+    return Over("oom" if is_memory(error) else "failed", one_line(message))
+
+
+def _arguments(command: str) -> list[str]:
+    words = shlex.split(command)
+    return words[3:] if words[:3] == ["python", "-m", "runner"] else words
+
+
+def _say_into(folder: Path | None) -> None:
+    """Whatever is printed, by compilers and crashes too, goes into the arm's log."""
+    path = os.devnull
+    if folder is not None:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = str(folder / LOG)
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable()
+
+
+def _end_with_parent(lifeline: Connection) -> None:
+    with suppress(EOFError, OSError):
+        lifeline.recv_bytes()  # waits; nothing is ever sent
+    os.killpg(0, signal.SIGKILL)

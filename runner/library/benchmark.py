@@ -1,0 +1,199 @@
+"""Which way to train a model of one's own is faster: `job=benchmark` for live objects.
+
+>>> from runner import benchmark_optimizations, show_comparison
+>>> if __name__ == "__main__":  # every arm is a process of its own, which imports this file
+...     result = benchmark_optimizations(model, (inputs, labels), ["none", "basic"], budget_s=20)
+...     show_comparison(result)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from runner.benchmark.arms import Arm, arms_of, check_budget
+from runner.benchmark.choose import settled_arms
+from runner.benchmark.config import LEVELS, BenchmarkConfig
+from runner.benchmark.engine import measure
+from runner.benchmark.result import DONE, BenchmarkResult
+from runner.build import Given
+from runner.data.foreign import Foreign
+from runner.data.source import Source
+from runner.errors import UsageError
+from runner.library import batches
+from runner.library.assembly import (
+    check_loss_fn,
+    check_model,
+    check_optimizer,
+    check_overrides,
+    device_of,
+)
+from runner.library.parts import around, name_of, source_of
+from runner.objectives.custom import Custom
+from runner.optim.optimizer import Optimizer
+from runner.report import comparison, table
+from runner.run import Run
+from runner.technique import Technique
+from runner.techniques.config import Optimization
+
+WHO = "benchmark_optimizations"
+
+
+def benchmark_optimizations(
+    model: nn.Module,
+    data: Any,
+    arms: Sequence[str] = LEVELS,
+    *,
+    validation: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    techniques: Sequence[type[Technique] | Technique] = (),
+    metrics: Mapping[str, Callable[[Run], float]] | None = None,
+    reference: str | None = None,
+    budget_s: float = 60.0,
+    batch_size: int | None = None,
+    parity: bool = True,
+    control: bool = True,
+    folder: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    told: Callable[[str], None] | None = None,
+) -> BenchmarkResult:
+    """Measure ways to train `model` on `data` against each other, paired, each in its own process.
+
+    `data` is a map-style data set, a DataLoader of one, or (inputs, target) as tensors or arrays,
+    the sample first. `arms` are levels or overrides (`"optimizer=sgd optimization=basic"`), the
+    first of which, or `reference`, is what the others are held against; each of `techniques` (your
+    own classes, or instances with their knobs set) is a further arm, the plain run and it.
+    `metrics` are functions of the finished run, a column each. `budget_s` is for measuring;
+    starting, compiling and parity come on top. Without a `loss_fn` (the mean of (output, target))
+    the objective follows from the targets, without an `optimizer` it is that of the config.
+
+    The caller's model, its modes and all random states stay as they are: processes get copies, so
+    all that is given has to be picklable, and a script has to guard what it does with
+    `if __name__ == "__main__":`. With a `folder` the runs, `benchmark.json` and the comparison are
+    left there. An arm that fails is a row. Raises UsageError, ConfigError, DataError, Interrupted.
+    """
+    _check(model, arms, loss_fn, optimizer, overrides)
+    own = _named(techniques)
+    data, size = _unloaded(data)
+    settings = BenchmarkConfig(
+        arms=list(arms), reference=reference, budget_s=budget_s, parity=parity, control=control
+    )
+    size = batch_size or size
+    typed = ["training.epochs=null", *([] if size is None else [f"training.batch_size={size}"])]
+    typed = [f"device={device_of(model).type}", *typed, *overrides]
+    found = arms_of(settings, typed, others=len(own))
+    source = source_of(WHO, data, validation, found[0].config, loss_fn is not None)
+    found = [_about(model, data, arm) for arm in found]
+    found += [_arm(name, target, found) for target, (name, _) in own.items()]
+    check_budget(settings, len(found))
+    objective = None
+    if loss_fn is not None:
+        called = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        objective = Custom(loss_fn, called, "loss_fn")
+    _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
+    made = {target: technique for target, (_, technique) in own.items()}
+    given = Given(model, source, objective, optimizer, techniques=made)
+    where = None if folder is None else Path(folder)
+    if where is not None:
+        where.mkdir(parents=True, exist_ok=True)
+    found = settled_arms(found, where, given)
+    result = measure(found, settings, where, given, metrics, told=told)
+    if where is not None:
+        comparison.write(comparison.of_benchmark(result, where), where)
+    if all(row.status != DONE for row in result.arms):
+        first = result.arms[0]
+        raise UsageError(f"{WHO}: no arm could be measured: {first.status}: {first.reason}")
+    return result
+
+
+def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -> None:
+    """Print the table that a benchmark ends with; `folder` is where it was recorded."""
+    where = None if folder is None else Path(folder)
+    Console().print(table.terminal(comparison.of_benchmark(result, where)))
+
+
+def _check(model: Any, arms: Any, loss_fn: Any, optimizer: Any, overrides: Any) -> None:
+    """Raise UsageError for what cannot be trained."""
+    check_model(WHO, model)
+    check_overrides(WHO, overrides)
+    if isinstance(arms, str):
+        raise UsageError(f"{WHO}: arms is one string; give a list: [{arms!r}]")
+    if loss_fn is not None:
+        check_loss_fn(WHO, loss_fn)
+    if optimizer is not None:
+        check_optimizer(WHO, model, optimizer)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"{WHO}: no parameter of the model needs a gradient: nothing to train")
+
+
+def _about(model: nn.Module, data: Any, arm: Arm) -> Arm:
+    """The same arm for this model and these data; no command line trains them."""
+    config = around(arm.config, model, data)
+    config.name = f"{name_of(data).rpartition('.')[2]}-{type(model).__name__}"
+    return replace(arm, command="", config=config)
+
+
+def _refuse_interactive(model: nn.Module, source: Source, *others: Any) -> None:
+    """What was typed into a notebook or a shell is in no file that another process could import."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is not None and Path(file).is_file():
+        return
+    data = source.dataset if isinstance(source, Foreign) else None
+    for thing in (*model.modules(), data, *others):
+        kind = thing if isinstance(thing, FunctionType) else type(thing)
+        if kind.__module__ == "__main__" or str(thing).startswith("__main__."):
+            name = thing if isinstance(thing, str) else kind.__qualname__
+            raise UsageError(
+                f"{WHO}: {name} was defined in a notebook or shell, and each arm is a process of "
+                "its own, which cannot import it from there; put it into a module (a .py file)"
+            )
+
+
+def _named(
+    techniques: Sequence[type[Technique] | Technique],
+) -> dict[str, tuple[str, Technique]]:
+    """Each by its dotted name: what its arm is called, and the technique, switched on."""
+    found: dict[str, tuple[str, Technique]] = {}
+    for one in techniques:
+        kind = one if isinstance(one, type) else type(one)
+        if not issubclass(kind, Technique):
+            raise UsageError(
+                f"{WHO}: techniques holds {batches.describe(one)}; inherit from runner.Technique"
+            )
+        technique = kind(enabled=True) if isinstance(one, type) else replace(one, enabled=True)
+        target = name_of(technique)
+        if target in found:
+            raise UsageError(f"{WHO}: techniques has {kind.__name__} twice; leave one away")
+        found[target] = kind.__name__, technique
+    return found
+
+
+def _arm(name: str, target: str, arms: Sequence[Arm]) -> Arm:
+    """The plain run and that technique."""
+    if any(arm.name == name for arm in arms):
+        raise UsageError(f"{WHO}: there is an arm named {name} already; name the class otherwise")
+    config = deepcopy(arms[0].config)
+    config.optimization = Optimization(level="none", extra=[target])
+    return Arm(name, config, [f"optimization.extra=[{target}]"], folder=f"technique-{name}")
+
+
+def _unloaded(data: Any) -> tuple[Any, int | None]:
+    """The data set of a loader, and its batch size; anything else as it is."""
+    if not isinstance(data, DataLoader):
+        return data, None
+    if data.batch_size is None or data.collate_fn is not default_collate:
+        raise UsageError(
+            f"{WHO}: data is a DataLoader that makes its batches by itself (batch_sampler or "
+            "collate_fn); give a data set whose samples are made, loader.dataset"
+        )
+    return data.dataset, data.batch_size

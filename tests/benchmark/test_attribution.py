@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runner.benchmark.agreement import Verdict
+from runner.benchmark.arms import Arm
+from runner.benchmark.attribution import attribute
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.heat import With
+from runner.benchmark.result import Attribution, Effect
+from runner.benchmark.trials import added, removed
+from runner.config import compose
+from tests.benchmark.simulated import MIB, World
+
+SPEEDUPS = {
+    "system": 1.0, "fused_optimizer": 1.1, "tf32": 1.0, "channels_last": 0.9, "amp": 1.5,
+    "compile": 1.3,
+}  # fmt: skip
+
+
+def arm(level: str, *more: str) -> Arm:
+    return Arm(level, compose([f"optimization={level}", *more]), [f"optimization={level}", *more])
+
+
+def agreed(arm: Arm, choices: Mapping[str, Any]) -> Verdict:
+    return Verdict("exact")
+
+
+def measured(world: World, level: str = "advanced", **how: Any) -> Attribution:
+    settings = BenchmarkConfig(**{"attribute_budget_s": 600.0, "narrow": 0.01, **how})
+    return attribute(
+        arm(level), arm("none"), With(settings, crew=world.crew, clock=world.clock), judge=agreed
+    )
+
+
+def effect(found: Attribution, name: str) -> Effect:
+    return next(one for one in found.effects if one.name == name)
+
+
+def test_planted_effects_are_recovered_alone_and_in_company() -> None:
+    missed = 0
+    for seed in range(4):
+        found = measured(World(SPEEDUPS, seed=seed), attribute_budget_s=200.0)
+        names = ["system", "tf32", "channels_last", "amp", "compile", "fused_optimizer"]
+        assert [one.name for one in found.effects] == names  # in order of application
+        for name, truth in SPEEDUPS.items():
+            one = effect(found, name)
+            for interval in (one.added_interval, one.removed_interval):
+                assert interval is not None
+                assert interval[0] / 1.02 < truth < interval[1] * 1.02
+                missed += not interval[0] <= truth <= interval[1]
+            assert one.interaction == pytest.approx(1.0, abs=0.04)
+            assert one.parity == "exact"
+    assert missed <= 7  # of 48, at 95 %
+
+
+def test_a_harmful_technique_is_named_with_what_leaving_it_out_brings() -> None:
+    said = measured(World(SPEEDUPS)).sentences
+    assert said[0].startswith("left out of advanced, channels_last makes it 11 % faster here")
+    assert said[0].endswith("drop it")
+    assert not any("channels_last" in sentence for sentence in said[1:])
+
+
+def test_what_is_worth_nothing_is_said_in_one_sentence_with_the_noise() -> None:
+    said = measured(World(SPEEDUPS)).sentences
+    nothing = [sentence for sentence in said if "nothing else is worth more than" in sentence]
+    assert len(nothing) == 1
+    assert "system and tf32" in nothing[0] or "tf32" in nothing[0]
+
+
+def test_planted_interactions_are_recovered_and_told() -> None:
+    world = World(SPEEDUPS, together={("amp", "compile"): 1.25})
+    found = measured(world)
+    for name in ("amp", "compile"):
+        one = effect(found, name)
+        assert one.interaction_interval is not None
+        assert one.interaction_interval[0] <= 1.25 <= one.interaction_interval[1]
+        assert one.removed == pytest.approx(1.25 * SPEEDUPS[name], rel=0.03)
+    assert effect(found, "fused_optimizer").interaction == pytest.approx(1.0, abs=0.03)
+    assert "amp and compile are worth more in company than alone" in found.sentences
+
+
+def test_two_that_do_the_same_work_are_told_as_such() -> None:
+    world = World(SPEEDUPS, together={("amp", "compile"): 1 / 1.3})
+    found = measured(world)
+    assert effect(found, "compile").removed == pytest.approx(1.0, abs=0.03)
+    assert any("amp and compile are worth less in company" in one for one in found.sentences)
+    assert any(one.startswith("compile is worth 1.3× alone") for one in found.sentences)
+
+
+def test_a_technique_that_did_not_take_hold_is_named_and_not_measured() -> None:
+    world = World(SPEEDUPS, holds=lambda name, on: "no GPU" if name == "tf32" else "")
+    found = measured(world)
+    one = effect(found, "tf32")
+    assert (one.added, one.removed) == (None, None)
+    assert one.note == "did not take hold in advanced: no GPU"
+    assert not any("tf32" in name for name in world.started)
+    assert "not measured: tf32" in found.sentences
+
+
+def test_one_that_needs_another_is_worth_something_in_company_only() -> None:
+    needs = World(
+        {**SPEEDUPS, "compile": 1.3, "amp": 1.5},
+        holds=lambda name, on: "needs compile" if name == "amp" and "compile" not in on else "",
+    )
+    found = measured(needs)
+    one = effect(found, "amp")
+    assert one.added is None and one.interaction is None
+    assert one.note == "alone it does not take hold: needs compile"
+    assert one.removed == pytest.approx(1.5, rel=0.03)
+    assert effect(found, "compile").note == "without it no amp either"
+    assert any(s.startswith("amp is worth 1.5× in company") for s in found.sentences)
+
+
+@pytest.mark.parametrize("dying", ["none + amp", "advanced - amp"])
+def test_an_arm_that_dies_costs_its_own_number_only(dying: str) -> None:
+    world = World(SPEEDUPS, dies={dying: ("oom", "killed for memory")})
+    found = measured(world)
+    one = effect(found, "amp")
+    assert (one.added is None) is ("+" in dying)
+    assert (one.removed is None) is ("-" in dying)
+    assert one.interaction is None
+    assert f"{dying}: oom: killed for memory" in one.note
+    assert effect(found, "compile").removed == pytest.approx(1.3, rel=0.03)
+
+
+def test_a_plain_run_that_dies_leaves_notes_and_no_numbers() -> None:
+    found = measured(World(SPEEDUPS, dies={"none": ("failed", "no such column")}))
+    assert all(one.added is None and one.removed is None for one in found.effects)
+    assert all("none: failed: no such column" in one.note for one in found.effects)
+
+
+def test_a_level_that_dies_at_once_is_why_there_is_nothing() -> None:
+    world = World(SPEEDUPS)
+    level = arm("advanced")
+
+    class Broken:
+        def __enter__(self) -> Broken:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def start(self, name: str) -> None:
+            from runner.benchmark.blocks import ArmEnded
+
+            raise ArmEnded("failed", "it does not fit")
+
+    how = With(BenchmarkConfig(), crew=lambda *_, **__: Broken(), clock=world.clock)
+    found = attribute(level, arm("none"), how)
+    assert (found.effects, found.stopped) == ([], "advanced: failed: it does not fit")
+
+
+def test_memory_is_the_difference_of_peaks_and_told_where_it_is_much() -> None:
+    found = measured(World(SPEEDUPS, mib={"compile": 200.0, "system": 2.0, "amp": -100.0}))
+    assert effect(found, "compile").added_memory_bytes == 200 * MIB
+    assert effect(found, "compile").removed_memory_bytes == 200 * MIB
+    assert "with compile the peak is 200 MiB more" in found.sentences
+    assert "with amp the peak is 100 MiB less" in found.sentences
+    assert not any("with system" in sentence for sentence in found.sentences)
+
+
+def test_the_budget_is_shared_evenly_and_said_when_it_is_spent() -> None:
+    world = World(SPEEDUPS, noise=0.2)
+    found = measured(world, attribute_budget_s=90.0)
+    assert "benchmark.attribute_budget_s=90" in found.stopped and "all heats" in found.stopped
+    assert all(one.added is not None for one in found.effects)  # each had its share
+    starting = 5.0 * len(world.started)
+    assert world.now - starting <= 90.0 + 3 * 7 * 0.25 + 1
+
+
+def test_no_more_than_seven_processes_are_alive_at_a_time() -> None:
+    world = World(SPEEDUPS)
+    measured(world)
+    assert world.most_alive <= 7  # plain, level, two arms for each of two techniques, the control
+
+
+def test_techniques_without_effect_are_rarely_told_to_have_one() -> None:
+    wrong = 0
+    for seed in range(15):
+        found = measured(
+            World({}, noise=0.03, seed=seed), attribute_budget_s=60.0, narrow=0.02
+        ).sentences
+        wrong += any("is worth" in s and "nothing" not in s or "drop it" in s for s in found)
+    assert wrong <= 2
+
+
+def test_a_technique_that_changes_the_numbers_is_told() -> None:
+    def judge(arm: Arm, choices: Mapping[str, Any]) -> Verdict:
+        return Verdict("FAIL", "loss is off by 1e-2") if "amp" in arm.name else Verdict("exact")
+
+    world = World(SPEEDUPS)
+    settings = BenchmarkConfig(attribute_budget_s=60.0)
+    how = With(settings, crew=world.crew, clock=world.clock)
+    found = attribute(arm("advanced"), arm("none"), how, judge=judge)
+    assert effect(found, "amp").parity == "FAIL"
+    assert any("amp changes the numbers" in s and "off by 1e-2" in s for s in found.sentences)
+
+
+def test_what_the_reference_has_too_is_not_measured() -> None:
+    world = World(SPEEDUPS)
+    settings = BenchmarkConfig(attribute_budget_s=60.0)
+    how = With(settings, crew=world.crew, clock=world.clock)
+    found = attribute(arm("advanced"), arm("basic"), how, judge=agreed)
+    assert effect(found, "fused_optimizer").note == "is in basic too"
+    assert effect(found, "amp").added == pytest.approx(1.5, rel=0.05)
+
+
+def test_an_arm_has_the_knobs_of_the_level_and_nothing_else_of_it() -> None:
+    level = arm("ultra", "optimization.strict=true")
+    alone, without = added(arm("none"), level, "amp"), removed(level, arm("none"), "amp")
+    assert alone.config.optimization.amp == level.config.optimization.amp
+    on = [name for name, t in alone.config.optimization.techniques() if t.enabled]
+    assert on == ["amp"]
+    assert "optimization.amp.min_mflop=10.0" in alone.overrides
+    assert not without.config.optimization.amp.enabled and level.config.optimization.amp.enabled
+    others = replace(without.config.optimization, amp=level.config.optimization.amp)
+    assert others.techniques() == level.config.optimization.techniques()
+    assert not without.config.optimization.strict
+    # what is typed makes the same config
+    again = compose(alone.overrides).optimization
+    assert replace(again, level="custom") == alone.config.optimization
+
+
+def test_a_technique_of_ones_own_is_added_and_left_out_by_its_class() -> None:
+    level = Arm("mine", compose(["optimization=basic"]))
+    level.config.optimization.extra = ["my_package.Faster", "my_package.Other"]
+    assert added(arm("none"), level, "Faster").config.optimization.extra == ["my_package.Faster"]
+    assert removed(level, arm("none"), "Faster").config.optimization.extra == ["my_package.Other"]
+    assert (
+        "optimization.extra=[my_package.Other]" in removed(level, arm("none"), "Faster").overrides
+    )
+
+
+@pytest.mark.slow
+def test_a_level_is_taken_apart_in_real_processes() -> None:
+    work = ("training.steps=1000", "monitoring=quiet")
+    settings = BenchmarkConfig(attribute_budget_s=10.0, block_s=0.1)
+    found = attribute(arm("basic", *work), arm("none", *work), With(settings))
+    assert [one.name for one in found.effects] == ["system", "fused_optimizer"]
+    one = effect(found, "fused_optimizer")
+    assert one.added is not None and one.removed is not None and one.interaction is not None
+    assert one.added_interval is not None and one.added_interval[0] < one.added
+    assert one.parity in ("exact", "explained by precision")
+    assert found.sentences and found.stopped

@@ -1,0 +1,394 @@
+"""Arms in processes of their own: one works at a time, and none outlives its crew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from runner import build, compose, train
+from runner.benchmark import crew as crews
+from runner.benchmark.arms import Arm
+from runner.benchmark.blocks import ArmEnded, Turn
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.crew import Crew, Finished, Ready
+from runner.build import Given
+from runner.device import openmp
+from runner.errors import SecurityError, UsageError
+from runner.hook import Hook, Report
+from runner.run import Run
+from tests.benchmark import arm_parts
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ["data=digits", "model=mlp", "device=cpu", "device.threads=1"]
+PARTS = "tests.benchmark.arm_parts"
+OWN = ["device=cpu", "device.threads=1", f"security.trusted=[{PARTS}]"]
+QUICK = BenchmarkConfig(warmup_steps=4)
+
+
+def arm(name: str, *overrides: str) -> Arm:
+    return Arm(name, compose([*overrides]), [], f"python -m runner optimization={name}", name)
+
+
+def own(name: str, model: str, *overrides: str) -> Arm:
+    return arm(name, *OWN, "data=cancer", f"model._target_={PARTS}.{model}", *overrides)
+
+
+def is_gone(pid: int) -> bool:
+    """Neither the process nor any of its group runs; who waits to be collected does not."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            mine = process.pid == pid or os.getpgid(process.pid) == pid
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+@dataclass
+class Race:
+    """What two arms came to that had three turns each."""
+
+    ready: dict[str, Ready] = field(default_factory=dict)
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    idle_seconds: float = 0.0  # CPU time of the one while the other was at work
+    pids: list[int] = field(default_factory=list)
+    folder: Path = Path()
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
+    found = Race(folder=tmp_path_factory.mktemp("race"))
+    arms = [
+        arm("none", *BASE, "optimization=none"),
+        arm("basic", *BASE, "optimization=basic", "data.workers=1", "data.prefetch=2"),
+    ]
+    mine = {
+        name: getattr(arm_parts, name)
+        for name in ("weights", "in_steps", "fails", "words", "path", "spin")
+    }
+    settings = BenchmarkConfig(target_loss=1.5)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Crew(arms, settings, found.folder, None, mine) as crew,
+    ):
+        for key in openmp.OWN_WAITING:
+            patch.delenv(key, raising=False)
+        for name in ("none", "basic"):
+            found.ready[name] = crew.start(name)
+            found.pids.append(crew.members[name].pid)
+        idle = psutil.Process(found.pids[0])
+        for _ in range(3):
+            for name in ("none", "basic"):
+                before = sum(idle.cpu_times()[:2])
+                found.turns.setdefault(name, []).append(crew.turn(name, 0.1))
+                if name == "basic":
+                    found.idle_seconds += sum(idle.cpu_times()[:2]) - before
+        for name in ("none", "basic"):
+            found.finished[name] = crew.finish(name)
+    return found
+
+
+def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> None:
+    for turns in race.turns.values():
+        for turn in turns:
+            assert turn.steps == len(turn.step_ms) >= 3
+            assert turn.samples == pytest.approx(
+                32 * turn.steps, rel=0.1
+            )  # an epoch's last is less
+            assert turn.seconds >= 0.1
+            assert sum(turn.step_ms) / 1e3 <= turn.seconds
+            assert min(turn.step_ms) <= turn.median_ms <= max(turn.step_ms)
+            assert turn.per_sample_ms == pytest.approx(turn.median_ms / 32)
+            assert 0 <= turn.data_seconds <= turn.seconds
+            assert turn.load.others is None or 0 <= turn.load.others <= 1
+
+
+def test_an_arm_makes_steps_in_its_own_turns_only_and_sleeps_meanwhile(race: Race) -> None:
+    steps = sum(turn.steps for turn in race.turns["none"])
+    assert race.finished["none"].summary["steps"] == 10 + 1 + steps
+    assert race.idle_seconds <= 0.03  # of three turns of 0.1 s; the kernel counts in hundredths
+
+
+def test_the_wait_is_in_no_step(race: Race) -> None:
+    worked = race.ready["none"].first_seconds + sum(turn.seconds for turn in race.turns["none"])
+    waited = race.ready["basic"].setup_seconds  # and for its turns
+    assert race.finished["none"].metrics["in_steps"] < worked + waited / 4
+
+
+def test_ready_says_what_it_took_to_get_there(race: Race) -> None:
+    for ready in race.ready.values():
+        assert ready.samples_per_step == 32
+        assert 0 < ready.warm_ms / 1e3 < ready.first_seconds < ready.setup_seconds * 10
+        assert 0 <= ready.compile_seconds < ready.first_seconds
+
+
+def test_the_losses_are_those_of_an_ordinary_run(race: Race) -> None:
+    losses: list[float] = []
+
+    class Reads(Hook):
+        def on_report(self, run: Run, report: Report) -> None:
+            losses.extend(report.loss)
+
+    overrides = [*BASE, "optimization=none", "schedule=constant", "training.steps=40"]
+    with build(compose([*overrides, "monitoring.progress=false"])) as run:
+        run.hooks.append(Reads())
+        train(run)
+    found = race.finished["none"].losses
+    assert len(found) == 50
+    assert found[:40] == losses
+
+
+def test_a_healthy_arm_has_no_problems_and_a_folder_like_any_runs(race: Race) -> None:
+    for name, finished in race.finished.items():
+        assert finished.problems == []
+        kept = json.loads((race.folder / name / "summary.json").read_text())
+        assert kept["status"] == "stopped"
+        assert kept["reason"] == "the benchmark has measured it"
+        assert kept["command"] == f"python -m runner optimization={name}"
+        assert kept["memory"]["peak_process_bytes"] > 2**26
+        assert kept["memory"] == finished.summary["memory"]
+        rows = (race.folder / name / "metrics.jsonl").read_text().splitlines()
+        assert not any('"split": "val"' in row for row in rows)
+        assert not (race.folder / name / "checkpoints").exists()
+    engaged = {r["name"]: r["engaged"] for r in race.finished["basic"].summary["techniques"]}
+    assert engaged["fused_optimizer"]
+
+
+def test_the_time_to_a_loss_is_that_of_the_steps_until_then(race: Race) -> None:
+    for name, finished in race.finished.items():
+        spent = race.ready[name].first_seconds + sum(t.seconds for t in race.turns[name])
+        assert finished.seconds_to_target is not None
+        assert 0 < finished.seconds_to_target < spent
+
+
+def test_metrics_of_ones_own_are_columns_and_a_bad_one_is_a_note(race: Race) -> None:
+    finished = race.finished["none"]
+    assert set(finished.metrics) == {"weights", "in_steps", "path", "spin"}
+    assert finished.metrics["weights"] > 1000
+    assert any("the metric fails failed: KeyError" in note for note in finished.notes)
+    assert any("the metric words failed: ValueError" in note for note in finished.notes)
+
+
+def test_a_process_finds_the_same_modules_and_waits_like_any_run(race: Race) -> None:
+    found = race.finished["none"].metrics
+    assert found["path"] == arm_parts.path(None)
+    assert found["spin"] == float(openmp.SPIN)
+
+
+def test_operations_of_a_step_are_counted(race: Race) -> None:
+    counted = race.finished["none"].flops_per_step
+    assert counted == race.finished["basic"].flops_per_step
+    with build(compose([*BASE, "optimization=none"])) as run:
+        layers = [m for m in run.model.modules() if isinstance(m, nn.Linear)]
+    first, *others = (2 * 32 * m.in_features * m.out_features for m in layers)
+    assert counted == 2 * first + 3 * sum(others)  # nobody wants the gradient of the input
+    assert 0 < (race.finished["none"].mfu or 0) < 1
+
+
+def test_nothing_is_left_of_the_processes(race: Race) -> None:
+    assert all(is_gone(pid) for pid in race.pids)
+
+
+def test_a_killed_arm_is_said_to_be_and_the_others_go_on(tmp_path: Path) -> None:
+    arms = [
+        arm("one", *BASE, "data.workers=1"),
+        own("two", "Ends", "+model.how=killed", "+model.at=30"),
+    ]
+    with Crew(arms, QUICK, tmp_path) as crew:
+        for name in ("one", "two"):
+            crew.start(name)
+        pids = {name: member.pid for name, member in crew.members.items()}
+        with pytest.raises(ArmEnded, match="killed by SIGKILL; see .*worker.log") as ended:
+            crew.turn("two", 30.0)  # in the midst of a turn
+        assert ended.value.status == "killed"
+        assert is_gone(pids["two"])
+        assert json.loads((tmp_path / "two/summary.json").read_text())["status"] == "killed"
+        assert crew.turn("one", 0.05).steps >= 3
+        os.kill(pids["one"], signal.SIGKILL)  # while it waits
+        with pytest.raises(ArmEnded) as ended:
+            crew.turn("one", 0.05)
+        assert ended.value.status == "killed"
+        with pytest.raises(ArmEnded, match="was not started, or has ended"):
+            crew.turn("one", 0.05)
+    assert is_gone(pids["one"])
+
+
+def test_what_an_arm_raises_is_its_reason(tmp_path: Path) -> None:
+    arms = [
+        own("raises", "Ends"),
+        arm("nan", *OWN, f"data._target_={PARTS}.Broken", "model=mlp", "monitoring.every=1"),
+        own("huge", "Huge"),
+    ]
+    with Crew(arms, QUICK, tmp_path) as crew:
+        with pytest.raises(ArmEnded, match=r"ValueError: my own mistake \(arm_parts") as ended:
+            crew.start("raises")
+        assert ended.value.status == "failed"
+        assert "Traceback" in (tmp_path / "raises/worker.log").read_text()
+        with pytest.raises(ArmEnded) as ended:
+            crew.start("nan")
+            while True:
+                crew.turn("nan", 0.1)
+        assert ended.value.status == "failed"
+        assert "the loss was nan" in ended.value.reason
+        with pytest.raises(ArmEnded, match="out of memory") as ended:
+            crew.start("huge")
+        assert ended.value.status == "oom"
+        assert not crew.members
+    kept = {n: json.loads((tmp_path / n / "summary.json").read_text()) for n in crew.arms}
+    assert kept["raises"]["status"] == "failed"
+    assert kept["huge"]["status"] in ("failed", "oom")
+
+
+def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = [own("late", "Ends", "+model.how=hangs", "+model.at=20"), own("never", "Ends")]
+    monkeypatch.setattr(crews, "SLOW_S", 1.0)
+    monkeypatch.setattr(crews, "SLOW", 0.0)
+    with Crew(arms, QUICK, tmp_path) as crew:
+        crew.start("late")
+        pid = crew.members["late"].pid
+        with pytest.raises(ArmEnded, match="not done within 1 s") as ended:
+            crew.turn("late", 30.0)
+        assert ended.value.status == "timeout"
+        assert is_gone(pid)
+        assert json.loads((tmp_path / "late/summary.json").read_text())["status"] == "timeout"
+    soon = BenchmarkConfig(timeout_s=0.01)
+    with Crew(arms, soon, None) as crew, pytest.raises(ArmEnded) as ended:
+        crew.start("never")
+    assert ended.value.status == "timeout"
+
+
+def test_batches_that_lay_ready_do_not_hide_the_wait_for_data() -> None:
+    slow = ["+data.seconds=0.004", "data.workers=1", "data.prefetch=8", "training.batch_size=5"]
+    arms = [arm("slow", *OWN, "model=mlp", f"data._target_={PARTS}.Slow", *slow)]
+    with Crew(arms, QUICK, None) as crew:
+        crew.start("slow")
+        turns = []
+        for _ in range(2):
+            Event().wait(0.5)  # so long others have their turns
+            turns.append(crew.turn("slow", 0.1))
+    for turn in turns:  # 20 ms a batch, and eight of them were in store
+        assert turn.median_ms > 10
+        assert turn.data_seconds > turn.seconds / 2
+
+
+def test_arms_that_wait_are_let_go_with_their_files_closed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Crew([arm("one", *BASE)], QUICK, tmp_path) as crew:
+        crew.start("one")
+        pid = crew.members["one"].pid
+        raise KeyError
+    assert is_gone(pid)
+    kept = json.loads((tmp_path / "one/summary.json").read_text())
+    assert kept["status"] == "interrupted" and "of the benchmark" in kept["reason"]
+
+
+def end_of(one: Arm) -> Finished:
+    with Crew([one], QUICK, None) as crew:
+        crew.start(one.name)
+        crew.turn(one.name, 0.1)
+        return crew.finish(one.name)
+
+
+def test_parameters_that_are_not_trained_are_named() -> None:
+    found = end_of(own("idle", "Idle"))
+    assert found.problems == [
+        "these parameters never changed: unused.weight, unused.bias; no gradient reached them"
+    ]
+    assert any("kept.weight, kept.bias" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_zero_are_named() -> None:
+    found = end_of(own("flat", "Flat", "optimizer.weight_decay=0.0"))
+    assert "gradients are zero" in found.problems
+    assert "these parameters never changed: layer.weight, layer.bias" in found.problems
+
+
+def test_parts_that_were_given_are_copied_and_leave_nothing_behind(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    given = Given(model=model)
+    one = Arm("one", compose(["data=cancer", "model=mlp", "device=cpu", "optimization=basic"]))
+    with Crew([one], QUICK, tmp_path, given=given) as crew:
+        crew.start("one")
+        crew.turn("one", 0.05)
+        found = crew.finish("one")
+    assert found.problems == []
+    assert not any(p.is_shared() for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:
+    model = nn.Linear(30, 2)
+    model.made = lambda: 1  # type: ignore[assignment]
+    arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
+    with pytest.raises(UsageError, match="model cannot be sent to another process.*no lambda"):
+        Crew(arms, QUICK, None, given=Given(model=model))
+    with pytest.raises(UsageError, match="metrics cannot be sent"):
+        Crew(arms, QUICK, None, metrics={"mine": lambda run: 1.0})
+
+
+def test_a_metric_that_is_not_trusted_is_refused_before_anything_starts() -> None:
+    arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
+    with pytest.raises(SecurityError, match="benchmark.metrics: os.getpid is refused"):
+        Crew(arms, BenchmarkConfig(metrics=["os.getpid"]), None)
+
+
+SCRIPT = """
+import sys
+from runner.benchmark.arms import Arm
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.crew import Crew
+from runner.config import compose
+
+if __name__ == "__main__":
+    arms = [Arm("one", compose(["data=digits", "model=mlp", "data.workers=1", "data.prefetch=2"]))]
+    with Crew(arms, BenchmarkConfig(), None) as crew:
+        crew.start("one")
+        print(crew.members["one"].pid, flush=True)
+        crew.turn("one", 600.0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A parent whose arm is in the midst of a long turn, and the arm's process."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    parent = subprocess.Popen(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    yield parent, pid
+    parent.kill()
+    parent.communicate()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_arm_outlives_its_parent(script: tuple[subprocess.Popen[str], int], how: int) -> None:
+    parent, pid = script
+    group = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    assert len(group) >= 2  # a data worker too
+    os.killpg(parent.pid, how)  # as a terminal does it: to the whole group of the parent
+    _, said = parent.communicate(timeout=60)
+    gone, left = psutil.wait_procs(group, timeout=30)
+    # who lost his parent waits for somebody to collect him, which nobody does in some containers
+    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in said

@@ -1,0 +1,65 @@
+"""What the machine does during a turn: others' work is told from ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import psutil
+import pytest
+
+from runner.benchmark.load import Watch, oom_kills
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+BURN = "print(flush=True)\nwhile True: pass"
+
+
+@contextmanager
+def burning() -> Iterator[int]:
+    """A process that takes one core, already at it."""
+    process = subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@linux
+def test_what_others_do_counts_and_what_the_arm_does_not() -> None:
+    """Both are told of the same second, so whatever else the machine does is in both."""
+    with burning() as arm, burning() as other:
+        own, blind = Watch(arm), Watch(other)
+        before = sum(psutil.Process(arm).cpu_times()[:2])
+        beside = sum(psutil.Process(other).cpu_times()[:2])
+        until = perf_counter() + 0.8
+        while perf_counter() < until:  # ours in both
+            pass
+        own.glance()
+        load, unaware = own.load(1500.0), blind.load(None)
+        its = sum(psutil.Process(arm).cpu_times()[:2]) - before
+        others = sum(psutil.Process(other).cpu_times()[:2]) - beside
+    assert load.others is not None and unaware.others is not None
+    capacity = 0.8 * len(os.sched_getaffinity(0))
+    assert unaware.others - load.others == pytest.approx((its - others) / capacity, abs=0.05)
+    assert load.others >= others / capacity - 0.05
+    assert load.device_mhz == 1500.0
+    assert load.mhz is None or 100 < load.mhz < 10_000
+    assert load.stolen is not None and 0 <= load.stolen <= 1
+
+
+def test_an_arm_that_is_gone_has_an_unknown_load() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert Watch(process.pid).load(None).others is None
+
+
+def test_kills_for_memory_are_counted_from_what_the_kernel_says() -> None:
+    assert oom_kills() >= 0
+    assert oom_kills() == oom_kills()

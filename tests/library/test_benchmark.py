@@ -1,0 +1,168 @@
+"""`benchmark_optimizations`: live models and data, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from runner import Evidence, Technique, benchmark_optimizations, show_comparison
+from runner.benchmark.result import BenchmarkResult
+from runner.errors import UsageError
+from runner.report.comparison import of_benchmark
+from runner.run import Run
+from runner.technique import Draft
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Waste(Technique):
+    """Computes something for nothing with each forward."""
+
+    size: int = 512
+
+    def apply(self, draft: Draft) -> str | None:
+        before, matrix = draft.forward, torch.randn(self.size, self.size)
+
+        def forward(*args: object, **named: object) -> object:
+            _ = matrix @ matrix @ matrix @ matrix
+            return before(*args, **named)
+
+        draft.forward = forward
+        return None
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(True, "")
+
+
+def weights(run: Run) -> float:
+    return float(sum(p.numel() for p in run.model.parameters()))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(320, 16), torch.randint(0, 3, (320,))
+
+
+def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = net().eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    noise = torch.get_rng_state()
+    inputs, target = data()
+    noise = torch.get_rng_state()
+    loader = DataLoader(TensorDataset(inputs, target), batch_size=40)
+    result = benchmark_optimizations(
+        model, loader, ["none"], techniques=[Waste(size=1024)], optimizer=optimizer,
+        metrics={"weights": weights}, budget_s=3, parity=False, control=False, folder=tmp_path,
+    )  # fmt: skip
+    assert [(arm.name, arm.status) for arm in result.arms] == [("none", "done"), ("Waste", "done")]
+    plain, waste = result.arms
+    assert plain.samples_per_step == waste.samples_per_step == 40  # the loader's
+    assert waste.speedup is not None
+    assert waste.speedup < 0.9  # planted: eight times as much to compute, and more
+    assert plain.metrics == {"weights": float(sum(p.numel() for p in model.parameters()))}
+    rows = {row["name"]: row["engaged"] for row in waste.summary["techniques"]}
+    assert rows["Waste"] is True
+    assert BenchmarkResult.read(tmp_path).arm("Waste").blocks == waste.blocks
+    assert (tmp_path / "comparison.html").is_file()
+
+    assert not model.training
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.state == {}
+    assert torch.equal(noise, torch.get_rng_state())
+
+    show_comparison(result, tmp_path)
+    assert "Waste" in capsys.readouterr().out
+    assert [row.name for row in of_benchmark(result, tmp_path).rows] == ["none", "Waste"]
+
+
+class Odd(nn.Module):
+    """Holds what no other process can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 3)
+        self.twice = lambda x: 2 * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.layer(x))
+
+
+def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
+    with pytest.raises(UsageError, match="model cannot be sent.*top of a module"):
+        benchmark_optimizations(Odd(), data(), ["none", "basic"], budget_s=3)
+    with pytest.raises(UsageError, match="objective cannot be sent.*no lambda"):
+        benchmark_optimizations(
+            net(), data(), ["none", "basic"], loss_fn=lambda a, b: a.sum(), budget_s=3
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"arms": "none"}, "one string"),
+        ({"arms": ["none", "quick"]}, "quick"),
+        ({"arms": ["none"]}, "nothing to be held against"),
+        ({"arms": ["none", "none"]}, "comes twice"),
+        ({"techniques": [nn.Linear]}, "inherit from runner.Technique"),
+        ({"techniques": [Waste, Waste]}, "twice"),
+        ({"loss_fn": 3}, "loss_fn"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "none of the optimizer's"),
+        ({"budget_s": 0.01}, "budget_s"),
+    ],
+)
+def test_a_mistake_is_answered_before_any_process_is_started(
+    more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(Exception, match=message) as found:
+        benchmark_optimizations(net(), data(), **{"arms": ["none", "basic"], **more})  # type: ignore[arg-type]
+    assert type(found.value).__module__ == "runner.errors"
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from runner import benchmark_optimizations
+
+model = nn.Linear(4, 2)
+data = torch.randn(64, 4), torch.randint(0, 2, (64,))
+benchmark_optimizations(model, data, ["none", "basic"], budget_s=2, control=False, parity=False)
+"""
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "bare.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert 'if __name__ == "__main__"' in done.stderr
+
+
+def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    lines = SCRIPT.replace(
+        "model = nn.Linear(4, 2)", "class Mine(nn.Linear): ...\nmodel = Mine(4, 2)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"], input=lines, cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "Mine was defined in a notebook or shell" in done.stderr
+    assert "put it into a module" in done.stderr
