@@ -77,6 +77,22 @@ def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
     return hashed.written
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Put a small file in the place of what is there: readers see the one or the other, whole.
+
+    Lone surrogates, which names of files may bring, are written as escapes. Raises OSError, and
+    leaves what was there.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def read_file(path: Path) -> bytes:
     """All of a file; CheckpointError says why it cannot be had."""
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.errors import StorageError
 from runner.hook import Cost
+from runner.record.plain import finite
+from runner.storage import replace_text
 from runner.technique import Choice, Engagement
 
 FILE = "summary.json"
@@ -87,14 +87,10 @@ class Summary:
 
         StorageError where it cannot be written.
         """
-        temporary = folder / ".summary.json.tmp"
-        text = json.dumps(_finite(asdict(self)), indent=2, default=str, allow_nan=False)
+        text = json.dumps(finite(asdict(self)), indent=2, default=str, allow_nan=False)
         try:
-            temporary.write_text(text + "\n", encoding="utf-8")
-            os.replace(temporary, folder / FILE)
+            replace_text(folder / FILE, text + "\n")
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise StorageError(
                 f"{folder / FILE}: not written: {error.strerror or error}"
             ) from error
@@ -133,14 +129,3 @@ T = TypeVar("T")
 def _make(kind: type[T], values: dict[str, Any]) -> T:
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
     return kind(**{name: value for name, value in values.items() if name in known})
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for every number that JSON cannot say."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

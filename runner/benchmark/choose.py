@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from runner.config import RunConfig
 from runner.errors import RunnerError, StorageError
 from runner.interrupts import Interrupts
 from runner.record.console import one_line
+from runner.storage import replace_text
 from runner.technique import Choice
 from runner.techniques.config import Optimization
 
@@ -225,13 +224,8 @@ def _write(config: RunConfig, found: Found, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            temporary = folder / f".{name}.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / name)
+            replace_text(folder / name, text)
     except OSError as error:
-        for name in texts:
-            with suppress(OSError):
-                (folder / f".{name}.tmp").unlink()
         log.warning("%s", StorageError(f"{folder / YAML}: not written: {error.strerror}"))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from runner.errors import StorageError
+from runner.record.plain import finite
+from runner.storage import replace_text
 
 FILE = "benchmark.json"
 SCHEMA = 1
@@ -144,14 +144,10 @@ class BenchmarkResult:
 
         StorageError where that is not possible.
         """
-        temporary = folder / f".{FILE}.tmp"
-        text = json.dumps(_finite(asdict(self)), indent=2, default=str, allow_nan=False)
+        text = json.dumps(finite(asdict(self)), indent=2, default=str, allow_nan=False)
         try:
-            temporary.write_text(text + "\n", encoding="utf-8")
-            os.replace(temporary, folder / FILE)
+            replace_text(folder / FILE, text + "\n")
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise StorageError(
                 f"{folder / FILE}: not written: {error.strerror or error}"
             ) from error
@@ -220,14 +216,3 @@ def _value(wanted: Any, found: Any, path: str) -> Any:
     if shape in (int, str) and isinstance(found, shape) and not isinstance(found, bool):
         return found
     raise ValueError(f"{path} is {str(found)[:40]!r}")
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for every number that JSON cannot say."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

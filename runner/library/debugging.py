@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from runner.device.memory import process_bytes
 from runner.errors import RunnerError, UsageError
 from runner.library.operations import Operation, Summary
 from runner.record.history import History
+from runner.storage import replace_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -198,11 +198,9 @@ class Debugger:
         """Write the summary as JSON; raises UsageError where that is not possible."""
         path = Path(path)
         text = json.dumps(self.summary().as_dict(), indent=2) + "\n"
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-            os.replace(temporary, path)
+            replace_text(path, text)
         except OSError as error:
             raise UsageError(f"debugger.export: {path} cannot be written: {error}") from error
         return path

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -94,12 +95,10 @@ class History:
         if not self.unwritten or self.folder is None:
             return
         path = self.folder / FILE
-        temporary = path.with_name(".history.json.tmp")
         text = json.dumps({"counts": self.counts, "faults": self._rows()}, indent=2)
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-            os.replace(temporary, path)
+            replace_text(path, text + "\n")
         except OSError as error:
             log.debug("no history.json: %s", error)
         self.unwritten = False

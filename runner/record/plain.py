@@ -16,3 +16,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finite(value: Any) -> Any:
+    """Null for every number that JSON cannot say; keys as text."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

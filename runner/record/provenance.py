@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from runner.storage import replace_text
+
 PACKAGES = (
     "runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "triton",
 )  # fmt: skip
@@ -115,9 +117,5 @@ def record(folder: Path) -> dict[str, Any]:
         sessions = sessions if isinstance(sessions, list) else []
     except (OSError, ValueError, KeyError, TypeError):
         sessions = []
-    temporary = folder / ".provenance.json.tmp"
-    temporary.write_text(
-        json.dumps({"sessions": [*sessions, session]}, indent=2) + "\n", encoding="utf-8"
-    )
-    os.replace(temporary, path)
+    replace_text(path, json.dumps({"sessions": [*sessions, session]}, indent=2) + "\n")
     return session

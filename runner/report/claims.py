@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -16,6 +14,7 @@ from runner.benchmark.statements import FAILS, HOLDS, ClaimResult, Claims, Quant
 from runner.errors import StorageError
 from runner.record.console import one_line
 from runner.record.markdown import code, escape, table
+from runner.storage import replace_text
 
 FILE = "claims.json"
 STYLES = {HOLDS: "green", FAILS: "bold red"}
@@ -102,13 +101,10 @@ def write(found: Claims, folder: Path) -> list[Path]:
     data = json.dumps(found.as_dict(), indent=2, default=str)
     written = []
     for name, text in ((FILE, data + "\n"), ("claims.md", markdown(found))):
-        path, temporary = folder / name, folder / f".{name}.tmp"
+        path = folder / name
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            replace_text(path, text)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise StorageError(f"{path}: not written: {error.strerror or error}") from error
         written.append(path)
     return written

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -138,17 +139,12 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     with suppress(OSError):  # each file says it by itself
         folder.mkdir(parents=True, exist_ok=True)
     for name, make in makers:
-        path, temporary = folder / name, folder / f".{name}.tmp"
+        path = folder / name
         try:
-            # newline="": the csv module ends lines by itself
-            with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as to:
-                to.write(make())
-            os.replace(temporary, path)
+            replace_text(path, make())
             written.append(path)
         except OSError as error:
             log.warning("no %s: %s", path, error.strerror or error)
-            with suppress(OSError):
-                temporary.unlink()
     return [*written, *_board(here, folder)]
 
 

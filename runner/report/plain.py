@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+from runner.record.plain import finite
 from runner.report import facts
 from runner.report.comparison import Comparison, Row
 from runner.report.naming import keys
@@ -42,7 +43,7 @@ def as_json(comparison: Comparison) -> str:
             {"name": x.name, "started": x.started, "commit": x.git.get("commit")}
             for x in comparison.history
         ]
-    return json.dumps(_finite(tree), indent=2, default=str, allow_nan=False) + "\n"
+    return json.dumps(finite(tree), indent=2, default=str, allow_nan=False) + "\n"
 
 
 def as_csv(comparison: Comparison) -> str:
@@ -110,14 +111,4 @@ def _safe(value: Any) -> Any:
     if isinstance(value, str):
         flat = value.replace("\0", " ")
         return f"'{flat}" if flat.startswith(FORMULA) else flat
-    return value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     return value

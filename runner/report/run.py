@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from runner.record import markdown as md
 from runner.record.console import one_line
 from runner.record.history import History
 from runner.report.words import metric, seconds, size
+from runner.storage import replace_text
 from runner.summary import Summary
 from runner.technique import Engagement
 
@@ -85,10 +85,8 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
 
 def write(summary: Summary, folder: Path) -> None:
     """Write `report.md`; a disk that does not take it is no reason to fail a run that went well."""
-    temporary = folder / ".report.md.tmp"
     try:
-        temporary.write_text(markdown(summary, folder), encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, folder / "report.md")
+        replace_text(folder / "report.md", markdown(summary, folder))
     except OSError as error:
         log.warning("no report.md: %s", error)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -59,12 +60,10 @@ class Anomalies:
         if not self.unwritten or folder is None:
             return
         path = folder / FILE
-        temporary = path.with_name(".anomalies.json.tmp")
         text = json.dumps({"count": self.count, "anomalies": [_plain(row) for row in self.rows]})
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(text + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            replace_text(path, text + "\n")
         except OSError as error:
             log.debug("no anomalies.json: %s", error)
         self.unwritten = False

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.errors import StorageError
+from runner.storage import replace_text
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
@@ -74,14 +73,10 @@ class Sweep:
         """Replace `sweep.json`, never leaving half of one. A disk that does not take it is a
         warning: jobs are then judged by their folders.
         """
-        temporary = folder / f".{FILE}.tmp"
         text = json.dumps(asdict(self), indent=2) + "\n"
         try:
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-            os.replace(temporary, folder / FILE)
+            replace_text(folder / FILE, text)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             log.warning("%s: not written: %s", folder / FILE, error.strerror or error)
 
     @classmethod

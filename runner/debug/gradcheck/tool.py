@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from runner.debug.tool import Tool
 from runner.errors import NotVerified
 from runner.record.markdown import table
 from runner.run import Run
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -139,11 +139,9 @@ def _sentence(check: Check) -> str:
 def _write(folder: Path, checks: Sequence[Check], seconds: float) -> None:
     """Replace debug/gradcheck.json; a full disk is no fault of the run."""
     path = folder / FILE
-    temporary = path.with_name(".gradcheck.json.tmp")
     record = {"seconds": round(seconds, 3), "checks": [asdict(check) for check in checks]}
     try:
         path.parent.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, json.dumps(record, indent=2) + "\n")
     except OSError as error:
         log.warning("no %s: %s", FILE, error)

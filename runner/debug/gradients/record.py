@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.debug.gradients.layers import Layer
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -63,7 +63,6 @@ class GradientRecord:
     def write(self, folder: Path) -> None:
         """Replace the file; a disk that does not take it is no fault of the run."""
         path = folder / FILE
-        temporary = path.with_name(".gradients.json.tmp")
         rows = [
             {"step": step, **layer.row()} if isinstance(layer, Layer) else layer
             for step, layers in self.looks
@@ -72,7 +71,6 @@ class GradientRecord:
         text = json.dumps({"layers": rows, "units": self.units})
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-            os.replace(temporary, path)
+            replace_text(path, text + "\n")
         except OSError as error:
             log.warning("%s is not written: %s", FILE, error)

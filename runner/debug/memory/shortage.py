@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from runner.debug.memory.account import Account
 from runner.errors import OutOfMemory
 from runner.hook import Hook
 from runner.run import Run
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -38,14 +38,12 @@ def write_report(run: Run, reason: str, account: Account | None = None) -> None:
     if run.folder is None:
         return
     path = run.folder / FILE
-    temporary = path.with_name(".out_of_memory.md.tmp")
     try:
         from runner.debug.memory.savings import report  # only now: most runs never need it
 
         text = report(run, reason, account)
         path.parent.mkdir(exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, path)
+        replace_text(path, text)
         run.recorder.text("memory/out_of_memory", text, run.progress.step)
         log.warning("what would save how much memory is in %s", path)
     except Exception as error:  # memory is short, and a model may be anything

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,6 +29,7 @@ from runner.predict import Live, Prediction
 from runner.record import markdown
 from runner.record.history import Fault
 from runner.run import Run
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -277,11 +277,9 @@ class MemoryTool(Tool):
             **self.timeline.as_dict(),
         }
         path = run.folder / FILE
-        temporary = path.with_name(".memory.json.tmp")
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(json.dumps(found) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            replace_text(path, json.dumps(found) + "\n")
         except OSError as error:
             log.warning("%s is not written: %s", FILE, error)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from runner.hook import Report, Step
 from runner.record import markdown as md
 from runner.run import Run
 from runner.stopwatch import PHASES, SETTLING
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -292,8 +293,6 @@ class Profile(Tool):
             self.seconds += perf_counter() - start
 
 
-def _write(path: Any, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, path)
+    replace_text(path, text)
