@@ -42,7 +42,8 @@ EXAMPLES = {
     "data=tabular data.path=my.csv data.target=price": "your own table",
     "data=images data.path=photos model._target_=my_package.Net \\\n"
     "    security.trusted=[my_package] +model.width=64": "your own model; + hands it an argument",
-    "-m optimizer=adamw,sgd seed=0,1,2": "a sweep of six jobs",
+    "-m optimizer=adamw,sgd seed=0,1,2": "a sweep of six jobs, each in a process of its own",
+    "job=benchmark": "which optimisation level is faster here, and how sure that is",
 }
 CODES = {
     "0": "done",
@@ -51,7 +52,8 @@ CODES = {
     "3": "refused by security",
     "4": "gave up: the stability policy is exhausted",
     "5": "no usable checkpoint, or storage failed",
-    "7": "a sweep in which some jobs failed",
+    "6": "a benchmark: something got worse than the stored result",
+    "7": "a sweep or benchmark in which some jobs failed",
     "130, 143": "interrupted by Ctrl-C or SIGTERM; a checkpoint was written",
 }
 FLAGS = {
