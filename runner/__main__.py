@@ -41,7 +41,7 @@ def _main(typed: list[str]) -> int:
         sys.stdout.write(help_text() if arguments.help else version_text())
         return 0
 
-    from runner.cli.path import current_folder_last
+    from runner.module_path import current_folder_last
 
     with current_folder_last():  # what lies there must not stand in for an installed package
         from runner.cli.preflight import check

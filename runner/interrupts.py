@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step in hand is finished, a checkpoint is written, the run ends."""
+"""Ctrl-C, SIGTERM, SIGHUP: the step in hand is finished, a checkpoint written, the run ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from types import FrameType, TracebackType
 
 from runner.errors import Interrupted
 
+HANGUP = getattr(signal, "SIGHUP", None)  # its terminal has gone; none on Windows
+ENDS = [signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP])]
+"""Signals that ask a process to end."""
+
 
 class Interrupts:
-    """While entered, owns the two signals.
+    """While entered, owns the signals, but for a SIGHUP that `nohup` has made nothing of.
 
     The first one is remembered and the loop ends at the next step boundary; while the loop only
     waits for data (`waiting`), it cuts the wait short, since that can take for ever. The second one
@@ -25,7 +29,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in ENDS:
+                if number == HANGUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self.previous[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -119,6 +119,10 @@ class Summary:
                 "choices": [_make(Choice, row) for row in found.get("choices", [])],
             }
             return _make(cls, found | nested)
+        except RecursionError:
+            raise StorageError(
+                f"{folder / FILE}: no readable summary (nested too deeply)"
+            ) from None
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise StorageError(f"{folder / FILE}: no readable summary ({error})") from error
 

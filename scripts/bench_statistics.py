@@ -3,11 +3,15 @@
     python scripts/bench_statistics.py [--runs 1000] [--narrow 0.02] [--blocks 96]
 
 For each kind of noise, two arms that are equally fast and three ways to know: the benchmark's own
-(`Spending` and order statistics), the same looks at plain 95 % intervals, and a bootstrap of the
-median after each block; each stops as soon as its interval is narrow. The table has the share of
-runs whose last interval holds a ratio of 1, and how many blocks it took. In the rows below the
-line the arms differ: one suffers more stalls than the other, so that the usual ratio is not 1, and
-the truth is the median of very many blocks (first column).
+(`Spending`, order statistics, wider where blocks resemble each other), the same looks at plain 95 %
+intervals, and a bootstrap of the median after each block; each stops as soon as its interval is
+narrow. The table has the share of runs whose last interval holds a ratio of 1, and how many blocks
+it took. In some rows the arms differ: one suffers more stalls than the other, so that the usual
+ratio is not 1, and the truth is the median of very many blocks (first column). In the last rows
+processes differ, each from the next, which nothing that looks at one process each can cover.
+
+The second table is of what is said in the end: how often an arm that is as fast as the reference
+is claimed to be faster or slower, beside a control, one minute of measuring.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.blocks import Rule  # noqa: E402
-from runner.benchmark.statistics import Spending, median_interval  # noqa: E402
+from runner.benchmark.statistics import Spending, likeness, median_interval  # noqa: E402
 from tests.benchmark.simulated_machine import (  # noqa: E402
     NOISES,
+    PROCESSES,
     Noise,
     bootstrap_until_narrow,
+    claimed,
     ratios,
 )
 
@@ -41,7 +47,10 @@ Known = tuple[float, float, int]
 
 
 def planned(
-    blocks: int, narrow: float, alphas: Callable[[int, bool], float]
+    blocks: int,
+    narrow: float,
+    alphas: Callable[[int, bool], float],
+    alike: Callable[[list[float]], float],
 ) -> Callable[..., Known]:
     looks = [*(n for n in Rule(narrow, 1).looks if n < blocks), blocks]
     plan = [(n, alphas(n, n == blocks)) for n in looks]
@@ -49,7 +58,8 @@ def planned(
     def known(found: list[float]) -> Known:
         low, high = -math.inf, math.inf
         for n, alpha in plan:
-            low, high = median_interval(np.log(found[:n]).tolist(), alpha)
+            logs = np.log(found[:n]).tolist()
+            low, high = median_interval(logs, alpha, alike(logs))
             if high - low <= 2 * math.log1p(narrow):
                 break
         return math.exp(low), math.exp(high), n
@@ -69,12 +79,13 @@ def main() -> None:
             arguments.blocks,
             arguments.narrow,
             lambda n, last: spending.look(n, 1.0 if last else 1 / 6),
+            likeness,
         ),
-        planned(arguments.blocks, arguments.narrow, lambda n, last: 0.05),
+        planned(arguments.blocks, arguments.narrow, lambda n, last: 0.05, lambda logs: 0.0),
         lambda found: bootstrap_until_narrow(found, arguments.narrow, draw),
     ]
     print("| noise | truth | ours | plain 95 % | bootstrap |\n|---|---|---|---|---|")
-    for name, noise in {**NOISES, **UNLIKE}.items():
+    for name, noise in {**NOISES, **UNLIKE, **PROCESSES}.items():
         truth = float(np.median(ratios(noise, 10**6, 20_000))) if name in UNLIKE else 1.0
         series = [ratios(noise, seed, arguments.blocks) for seed in range(arguments.runs)]
         cells = []
@@ -83,6 +94,11 @@ def main() -> None:
             held = np.mean((found[:, 0] <= truth) & (truth <= found[:, 1]))
             cells.append(f"{held:.1%}, {found[:, 2].mean():.0f} blocks")
         print(f"| {name} | {truth:.3f} | {' | '.join(cells)} |", flush=True)
+    print("\n| noise | one arm | any of four |\n|---|---|---|")
+    rule = Rule(arguments.narrow, 60)
+    for name, noise in {**NOISES, **PROCESSES}.items():
+        shares = [f"{claimed(noise, rule, arguments.runs, arms):.1%}" for arms in (1, 4)]
+        print(f"| {name} | {' | '.join(shares)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ CONFIGS = (
     "sweep",
 )
 LAYERS = f"""
-errors
+errors module_path
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
 interrupts seeds storage untouched
 device record security

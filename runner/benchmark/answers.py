@@ -19,7 +19,9 @@ class Ready:
     setup_seconds: float  # from the start of the process to the end of its first step
     first_seconds: float  # all warm-up steps together: compiling is in there
     warm_ms: float  # a late warm-up step
-    compile_seconds: float = 0.0  # warm-up beyond as many late steps, and compiling before it
+    compile_seconds: float = 0.0  # as the compiler itself counts them, until the warm-up's end
+    settling_seconds: float = 0.0  # of the warm-up steps but the first, beyond as many late ones
+    workers: int = 0  # processes that fetch its data
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Finished:
     seconds_to_target: float | None = None
     flops_per_step: int | None = None
     mfu: float | None = None
+    worker_bytes: int = 0  # what its data workers held at the end, beyond what they share with it
     notes: list[str] = field(default_factory=list)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,16 @@ LOADING = (
 """Keys of `data` that leave the samples that are trained on as they are."""
 TAKEN = ("attribution", "claims", "comparison")
 """Folders that lie beside those of the arms."""
+WORK: dict[str, Callable[[RunConfig], Any]] = {
+    "model": lambda config: config.model,
+    "objective": lambda config: config.objective,
+    "optimizer": lambda config: config.optimizer,
+    "stability": lambda config: config.stability,
+    "seed": lambda config: config.seed,
+    "batch size": lambda config: config.training.batch_size,
+    "device.tf32": lambda config: config.device.tf32,
+}
+"""What is trained, whatever techniques are asked for: parity holds an arm against its own."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +141,17 @@ def differing_batches(arms: Sequence[Arm]) -> str | None:
     )
 
 
+def other_work(arm: Arm, reference: Arm) -> list[str]:
+    """In what the arm trains something else than the reference."""
+    return [part for part, of in WORK.items() if of(arm.config) != of(reference.config)]
+
+
 def differing_work(arms: Sequence[Arm], reference: Arm) -> list[str]:
     """What to say where arms train something else than the reference: their losses differ."""
     notes = []
-    for part in ("model", "objective", "optimizer", "seed"):
-        own = getattr(reference.config, part)
-        others = [_shown(arm.name) for arm in arms if getattr(arm.config, part) != own]
-        if others:
+    for part in WORK:
+        others = [_shown(arm.name) for arm in arms if part in other_work(arm, reference)]
+        if others and part != "batch size":  # of which `differing_batches` tells
             notes.append(
                 f"{', '.join(others)}: another {part} than {_shown(reference.name)}, so only times "
                 "can be compared, not losses"

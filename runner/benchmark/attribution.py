@@ -2,7 +2,8 @@
 
 Both are held against the plain run and against the level in the same blocks, so what a technique
 gains or loses by the company of the others is a ratio of four times of one block. A technique
-that did not take hold in the level is named, with its reason, and not measured.
+that did not take hold in the level is named, with its reason, and not measured. There are three
+intervals to each technique, and all of them together hold at 95 % (Bonferroni).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from runner.benchmark.crew import Finished
 from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.sentences import sentences
-from runner.benchmark.statistics import Estimate, noise_floor
+from runner.benchmark.statistics import CONFIDENCE, SAME, noise_floor
 from runner.benchmark.trials import Trial, planned
 
+INTERVALS = 3  # of each technique: alone, in company, the one over the other
 EACH = 2  # techniques to a heat, which makes six processes: each holds half a GB and more
 AGAIN = "plain, again"
 Judgement = Callable[[Arm, Mapping[str, Any]], Verdict]
@@ -36,7 +38,7 @@ class _Seen:
     engaged: set[str] = field(default_factory=set)
     ratios: list[float] = field(default_factory=list)  # log of plain / level, of each heat
     peaks: list[int] = field(default_factory=list)  # of the plain run
-    control: Estimate | None = None
+    floor: float = 0.0  # that the control, where there is one, says is noise
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each arm added alone
 
 
@@ -65,6 +67,7 @@ def attribute(
         seen.engaged = _engaged(summary)
         effects, trials = planned(level, reference, summary)
         found.effects = list(effects.values())
+        how = replace(how, alpha=(1 - CONFIDENCE) / max(1, INTERVALS * len(trials)))
         found.stopped = _heats(trials, effects, level, reference, how, seed, told, seen, floor)
         if found.stopped != INTERRUPTED and how.settings.parity:
             with ExitStack() as stack:
@@ -152,7 +155,7 @@ def _note(heat: Heat, seen: _Seen, plain: str, level: str, control: bool) -> Non
     if plain in heat.finished:
         seen.peaks.append(_peak(heat.finished[plain]))
     if control:
-        seen.control = heat.ratio([plain], [AGAIN])
+        seen.floor = noise_floor(heat.ratio([plain], [AGAIN]))
 
 
 def _measured(effect: Effect, one: Trial, heat: Heat, seen: _Seen, plain: str, level: str) -> None:
@@ -217,7 +220,8 @@ def _say(effect: Effect, word: str) -> None:
 
 def _peak(finished: Finished) -> int:
     memory = finished.summary.get("memory") or {}
-    return int(memory.get("peak_device_bytes") or memory.get("peak_process_bytes") or 0)
+    own = (memory.get("peak_process_bytes") or 0) + finished.worker_bytes
+    return int(memory.get("peak_device_bytes") or own)
 
 
 def _more(heat: Heat, name: str, than: str) -> int | None:
@@ -229,13 +233,14 @@ def _more(heat: Heat, name: str, than: str) -> int | None:
 
 
 def _floor(seen: _Seen, given: float | None) -> float:
-    """What is noise: the control's, or what plain run and level differed by from heat to heat.
+    """What is noise: the control's, or what plain run and level differed by from heat to heat; 2 %
+    at least.
 
     Each heat has processes of its own, and where a process lies in memory makes a difference.
     """
-    floor = noise_floor(seen.control) if given is None else given
-    spread = (max(seen.ratios) - min(seen.ratios)) / 2 if seen.ratios else 0.0
-    return max(floor, math.expm1(spread))
+    floor = seen.floor if given is None else given
+    spread = max(seen.ratios) - min(seen.ratios) if seen.ratios else 0.0
+    return max(floor, math.expm1(spread), SAME)
 
 
 def _stopped(budget_s: float, short: int, heats: int) -> str:

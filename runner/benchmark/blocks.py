@@ -4,7 +4,8 @@ A drift of the machine hits all arms of a block alike, so what counts is the rat
 Whoever looks at an interval again and again and stops when it is narrow must pay for each look:
 looks come at numbers of blocks fixed beforehand, and each spends a part of the 5 %. The intervals
 of all looks together miss the truth with a chance of at most 5 %, so the one that is kept does too,
-whatever made it the last; and how many blocks a budget allows does not depend on the ratios.
+whatever made it the last; and how many blocks a budget allows does not depend on the ratios. That
+is counted for blocks that do not depend on each other; where they do, intervals are made wider.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ _LOOKS = (
     8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
     320, 384, 448, 512, 640, 768, 896, 1024,
 )  # fmt: skip
-_LEAST = fewest_blocks(1 - CONFIDENCE)
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Turn:
     steps: int
     samples: int
     seconds: float  # wall time of the steps, the device waited for at both ends
-    median_ms: float  # of a step
-    per_sample_ms: float  # the median step by its samples: what is compared
-    step_ms: list[float] = field(default_factory=list)
+    median_ms: float  # of a step; on an accelerator the mean, since only the whole turn is timed
+    per_sample_ms: float  # of the median step, or with data workers the mean: what is compared
+    step_ms: list[float] = field(default_factory=list)  # on an accelerator the mean one alone
     data_seconds: float = 0.0
     load: TurnLoad = field(default_factory=TurnLoad)
 
@@ -73,6 +73,7 @@ class Rule:
     budget_s: float
     looks: Sequence[int] = _LOOKS  # numbers of blocks; 8 is the first with an interval
     rest: bool = False  # a narrow arm takes no more turns, which leaves the budget to the others
+    alpha: float = 1 - CONFIDENCE  # less where an interval is one of many, and all are to hold
 
 
 @dataclass
@@ -147,7 +148,8 @@ class _Blocks:
         self.turn, self.reference, self.rule, self.block_s = turn, reference, rule, block_s
         self.measured, self.active = measured, active  # the latter take turns
         self.times: dict[str, list[float]] = {name: [] for name in active}
-        self.spending = Spending()
+        self.spending = Spending(rule.alpha)
+        self.least = fewest_blocks(rule.alpha)
         self.too_small = False  # the budget was, for any interval
         self.clock, self.start = clock, clock()
 
@@ -170,16 +172,17 @@ class _Blocks:
         spent = measured.seconds >= rule.budget_s
         if not self._comparable():
             return self._without_ratios(spent)
-        if spent and measured.blocks < _LEAST:
+        if spent and measured.blocks < self.least:
             self.too_small = True
-        over = spent and measured.blocks >= _LEAST
+        over = spent and measured.blocks >= self.least
         last = over or measured.blocks >= max(rule.looks)
         if (last or measured.blocks in rule.looks) and self._look(last) and not self.too_small:
-            return f"every ratio is known to within {100 * rule.narrow:g} %"
+            which = "every ratio of the arms that are left" if measured.ended else "every ratio"
+            return f"{which} is known to within {100 * rule.narrow:g} %"
         if over and self.too_small:
             return (
-                f"the budget of {rule.budget_s:g} s was too small for the {_LEAST} blocks that an "
-                f"interval takes: they took {measured.seconds:.1f} s"
+                f"the budget of {rule.budget_s:g} s was too small for the {self.least} blocks that "
+                f"an interval takes: they took {measured.seconds:.1f} s"
             )
         if over:
             return f"the budget of {rule.budget_s:g} s is spent"

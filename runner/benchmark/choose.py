@@ -23,9 +23,10 @@ from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Crew
 from runner.benchmark.decide import again, decide
-from runner.benchmark.look import Look, arm_config, look_at, step_seconds
+from runner.benchmark.look import Look, arm_config, look_at
 from runner.benchmark.search import AGAIN, Search
-from runner.benchmark.space import ALWAYS, NONE, Space, in_order, pinned, space_of, switched_on
+from runner.benchmark.short import TIMES, by_rule
+from runner.benchmark.space import NONE, Space, in_order, pinned, space_of, switched_on
 from runner.benchmark.tried import Found
 from runner.build import Given
 from runner.checkpoint.checkpointer import Checkpointer
@@ -42,8 +43,6 @@ log = logging.getLogger("runner")
 KEY = "optimization"
 YAML = "optimization.yaml"
 EVIDENCE = "optimization_evidence.json"
-TIMES = 2  # so many budgets a run must take for a search to be worth it
-SLOWER = 1.05  # times as long as none: then not even what is free
 BLOCK_S = 0.2
 WARM_UP = 5  # steps
 LEAST_S = 120.0  # that an arm may take to build and compile, however small the budget
@@ -129,7 +128,7 @@ def _measured(config: RunConfig, given: Given) -> Found:
                 found.reason += "; measured before, for an earlier run"
                 _say(f"found in {cache.cache_folder() / look.key}.json; nothing is measured anew")
             elif look.seconds < TIMES * auto.budget_s:
-                found = _by_rule(config, given, look)
+                found = by_rule(config, given, look)
             else:
                 found = _searched(config, given, look)
                 if auto.cache and not found.unjudged():
@@ -144,31 +143,6 @@ def _measured(config: RunConfig, given: Given) -> Found:
             raise  # it would end the run as well
         except Exception as error:  # the run itself will say it, if it meets it
             return Found(reason=f"nothing could be measured: {type(error).__name__}: {error}")
-
-
-def _by_rule(config: RunConfig, given: Given, look: Look) -> Found:
-    """For a short run: what is free, unless a quick look shows it to be slower here."""
-    auto = config.optimization.auto
-    names = [n for n in ALWAYS if n not in look.reasons and n not in pinned(config.optimization)]
-    why = (
-        f"the run takes about {look.seconds:.2g} s at none: a search of "
-        f"optimization.auto.budget_s={auto.budget_s:g} is for runs of {TIMES * auto.budget_s:g} s"
-    )
-    found = Found(steps=look.steps, none_ms=1e3 * look.step_seconds, budget_s=auto.budget_s)
-    found.left_out = dict(look.reasons)
-    if auto.memory_budget_mb is not None:
-        why += "; optimization.auto.memory_budget_mb was not looked at"
-    ours = step_seconds(config, given, names)
-    if ours > SLOWER * look.step_seconds:  # by chance, perhaps
-        theirs = min(look.step_seconds, step_seconds(config, given, ()))
-        ours = min(ours, step_seconds(config, given, names))
-        if ours > SLOWER * theirs:
-            found.reason = f"{why}, and what is free takes {ours / theirs:.2f} times as long here"
-            return found
-    found.techniques = list(in_order(names))
-    found.chosen = " ".join(found.techniques) or NONE
-    found.reason = f"{why}; what is free, by rule"
-    return found
 
 
 def _searched(config: RunConfig, given: Given, look: Look) -> Found:

@@ -6,6 +6,7 @@ that fails is a row or two, and the others go on.
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import tempfile
@@ -136,7 +137,7 @@ def _tried(
         **(GAUGES if quantities & set(SAVES) else {}),
         **(INT8 if Quantity.inference in quantities else {}),
     }
-    how = replace(how, settings=settings, metrics=metrics, mean=trial.mean)
+    how = replace(how, settings=settings, metrics=metrics)
     return run_heat(arms, PLAIN, budget_s, seed, how, told)
 
 
@@ -167,15 +168,19 @@ def judge(trial: Trial, statement: Statement, heat: Heat) -> ClaimResult:
     row = _row(trial, statement, reason)
     if reason:
         return row
-    control = heat.ratio([PLAIN], [AGAIN])
-    timed = statement.quantity in (Quantity.speed, Quantity.cost)
-    row.noise = noise_floor(control) if timed and AGAIN in heat.measured.turns else None
+    noise = 0.0
+    if statement.quantity in (Quantity.speed, Quantity.cost) and AGAIN in heat.names():
+        noise = noise_floor(heat.ratio([PLAIN], [AGAIN]))
+        row.noise = noise if math.isfinite(noise) else None
     seen = _seen(statement, heat)
     if seen is None:
         row.reason = "there is too little to tell: too few blocks, or no reading of the memory"
         return row
     row.ratio, row.interval = seen.ratio, (seen.low, seen.high)
-    row.verdict, row.reason = verdict(statement, seen, row.noise or 0.0)
+    if math.isinf(noise):
+        row.reason = "the plain run against itself has no interval: what is noise is not known"
+        return row
+    row.verdict, row.reason = verdict(statement, seen, noise)
     return row
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +26,7 @@ from runner.summary import Summary
 
 __all__ = ["ArmEnded", "Crew", "Finished", "Ready"]
 
+FINISH_S = 300.0  # to gather what an arm came to; by then it has been measured
 SLOW_S, SLOW = 60.0, 20.0  # a turn may take so long, and so many times as long as it should
 STEPS = 20  # of a turn, at most, where a step takes longer than the turn should
 
@@ -59,6 +60,7 @@ class Crew:
         self.parcel = packed({**parts, "metrics": dict(metrics or {})})
         self.members: dict[str, ArmProcess] = {}
         self.ready: dict[str, Ready] = {}
+        self.mean = False  # compare mean steps: an arm has data workers
         # where nobody leaves the context, at least the interpreter's end does not wait for them
         self.at_exit = multiprocessing.util.Finalize(
             self, _end_all, args=(self.members, os.getpid()), exitpriority=100
@@ -96,16 +98,24 @@ class Crew:
             member.start(self.parcel)
             found = self._of(Ready, member.answer(self.settings.timeout_s))
         self.ready[name] = found
+        self.mean = self.mean or found.workers > 0
         return found
 
     def turn(self, name: str, seconds: float) -> Turn:
-        """Steps for so many seconds, at least three; the other arms stand still meanwhile."""
+        """Steps for so many seconds, at least three; the other arms stand still meanwhile.
+
+        Workers hand over a batch each and then none for a while, so where any arm has them the
+        median step is not what steps cost, and times per sample are those of the mean one, in all
+        arms alike.
+        """
         with self._at_work(name) as (member, ready):
             watch = Watch(member.pid)
             member.ask(seconds)
             most = SLOW_S + SLOW * max(seconds, STEPS * ready.warm_ms / 1e3)
             lap = self._of(Lap, member.answer(most, (seconds / 2, watch.glance)))
             load = watch.load(lap.device_mhz)
+        if self.mean:
+            lap = replace(lap, per_sample_ms=1e3 * lap.seconds / lap.samples)
         return Turn(
             **{f.name: getattr(lap, f.name) for f in fields(lap) if f.name != "device_mhz"},
             load=load,
@@ -115,7 +125,7 @@ class Crew:
         """Let the run end as runs do, with its evidence, and its process after it."""
         with self._at_work(name) as (member, _):
             member.ask(FINISH)
-            found = self._of(Finished, member.answer(self.settings.timeout_s))
+            found = self._of(Finished, member.answer(FINISH_S))
         del self.members[name], self.ready[name]
         member.leave()
         return found

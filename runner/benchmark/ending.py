@@ -66,6 +66,7 @@ def finished(
         flops_per_step=counted,
         mfu=mfu,
         notes=notes,
+        worker_bytes=gate.worker_bytes,
     )
 
 
@@ -112,7 +113,7 @@ def _to_target(run: Run, gate: Gate, target: float | None, notes: list[str]) -> 
 
 
 def _work(run: Run, gate: Gate, notes: list[str]) -> tuple[int | None, float | None]:
-    """Operations of a full step, and what share of the device's peak its median step reaches."""
+    """Operations of a full step, and what share of the device's peak its usual step reaches."""
     if run.recompute is not None:  # the model asks for no more, and the counter would see more
         notes.append("no MFU: what is computed twice would count twice")
         return None, None
@@ -125,7 +126,7 @@ def _work(run: Run, gate: Gate, notes: list[str]) -> tuple[int | None, float | N
         run.update.abandon()
     if not counted:
         return None, None
-    ceiling = peak(run.device, _dtype(run))
+    ceiling = peak(run.device, _dtype(run), measure=False)
     if ceiling is None:
         return counted, None
     step_s = median(gate.turns[1:] or gate.turns) / 1e3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -28,9 +29,9 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Crew
 from runner.benchmark.heat import Starter
 from runner.benchmark.machine import machine
-from runner.benchmark.result import DONE, BenchmarkResult
+from runner.benchmark.result import DONE, MEAN, BenchmarkResult
 from runner.benchmark.rows import INTERRUPTED, Seen
-from runner.benchmark.statistics import Estimate, noise_floor
+from runner.benchmark.statistics import Estimate
 from runner.config import config_hash
 from runner.errors import Interrupted, StorageError
 from runner.record import provenance
@@ -203,23 +204,23 @@ class _Benchmark:
 
     def _result(self) -> BenchmarkResult:
         seen, measured = self.seen, self.seen.measured
-        found = [rows.row(arm, seen, self.settings) for arm in self.arms]
+        found = [rows.row(arm, seen, self.settings, self.reference) for arm in self.arms]
         rows.note_rare(found, self.reference.name)
-        estimate = rows.control_of(seen)
-        control = rows.as_control(estimate)
+        control, floor = rows.as_control(rows.control_of(seen)), rows.floor_of(seen)
         load = rows.load_of(measured.turns)
         return BenchmarkResult(
             self.reference.config.name,
             self.reference.name,
             found,
             control=control,
-            noise_floor=noise_floor(estimate) if control is not None else 0.0,
+            noise_floor=floor if math.isfinite(floor) else None,
             blocks=measured.blocks,
             seconds=measured.seconds,
+            compared=seen.compared,
             stopped=measured.stopped or "no arm could be measured",
             machine=machine([row.summary for row in found]),
             load=load,
-            notes=[*self._notes(), *rows.noise(load, control)],
+            notes=[*self._notes(), *rows.dependence(seen), *rows.noise(load, control)],
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
@@ -234,13 +235,23 @@ class _Benchmark:
         batches = differing_batches(alive)
         if batches:
             found.append(batches)
+        if seen.compared == MEAN:
+            found.append(
+                "data workers hand over several batches at a time: what is compared, and the step "
+                "that is shown, is the mean step of each turn, not the median one"
+            )
         if (ended := seen.ended.get(self.reference.name)) is not None:
             found.append(
                 f"the reference, {self.reference.name}, {_how(ended)}: the others have times and "
                 "no speed-ups; benchmark.reference=… names another"
             )
         if (ended := seen.ended.get(seen.control)) is not None:
-            found.append(f"the control {_how(ended)}: the noise floor is not known")
+            found.append(f"the control {_how(ended)}")
+        if seen.measured.estimates and math.isinf(rows.floor_of(seen)):
+            found.append(
+                f"{seen.control} has no interval: the noise floor is not known, "
+                "so nothing is claimed"
+            )
         return found
 
 

@@ -3,7 +3,8 @@
 What a turn measures is what any run of that config does: the loop itself, with the record, the
 guard and the reports that it has. The wait is taken out of the step in which it falls. On a CPU
 each step is a lap of the run's own stopwatch; an accelerator is waited for at both ends, and its
-step is the time in between divided by the steps.
+step is the time in between divided by the steps. Batches of data workers come in rounds, so turns
+with workers are whole rounds, several of them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from runner.benchmark import training
+from runner.benchmark import standing, training
 from runner.benchmark.answers import FINISH, Lap
 from runner.benchmark.training import Course
 from runner.data.loader import BatchLoader
@@ -26,7 +27,8 @@ from runner.run import Run
 
 LEAST = 3  # steps of a turn
 LEAST_WARM = 4  # steps before there is a late one
-LATE = 3  # warm-up steps whose median is a late one
+LATE = 3  # warm-up steps whose median is a late one; with workers the mean of a round of them
+ROUNDS = 2  # times that a turn uses up what all workers may have in hand, at least
 WAITS = 0.01  # share of a step by which batches that lay ready shorten it: less is nothing
 STOPPED = "the benchmark has measured it"
 
@@ -44,10 +46,10 @@ class Gate(Hook):
         target: float | None,
         ask: Callable[[Any], float | str],
         started: float,
-        compiled: float,
+        compiled: Callable[[], float],
     ) -> None:
-        """`started` is when the process was, by `time.perf_counter`; `compiled`, seconds of that
-        which the compiler had before the first step.
+        """`started` is when the process was, by `time.perf_counter`; `compiled` says for how many
+        seconds the compiler has been at work.
         """
         self.ask, self.started, self.compiled = ask, started, compiled
         self.warm_up = max(warm_up, LEAST_WARM)
@@ -57,8 +59,10 @@ class Gate(Hook):
         self.then: Callable[[Run], Verdict | None] = self._warm
         self.stamps: list[float] = []  # when the session began, and each warm-up step ended
         self.waited: list[float] = []  # for data, before that
+        self.workers = 0  # that fetch data
+        self.in_hand = 0  # batches that they may be ahead
         self.lead = 0  # steps before a turn counts, until batches that lay ready are used up
-        self.turns: list[float] = []  # median step of each, ms; at first the late warm-up step
+        self.turns: list[float] = []  # a usual step of each, ms; at first the late warm-up step
         self.seconds = self.begun = self.data = 0.0  # of the turn in hand; data: waited before it
         self.laps = 0  # before it
         self.usual_wait = 0.0  # for data, of a late warm-up step
@@ -66,6 +70,7 @@ class Gate(Hook):
         self.checksums: dict[str, int] = {}
         self.problems: list[str] = []
         self.peaks = (0, 0)  # of process and device
+        self.worker_bytes = 0
         self.asked = False  # to finish
 
     @contextmanager
@@ -74,7 +79,10 @@ class Gate(Hook):
         self.checksums = training.checksums(run.model)
         self.gpu = nvml.find(run.device, run.settings.get("stability.watch.gpu"))
         run.device.synchronize()
-        self.lead = _ready_batches(run)  # so many more warm-up steps, to see whether it waits
+        pool = run.train.pool if isinstance(run.train, BatchLoader) else None
+        if pool is not None:
+            self.workers, self.in_hand = pool.count, pool.count * pool.ahead
+            self.lead = self.in_hand + 1  # so many more warm-up steps, to see whether it waits
         self.stamps.append(perf_counter())
         self.waited.append(0.0)
         yield
@@ -100,9 +108,9 @@ class Gate(Hook):
         if len(self.stamps) <= self.warm_up + self.lead:
             return None
         laps = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
-        late = median(laps[-LATE:])
-        self.usual_wait = (self.waited[-1] - self.waited[-1 - LATE]) / LATE
-        beyond = max(0.0, sum(laps) - len(laps) * late)
+        last = self._whole_rounds(LATE)
+        late = mean(laps[-last:]) if self.workers else median(laps[-last:])
+        self.usual_wait = (self.waited[-1] - self.waited[-1 - last]) / last
         self.turns.append(late * 1e3)
         return self._stand(
             run,
@@ -111,13 +119,19 @@ class Gate(Hook):
                 "setup_seconds": self.stamps[1] - self.started,
                 "first_seconds": sum(laps),
                 "warm_ms": late * 1e3,
-                "compile_seconds": beyond + self.compiled,
+                "settling_seconds": max(0.0, sum(laps[1:]) - (len(laps) - 1) * late),
+                "compile_seconds": self.compiled(),
+                "workers": self.workers,
             },
         )
 
+    def _whole_rounds(self, steps: int) -> int:
+        """So many steps, or a few more: every worker has its batch in them equally often."""
+        return math.ceil(steps / self.workers) * self.workers if self.workers else steps
+
     def _stand(self, run: Run, answer: Any) -> Verdict | None:
         """Hand the answer in, wait for what comes next, and begin it."""
-        with run.watch.aside():
+        with run.watch.aside(), standing.workers_stopped():
             asked = self.ask(answer)
         if asked == FINISH:
             return self._end(run)
@@ -142,16 +156,19 @@ class Gate(Hook):
         self.data = run.watch.spent["data"]
         self.begun = perf_counter()
         self.then = self._turned
+        least = max(LEAST, ROUNDS * self.in_hand)
         if run.device.kind == "cpu":
-            self.least, self.deadline = LEAST, self.begun + self.seconds
+            self.least, self.deadline = least, self.begun + self.seconds
             return None
         # the host is far ahead of the device: its clock says little, so steps are counted
         wanted = math.ceil(self.seconds * 1e3 / self.turns[-1])
-        self.least, self.deadline = max(LEAST, wanted), 0.0
+        self.least, self.deadline = max(least, wanted), 0.0
         return None
 
     def _turned(self, run: Run) -> Verdict | None:
         """The turn is over, within its last step."""
+        if self.made != self._whole_rounds(self.made):
+            return None
         device_mhz = None
         if self.gpu is not None:
             device_mhz = self.gpu.read().clock_mhz  # while it is at work still
@@ -166,7 +183,7 @@ class Gate(Hook):
             # the lap of the step at whose end it began is left out, that of this one is open yet
             laps = [*run.watch.steps[self.laps + 1 :], now - run.watch.started]
             per_sample = median(laps) / median(samples)
-        self.turns.append(median(laps) * 1e3)
+        self.turns.append(1e3 * (seconds / steps if self.workers else median(laps)))
         data = run.watch.spent["data"] - self.data
         return self._stand(
             run,
@@ -174,7 +191,7 @@ class Gate(Hook):
                 steps=steps,
                 samples=sum(samples),
                 seconds=seconds,
-                median_ms=self.turns[-1],
+                median_ms=median(laps) * 1e3,
                 per_sample_ms=per_sample * 1e3,
                 step_ms=[lap * 1e3 for lap in laps],
                 data_seconds=data,
@@ -186,13 +203,8 @@ class Gate(Hook):
         """Before anything is gathered: what it took, and whether it has trained."""
         self.asked = True
         self.peaks = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
+        self.worker_bytes = standing.worker_bytes()
         self.problems = training.still_words(run, training.unchanged(run.model, self.checksums))
         run.stop_reason = STOPPED
         run.saved_step = run.progress.step  # nobody goes on from here: no last checkpoint
         return Verdict.STOP
-
-
-def _ready_batches(run: Run) -> int:
-    """Batches that workers have in hand while a run stands still, so that nobody waits for them."""
-    pool = run.train.pool if isinstance(run.train, BatchLoader) else None
-    return 0 if pool is None else pool.count * pool.ahead + 1

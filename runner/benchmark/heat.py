@@ -6,15 +6,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
+from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Crew, Finished, Ready
-from runner.benchmark.statistics import Estimate, contrast
+from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
 
 INTERRUPTED = "interrupted"
 Told = Callable[[str], None]
@@ -45,7 +45,7 @@ class With:
     metrics: Mapping[str, Any] | None = None
     crew: Starter = Crew
     clock: Callable[[], float] = time.monotonic
-    mean: bool = False  # compare the mean step, where what is rare counts too, not the median one
+    alpha: float = 1 - CONFIDENCE  # that an interval may miss with; less where it is one of many
 
 
 @dataclass
@@ -71,6 +71,10 @@ class Heat:
         found = contrast(series[: len(over)], series[len(over) :], alpha)
         return None if math.isinf(found.width) else found
 
+    def names(self) -> set[str]:
+        """Of all arms that it was to have, those that did not start included."""
+        return {*self.ready, *self.ended}
+
     def why_not(self, *names: str) -> str:
         """What became of the first of these arms that is no more; "" where all are well."""
         for name in names:
@@ -91,7 +95,7 @@ def run_heat(
 
     After Ctrl-C while it measures `measured.stopped` is `interrupted`, and nothing is finished.
     """
-    rule = Rule(how.settings.narrow, budget_s)
+    rule = Rule(how.settings.narrow, budget_s, alpha=how.alpha)
     heat = Heat(Measured({}, {}))
     with how.crew(arms, how.settings, how.folder, how.given, how.metrics) as crew:
         for arm in arms:
@@ -103,15 +107,8 @@ def run_heat(
                 heat.ended[arm.name] = ended
         alive = [arm.name for arm in arms if arm.name in heat.ready]
         if reference in alive and len(alive) > 1:
-
-            def turn(name: str, seconds: float) -> Turn:
-                found = crew.turn(name, seconds)
-                if how.mean and found.samples:
-                    found = replace(found, per_sample_ms=1e3 * found.seconds / found.samples)
-                return found
-
             heat.measured = run_blocks(
-                turn, alive, reference, rule, how.settings.block_s, seed, how.clock
+                crew.turn, alive, reference, rule, how.settings.block_s, seed, how.clock
             )
             heat.ended.update(heat.measured.ended)
         for name in alive if heat.measured.stopped != INTERRUPTED else ():

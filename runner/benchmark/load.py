@@ -55,23 +55,6 @@ class Watch:
         )
 
 
-def oom_kills() -> int:
-    """Processes that the kernel has ended for want of memory, in this container or at all.
-
-    0 where it does not tell (not Linux): only a difference means something.
-    """
-    found = 0
-    for name in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
-        with suppress(OSError, ValueError):
-            for line in Path(name).read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    found += int(value)
-            if found:
-                break
-    return found
-
-
 def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 

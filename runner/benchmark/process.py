@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from runner.benchmark import load, worker
+from runner.benchmark import worker
 from runner.benchmark.answers import Over
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.worker import LOG, Order
-from runner.device import openmp
+from runner.device import cgroup, openmp
 from runner.record.console import one_line
 
 PATIENCE_S = 5.0  # for processes that were asked to end
@@ -35,7 +35,7 @@ class ArmProcess:
         context = multiprocessing.get_context("spawn")
         self.folder = order.folder
         self.said = False  # anything yet
-        self.oom_kills = load.oom_kills()
+        self.oom_kills = cgroup.oom_kills() or 0
         self.pipe, self.theirs = context.Pipe()
         self.listens, self.lifeline = context.Pipe(duplex=False)
         # not a daemon: those may have no children, and runs have data workers and compilers
@@ -141,7 +141,7 @@ class ArmProcess:
             return ArmEnded("failed", f"it closed its pipe and lives on{self._where()}")
         if code < 0:
             name = signal.Signals(-code).name
-            if code == -signal.SIGKILL and load.oom_kills() > self.oom_kills:
+            if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
                 return ArmEnded("oom", f"the system killed it when memory ran out ({name})")
             if starved:
                 return ArmEnded("oom", f"memory ran out, and {name} ended it{self._where()}")

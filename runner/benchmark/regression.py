@@ -1,7 +1,9 @@
 """A benchmark held against a stored one: what got slower, fatter or numerically different.
 
-Times of two sessions are not paired, so a difference counts only if it is beyond what each session
-says of its own noise and beyond `benchmark.tolerance`; memory and losses are compared as they are.
+Arms are held against the reference of their own session, block by block, and what is compared are
+these speed-ups: what the machine does to all arms of a session cancels. Times by themselves, such
+as the reference's, are those of the machine too; they count where it was quiet both times. Memory
+and losses are compared as they are.
 """
 
 from __future__ import annotations
@@ -9,19 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from runner.benchmark import baseline
+from runner.benchmark.baseline import KEY, PARITY
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import differences, machine
-from runner.benchmark.result import DONE, ArmResult, BenchmarkResult
+from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
 from runner.benchmark.statistics import CONFIDENCE, unpaired
-from runner.errors import ConfigError, StorageError
+from runner.errors import ConfigError
 from runner.record.console import one_line
 
-KEY = "benchmark.baseline"
 LEAST_BYTES = 16 << 20  # what two runs of the same differ by in memory, and more
-PARITY = ("exact", "explained by precision", "FAIL")  # from good to bad
+QUIET = (
+    0.05  # share of the CPUs that others, or the hypervisor, may take: times by themselves count
+)
+CLOCK = 0.05  # that the clocks of two sessions may differ by, where they do
 ROUNDINGS = {"amp": 2**-8, "tf32": 2**-11}  # of bf16, the coarser of the 16-bit types, and TF32
 FULL = 2**-24  # of fp32
 GROWTH = {True: 2.0, False: 64.0}  # roundings a step that a loss may be off by: 16 bits, fp32
@@ -35,14 +40,14 @@ class Against:
     started: str  # when the stored one was measured
     regressions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    compared: list[dict[str, Any]] = field(default_factory=list)  # an arm's ratio and interval
+    compared: list[dict[str, Any]] = field(default_factory=list)  # each ratio and its interval
 
     def plain(self) -> dict[str, Any]:
         """As `BenchmarkResult.baseline` keeps it."""
         said = self.regressions or ["nothing got worse"]
         return {
             "path": self.path,
-            "started": self.started,
+            "started": one_line(self.started),
             "regressed": bool(self.regressions),
             "sentences": [*said, *self.notes],
             "regressions": self.regressions,
@@ -58,10 +63,7 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
     """
     if settings.baseline is None:
         return None
-    try:
-        found = BenchmarkResult.read(Path(settings.baseline))
-    except StorageError as error:
-        raise ConfigError(KEY, str(error), "name a benchmark.json or its folder") from error
+    found = baseline.read(settings.baseline)
     _same_machine(found, machine())
     theirs = [arm.name for arm in found.arms]
     if not set(theirs) & set(names):
@@ -76,7 +78,7 @@ def _same_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
     differing = differences(now, then.machine)
     if differing:
         raise ConfigError(
-            KEY, f"is of another machine: {'; '.join(differing)}",
+            KEY, f"is of another machine: {one_line('; '.join(differing))}",
             "measure the stored one anew, on this machine",
         )  # fmt: skip
 
@@ -92,21 +94,19 @@ def against(now: BenchmarkResult, then: BenchmarkResult, settings: BenchmarkConf
         if old is None:
             found.notes.append(f"{one_line(arm.name)} is not in the stored result")
         elif differing := _differing_work(arm, old):
-            found.notes.append(f"{one_line(arm.name)} is not compared: {differing}")
+            found.notes.append(f"{one_line(arm.name)} is not compared: {one_line(differing)}")
         else:
             pairs.append((arm, old))
     found.notes += [f"{one_line(name)} was not measured now" for name in before]
     torch, was = now.machine.get("torch"), then.machine.get("torch")
     if torch != was:
-        found.notes.append(f"torch is {torch} and was {was}")
-    limit = max(now.noise_floor, then.noise_floor, settings.tolerance)
+        found.notes.append(one_line(f"torch is {torch} and was {was}"))
     for arm, old in pairs:
         found.regressions += _ended(arm, old)
-        found.regressions += _slower(arm, old, limit, (1 - CONFIDENCE) / len(pairs), found)
+    found.regressions += _slower(now, then, pairs, settings.tolerance, found)
+    for arm, old in pairs:
         found.regressions += _fatter(arm, old, settings.tolerance)
         found.regressions += _other_numbers(arm, old, found)
-    if found.regressions and _all_alike(found, limit):
-        found.notes.append("all arms are slower alike: it may be the machine, and not the code")
     return found
 
 
@@ -126,35 +126,102 @@ def _ended(now: ArmResult, then: ArmResult) -> Iterator[str]:
 
 
 def _slower(
-    now: ArmResult, then: ArmResult, limit: float, alpha: float, found: Against
+    now: BenchmarkResult,
+    then: BenchmarkResult,
+    pairs: Sequence[tuple[ArmResult, ArmResult]],
+    tolerance: float,
+    found: Against,
 ) -> Iterator[str]:
-    if not now.per_sample_ms or not then.per_sample_ms:
+    """The reference by its time, the others by theirs next to it; all by time where it is missing.
+
+    A speed-up is a ratio of two processes and has the noise floor of its session, so the ratio of
+    two speed-ups has that of both.
+    """
+    if now.compared != then.compared:  # an arm with data workers came or went
+        found.notes.append(
+            f"times are not compared: they are of the {one_line(now.compared)} and were of the "
+            f"{one_line(then.compared)} of each turn"
+        )
         return
-    estimate = unpaired(then.per_sample_ms, now.per_sample_ms, alpha)
+    if now.noise_floor is None or then.noise_floor is None:
+        found.notes.append("times are not compared: a noise floor of the two is not known")
+        return
+    timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
+    beside = next(((a, b) for a, b in timed if a.name == now.reference), None)
+    limit = max(math.hypot(now.noise_floor, then.noise_floor), tolerance)
+    alpha = (1 - CONFIDENCE) / max(1, len(timed))
+    unquiet = _unquiet(now.load, then.load)
+    for arm, old in timed:
+        if beside is not None and arm is not beside[0]:
+            times = [_next_to(one, plain) for one, plain in zip((arm, old), beside, strict=True)]
+            said = list(_longer(arm.name, times, limit, alpha, found, now.reference))
+            by_itself = unpaired(old.per_sample_ms, arm.per_sample_ms, alpha).ratio
+            if unquiet or by_itself < 1 / (1 + limit):
+                yield from said
+            else:  # it is the reference that takes less time
+                found.notes += [f"{one}; by itself it is within that" for one in said]
+        elif not unquiet:
+            times = [arm.per_sample_ms, old.per_sample_ms]
+            yield from _longer(arm.name, times, limit, alpha, found, "")
+        else:
+            ratio = unpaired(old.per_sample_ms, arm.per_sample_ms, alpha).ratio
+            found.notes.append(
+                f"{one_line(arm.name)} took {1 / ratio:.2f} times as long per sample by itself, "
+                f"which is not judged: {unquiet}"
+            )
+
+
+def _next_to(arm: ArmResult, plain: ArmResult) -> list[float]:
+    """An arm's times by those of the reference in the same blocks."""
+    return [a / b for a, b in zip(arm.per_sample_ms, plain.per_sample_ms, strict=False)]
+
+
+def _unquiet(now: Load, then: Load) -> str:
+    """Why times of the two sessions are not those of the code alone; "" where they may be."""
+    for key, who in (("others", "other processes"), ("stolen", "the hypervisor")):
+        shares = getattr(now, key), getattr(then, key)
+        if None in shares and key == "others":
+            return "how busy the machine was is not known of both"
+        if any(share is not None and share > QUIET for share in shares):
+            took = " and ".join("?" if share is None else f"{share:.0%}" for share in shares)
+            return f"{who} took {took} of the CPUs, now and then"
+    if now.mhz and then.mhz and abs(now.mhz / then.mhz - 1) > CLOCK:
+        return f"the CPU ran at {now.mhz:,.0f} MHz and at {then.mhz:,.0f} MHz then"
+    return ""
+
+
+def _longer(
+    name: str,
+    times: Sequence[Sequence[float]],
+    limit: float,
+    alpha: float,
+    found: Against,
+    beside: str,
+) -> Iterator[str]:
+    """Whether the first of the two `times`, those of now, are longer by more than the limit."""
+    now, then = times
+    estimate = unpaired(then, now, alpha)
     known = math.isfinite(estimate.width)
     found.compared.append(
         {
-            "name": now.name,
+            "name": name,
+            "beside": beside,
             "ratio": estimate.ratio,
             "interval": [estimate.low, estimate.high] if known else None,
             "limit": limit,
         }
     )
+    name, held = one_line(name), f", held against {one_line(beside)}" if beside else ""
     if not known:
-        found.notes.append(f"{one_line(now.name)}: too few blocks to compare its times")
+        found.notes.append(f"{name}: too few blocks to compare its times")
     elif estimate.high < 1 and estimate.ratio < 1 / (1 + limit):
         slower, least, most = (1 / r - 1 for r in (estimate.ratio, estimate.high, estimate.low))
         yield (
-            f"{one_line(now.name)} takes {slower:.1%} more time per sample ({least:.1%} to "
-            f"{most:.1%}; up to {limit:.1%} is no regression)"
+            f"{name} takes {slower:.1%} more time per sample{held} ({least:.1%} to {most:.1%}; "
+            f"up to {limit:.1%} is no regression)"
         )
     elif estimate.low > 1 and estimate.ratio > 1 + limit:
-        found.notes.append(f"{one_line(now.name)} takes {1 - 1 / estimate.ratio:.1%} less time")
-
-
-def _all_alike(found: Against, limit: float) -> bool:
-    ratios = [row["ratio"] for row in found.compared]
-    return len(ratios) > 1 and max(ratios) < 1 / (1 + limit) and max(ratios) / min(ratios) < 1.05
+        found.notes.append(f"{name} takes {1 - 1 / estimate.ratio:.1%} less time{held}")
 
 
 def _fatter(now: ArmResult, then: ArmResult, tolerance: float) -> Iterator[str]:
@@ -185,7 +252,7 @@ def _other_numbers(now: ArmResult, then: ArmResult, found: Against) -> Iterator[
     rounding = max((ROUNDINGS.get(technique, FULL) for technique in taken), default=FULL)
     for step, (a, b) in enumerate(zip(now.losses, then.losses, strict=False), 1):
         bound = GROWTH[rounding != FULL] * rounding * step
-        if math.isnan(a) and math.isnan(b):
+        if math.isnan(b):  # it was not finite then
             continue
         if not abs(a - b) <= bound * max(abs(b), 1e-6):
             yield (

@@ -17,8 +17,12 @@ from runner.storage import replace_text
 FILE = "benchmark.json"
 SCHEMA = 1
 
+SAME = 0.02  # a difference that nobody has to care about, and that two processes differ by anyway
+
 DONE = "done"
 """Any other status of an arm is how it ended: failed, killed, timeout, oom, skipped."""
+
+MEDIAN, MEAN = "median step", "mean step"
 
 
 @dataclass
@@ -34,10 +38,10 @@ class ArmResult:
     config: dict[str, Any] = field(default_factory=dict)  # what shapes it, by dotted key
     summary: dict[str, Any] = field(default_factory=dict)  # the run's summary.json
     samples_per_step: int = 0
-    # speed: medians over blocks, of the median step of each
+    # speed: medians over blocks, of the step of each that was compared (`BenchmarkResult.compared`)
     step_ms: float | None = None
     step_ms_interval: tuple[float, float] | None = None
-    step_ms_p95: float | None = None  # of all steps measured
+    step_ms_p95: float | None = None  # of all steps measured; on accelerators, of the turns' means
     samples_per_second: float | None = None  # of all steps measured, slow ones included
     speedup: float | None = None  # reference's time per sample over this one's: above 1 is faster
     speedup_interval: tuple[float, float] | None = None  # 95 %, through the stopping rule
@@ -46,15 +50,16 @@ class ArmResult:
     per_sample_ms: list[float] = field(default_factory=list)  # of each block: what all rests on
     # what it takes to get there
     setup_seconds: float | None = None  # from the start of its process to its first step
-    compile_seconds: float | None = None  # what the first steps took beyond later ones
-    break_even_steps: int | None = None  # from how many on that is paid back; None: never
-    peak_process_bytes: int | None = None
+    compile_seconds: float | None = None  # by the compiler's own count; 0 without one
+    break_even_steps: int | None = None  # from how many on a slower start is paid back; None: never
+    peak_process_bytes: int | None = None  # with what its data workers held by themselves
     peak_device_bytes: int | None = None
     data_wait: float | None = None  # share of a step
     mfu: float | None = None
     # whether it is the same training
-    parity: str | None = None  # exact | explained by precision | FAIL
+    parity: str | None = None  # exact | explained by precision | FAIL; against its own plain run
     parity_reason: str = ""
+    other_work: list[str] = field(default_factory=list)  # in what it trains not what the reference
     problems: list[str] = field(default_factory=list)  # signs that it does not train
     losses: list[float] = field(default_factory=list)  # of the first steps
     seconds_to_target: float | None = None
@@ -116,7 +121,7 @@ class BenchmarkResult:
     reference: str  # the name of the arm that the others are held against
     arms: list[ArmResult]
     control: Control | None = None
-    noise_floor: float = 0.0  # no ratio within 1 ± this is claimed
+    noise_floor: float | None = 0.0  # the control's; 0 without one, None where it is not known
     blocks: int = 0
     seconds: float = 0.0  # of measuring
     stopped: str = ""  # why it ended: narrow enough, or the budget
@@ -130,6 +135,7 @@ class BenchmarkResult:
     git: dict[str, Any] = field(default_factory=dict)
     config_hash: str = ""
     started: str = ""  # ISO 8601
+    compared: str = MEDIAN  # of each turn; with data workers in any arm the mean one, in all arms
     schema: int = SCHEMA
 
     def arm(self, name: str) -> ArmResult:
@@ -139,6 +145,11 @@ class BenchmarkResult:
                 return arm
         raise KeyError(name)
 
+    @property
+    def unclaimed(self) -> float | None:
+        """No ratio within 1 ± this is claimed, at least 2 %; None: no ratio at all is."""
+        return None if self.noise_floor is None else max(self.noise_floor, SAME)
+
     def write(self, folder: Path) -> None:
         """Replace `benchmark.json`, never leaving half of one; NaN and Inf become null.
 
@@ -146,6 +157,7 @@ class BenchmarkResult:
         """
         text = json.dumps(finite(asdict(self)), indent=2, default=str, allow_nan=False)
         try:
+            folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
             replace_text(folder / FILE, text + "\n")
         except OSError as error:
             raise StorageError(
@@ -171,7 +183,7 @@ class BenchmarkResult:
             raise StorageError(f"{path}: was written by a newer version of the runner")
         try:
             return _made(cls, found, "")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
 
 

@@ -10,12 +10,19 @@ from statistics import median
 from typing import Any
 
 from runner.benchmark.agreement import Verdict
-from runner.benchmark.arms import Arm
+from runner.benchmark.arms import Arm, other_work
 from runner.benchmark.blocks import ArmEnded, Measured, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Finished, Ready
-from runner.benchmark.result import DONE, ArmResult, Control, Load
-from runner.benchmark.statistics import CONFIDENCE, Estimate, claim, median_interval, noise_floor
+from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, Control, Load
+from runner.benchmark.statistics import (
+    CONFIDENCE,
+    Estimate,
+    claim,
+    likeness,
+    median_interval,
+    noise_floor,
+)
 from runner.config import OF_NO_CONSEQUENCE, flat
 
 OTHERS, CLOCK, STOLEN = 0.10, 0.10, 0.02  # above these the machine was noisy
@@ -40,6 +47,11 @@ class Seen:
         """The arm's turns, none where it has not had one."""
         return self.measured.turns.get(name, [])
 
+    @property
+    def compared(self) -> str:
+        """Which step of a turn is held against others: see `Crew.turn`."""
+        return MEAN if any(ready.workers for ready in self.ready.values()) else MEDIAN
+
     def estimate(self, name: str) -> Estimate | None:
         """The arm against the reference; None where the reference came to nothing."""
         if self.reference in self.ended:
@@ -48,7 +60,7 @@ class Seen:
         return found if found is not None and math.isfinite(found.ratio) else None
 
 
-def row(arm: Arm, seen: Seen, settings: BenchmarkConfig) -> ArmResult:
+def row(arm: Arm, seen: Seen, settings: BenchmarkConfig, reference: Arm) -> ArmResult:
     """One arm's result."""
     ready, finished, ended = (
         seen.ready.get(arm.name), seen.finished.get(arm.name), seen.ended.get(arm.name),
@@ -61,6 +73,7 @@ def row(arm: Arm, seen: Seen, settings: BenchmarkConfig) -> ArmResult:
         command=arm.command,
         samples_per_step=ready.samples_per_step if ready else arm.config.training.batch_size,
         setup_seconds=ready.setup_seconds if ready else None,
+        other_work=other_work(arm, reference),
     )
     shapes = {
         key: value
@@ -72,7 +85,7 @@ def row(arm: Arm, seen: Seen, settings: BenchmarkConfig) -> ArmResult:
         found.status, found.reason = ended.status, str(ended)
     elif finished is None:
         found.reason = "the benchmark was interrupted"
-    _speed(found, seen.turns(arm.name))
+    _speed(found, seen.turns(arm.name), seen.compared == MEAN)
     _ratio(found, seen)
     _price(found, seen)
     if finished is not None:
@@ -87,16 +100,16 @@ def row(arm: Arm, seen: Seen, settings: BenchmarkConfig) -> ArmResult:
     return found
 
 
-def _speed(found: ArmResult, turns: Sequence[Turn]) -> None:
+def _speed(found: ArmResult, turns: Sequence[Turn], of_mean: bool) -> None:
     if not turns:
         return
-    medians = [turn.median_ms for turn in turns]
+    usual = [1e3 * turn.seconds / turn.steps if of_mean else turn.median_ms for turn in turns]
     steps = sorted(ms for turn in turns for ms in turn.step_ms)
     seconds = sum(turn.seconds for turn in turns)
-    low, high = median_interval(medians, 1 - CONFIDENCE)
+    low, high = median_interval(usual, 1 - CONFIDENCE)
     found.blocks = len(turns)
     found.per_sample_ms = [turn.per_sample_ms for turn in turns]
-    found.step_ms = median(medians)
+    found.step_ms = median(usual)
     found.step_ms_interval = (low, high) if math.isfinite(high) else None
     found.step_ms_p95 = steps[math.ceil(0.95 * len(steps)) - 1] if steps else None
     if seconds > 0:
@@ -114,8 +127,8 @@ def _ratio(found: ArmResult, seen: Seen) -> None:
     found.speedup = estimate.ratio
     if math.isfinite(estimate.width):
         found.speedup_interval = (estimate.low, estimate.high)
-    if found.status == DONE:
-        found.claim = claim(estimate, noise_floor(control_of(seen)))
+    if found.status in (DONE, INTERRUPTED):  # the last look's interval holds however it ended
+        found.claim = claim(estimate, floor_of(seen))
 
 
 def note_rare(found: Sequence[ArmResult], reference: str) -> None:
@@ -137,6 +150,11 @@ def control_of(seen: Seen) -> Estimate | None:
     return seen.estimate(seen.control) if seen.control else None
 
 
+def floor_of(seen: Seen) -> float:
+    """What the control says is noise: inf where one was asked for that says nothing, 0 without."""
+    return noise_floor(control_of(seen)) if seen.control else 0.0
+
+
 def as_control(estimate: Estimate | None) -> Control | None:
     """The same as a part of the result; None without an interval."""
     if estimate is None or not math.isfinite(estimate.width):
@@ -154,19 +172,22 @@ def _price(found: ArmResult, seen: Seen) -> None:
     plain = [seen.ready[n] for n in (seen.reference, seen.control) if n in seen.ready]
     if found.claim != "faster" or found.speedup is None or found.step_ms is None or not plain:
         return
-    extra = max(
-        ready.setup_seconds - min(one.setup_seconds for one in plain),
-        ready.compile_seconds - min(one.compile_seconds for one in plain),  # after the first step
-    )
+    extra = _price_of(ready) - min(map(_price_of, plain))
     saved = found.step_ms / 1e3 * (found.speedup - 1)  # over the reference, with as many samples
     found.break_even_steps = max(0, math.ceil(extra / saved))
+
+
+def _price_of(ready: Ready) -> float:
+    """Seconds until its steps were as fast as they are: some compile after the first one too."""
+    return ready.setup_seconds + ready.settling_seconds
 
 
 def _run(found: ArmResult, finished: Finished) -> None:
     """What the run itself says."""
     found.summary = finished.summary
     memory = finished.summary.get("memory") or {}
-    found.peak_process_bytes = memory.get("peak_process_bytes") or None
+    own = memory.get("peak_process_bytes")
+    found.peak_process_bytes = own + finished.worker_bytes if own else None
     found.peak_device_bytes = memory.get("peak_device_bytes") or None
     found.mfu = finished.mfu
     found.problems = list(finished.problems)
@@ -219,8 +240,8 @@ def noise(load: Load, control: Control | None) -> list[str]:
     notes = []
     if load.others is not None and load.others > OTHERS:
         notes.append(
-            f"noisy machine: other processes took {load.others:.0%} of the CPUs meanwhile; all "
-            "arms suffered alike, times by themselves are too long"
+            f"noisy machine: other processes took {load.others:.0%} of the CPUs meanwhile: times "
+            "by themselves are too long, and whether all arms lost as much by it is not known"
         )
     if load.mhz_spread is not None and load.mhz_spread > CLOCK:
         notes.append(f"noisy machine: the CPU's clock varied by {load.mhz_spread:.0%}")
@@ -236,3 +257,23 @@ def noise(load: Load, control: Control | None) -> list[str]:
             "so may others be; no difference as small as that is claimed"
         )
     return notes
+
+
+def dependence(seen: Seen) -> list[str]:
+    """Say of blocks that they resemble the ones before, which makes intervals wider."""
+    base, alike = [turn.per_sample_ms for turn in seen.turns(seen.reference)], {}
+    for name, turns in seen.measured.turns.items():
+        if name == seen.reference or seen.estimate(name) is None:
+            continue
+        pairs = zip(base, turns, strict=False)
+        ratios = [math.log(one / other.per_sample_ms) for one, other in pairs]
+        if (found := likeness(ratios)) > 2 / math.sqrt(len(ratios)):  # more than chance
+            alike[name] = found
+    if not alike:
+        return []
+    worst = max(alike, key=lambda name: alike[name])
+    return [
+        f"blocks depend on each other: ratios of {', '.join(alike)} resemble those of the block "
+        f"before (correlation {alike[worst]:.1f}), so their intervals are wider than by chance "
+        "alone; where such spells last for many blocks, even that may be too narrow"
+    ]

@@ -12,12 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
-from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
-from runner.benchmark.crew import Finished, Ready
+from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
 from runner.benchmark.space import NONE, Candidate, Space
 from runner.benchmark.statistics import SAME, paired
+from runner.benchmark.team import Team
 from runner.benchmark.tried import Tried
 
 AGAIN = "none again"
@@ -31,22 +30,6 @@ FINALISTS = 2
 ROUNDS = 4  # finals, where those who were first turn out to compute something else
 CLEARLY = 0.95  # of the best one's speed, in every block: it takes no interval to drop that
 COMPILE_FROM_S = 30.0  # a run that is over sooner has no use for a compiler
-
-
-class Team(Protocol):
-    """As `Crew`: processes by the names of their arms."""
-
-    def start(self, name: str) -> Ready:
-        """Raises ArmEnded."""
-
-    def turn(self, name: str, seconds: float) -> Turn:
-        """Raises ArmEnded."""
-
-    def finish(self, name: str) -> Finished:
-        """Raises ArmEnded."""
-
-    def end(self, name: str) -> None:
-        """Nothing if there is none."""
 
 
 @dataclass
@@ -193,12 +176,20 @@ class Search:
         return True
 
     def _start_control(self) -> None:
+        if AGAIN in self.alive:
+            return
+        began = self.clock()
         try:
-            if AGAIN not in self.alive:
-                self.team.start(AGAIN)
-                self.alive.append(AGAIN)
+            self.team.start(AGAIN)
         except ArmEnded as error:
             self.told(f"no control: {error}")
+            return
+        self.alive.append(AGAIN)
+        # the first process of all also waits for the disk to bring torch: the faster start counts
+        self.none.setup_seconds = min(self.none.setup_seconds, self.clock() - began)
+        for row in self.rows.values():
+            if row.setup_seconds:
+                row.extra_seconds = max(0.0, row.setup_seconds - self.none.setup_seconds)
 
     def _end(self, name: str) -> None:
         self.team.end(name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from runner.benchmark.result import Effect
-from runner.benchmark.statistics import Estimate, claim
+from runner.benchmark.statistics import COARSE, SAME, Estimate, claim
 
 MIB = 2**20
 SHARE = 0.05  # of the plain run's peak: memory that is worth a word
@@ -17,9 +18,12 @@ def sentences(
 ) -> list[str]:
     """What of it to say, what matters most first.
 
-    `floor` is the noise floor, as a share; `peaks` are those of the plain run, in bytes, one a
-    heat: by what they differ, memory differs by chance.
+    `floor` is the noise floor of a ratio of two processes, as a share, inf where it is not known;
+    an interaction is a ratio of four and has √2 times that. Nothing within 2 % is said to be there,
+    however still the machine was. `peaks` are those of the plain run, in bytes, one a heat: by what
+    they differ, memory differs by chance.
     """
+    floor = max(floor, SAME)
     measured = [e for e in effects if e.removed is not None or e.added is not None]
     harmful = [e for e in measured if _company(e, floor) == "slower"]
     said = [_harm(e, level, peaks) for e in _by(harmful, lambda e: e.removed or 1.0)]
@@ -32,11 +36,13 @@ def sentences(
     same = [e for e in rest if _company(e, floor) == "same"]
     if same:
         what = "nothing else is" if worth else "nothing is"
-        said.append(f"{what} worth more than the noise of {_percent(floor)}: {_names(same)}")
+        bar = floor if floor <= COARSE else SAME
+        said.append(f"{what} worth more than {_percent(bar)}: {_names(same)}")
     open_ = [f"{e.name} ({_between(e.removed_interval or e.added_interval)})"
              for e in rest if e not in same]  # fmt: skip
     if open_:
-        said.append(f"not known within the budget: {', '.join(open_)}")
+        why = "within the budget" if math.isfinite(floor) else "since the control came to nothing"
+        said.append(f"not known {why}: {', '.join(open_)}")
     left_out = [e.name for e in effects if e not in measured]
     if left_out:
         said.append(f"not measured: {', '.join(left_out)}")
@@ -50,7 +56,7 @@ def _harm(effect: Effect, level: str, peaks: Sequence[int]) -> str:
         f"(95 %: {_percents(1 / high - 1, 1 / low - 1)})"
     )
     saves = _moves(effect, peaks) < 0
-    return f"{said}: the price of the memory it saves" if saves else f"{said}: drop it"
+    return f"{said}, and more memory is held" if saves else f"{said}: drop it"
 
 
 def _worth(effect: Effect, level: str, floor: float) -> str:
@@ -78,19 +84,14 @@ def _worth(effect: Effect, level: str, floor: float) -> str:
 
 
 def _together(effects: Sequence[Effect], floor: float) -> list[str]:
-    """Who gains by the company of the others, and whose work they do as well."""
-    by = {
-        kind: [e for e in effects if _claim(e.interaction, e.interaction_interval, floor) == kind]
-        for kind in ("faster", "slower")
-    }
+    """Who gains or loses by the company of the others; why, no ratio tells."""
+    floor = math.expm1(math.sqrt(2) * math.log1p(floor))
     said = []
-    if some := by["slower"]:
-        why = "they do part of the same work" if some[1:] else "others do part of its work"
-        verb = "are" if some[1:] else "is"
-        said.append(f"{_names(some)} {verb} worth less in company than alone: {why}")
-    if some := by["faster"]:
-        verb = "are" if some[1:] else "is"
-        said.append(f"{_names(some)} {verb} worth more in company than alone")
+    for kind, how in (("slower", "less"), ("faster", "more")):
+        some = [e for e in effects if _claim(e.interaction, e.interaction_interval, floor) == kind]
+        if some:
+            verb = "are" if some[1:] else "is"
+            said.append(f"{_names(some)} {verb} worth {how} in company than alone")
     return said
 
 
@@ -124,7 +125,10 @@ def _alone(effect: Effect, floor: float) -> str:
 def _claim(ratio: float | None, interval: Interval, floor: float) -> str:
     if ratio is None or interval is None:
         return ""
-    return claim(Estimate(ratio, *interval), floor)
+    said = claim(Estimate(ratio, *interval), floor)
+    # each technique has processes of its own: the noise of these comes on top of the interval's
+    clear = interval[0] > 1 + floor or interval[1] < 1 / (1 + floor)
+    return said if said == "same" or clear else ""
 
 
 def _most(effect: Effect) -> float:

@@ -48,7 +48,6 @@ class Trial:
     arms: dict[str, tuple[str, ...]]
     statements: tuple[Statement, ...]
     plain: tuple[str, ...] = ("optimization=none",)
-    mean: bool = False  # the mean step counts, not the median one
     block_s: float | None = None  # where turns have to be longer than the others'
     images: bool = False  # reads image files, which are made first
 
@@ -186,8 +185,7 @@ TRIALS = (
                 "in memory gain nothing, and a run that waits for files gains far more.",
             ),
         ),
-        mean=True,
-        block_s=1.5,  # so that what workers fetch while others have their turn is a small part
+        block_s=1.5,  # several rounds of batches, at a hundred milliseconds each
         images=True,
     ),
     Trial(

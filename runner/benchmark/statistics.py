@@ -3,7 +3,8 @@
 Times on a shared machine have stalls, two or three typical speeds, and one arm suffers more than
 another. So intervals come from order statistics and ranks, with chances that are counted out and
 not approximated: nothing about the shape of the noise is taken for granted. `Spending` makes them
-hold for someone who looks several times and stops when it is enough.
+hold for someone who looks several times and stops when it is enough. They are of the processes that
+were measured: how far the same work in another process lies from them, no number of blocks tells.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runner.benchmark.result import SAME as SAME
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
 
 CONFIDENCE = 0.95
-SAME = 0.02  # a difference that nobody has to care about
 COARSE = 0.05  # a noise floor above this says that the machine is noisy, not that arms are alike
 
 _COUNTED = 2000  # values; above, the normal distribution is as good
@@ -51,9 +53,9 @@ def paired(reference: Sequence[float], other: Sequence[float], alpha: float) -> 
     """`reference / other`, block by block; the interval misses the truth with chance `alpha`.
 
     The truth is the median of the ratio, which half of all blocks exceed. The interval lies between
-    two of the ratios as sorted, so all that it takes is blocks that do not depend on each other:
-    no symmetry, no variance. Where so few blocks cannot give so small an `alpha` (5 % takes six),
-    it is (0, inf). Blocks that only one of the two has are left out.
+    two of the ratios as sorted: no symmetry, no variance is taken for granted. Where neighbouring
+    blocks are alike (`likeness`) it is wider. Where so few blocks cannot give so small an `alpha`
+    (5 % takes six), it is (0, inf). Blocks that only one of the two has are left out.
     """
     return contrast([reference], [other], alpha)
 
@@ -86,17 +88,42 @@ def contrast(
         return Estimate(math.nan, 0.0, math.inf)
     logs = np.log(np.asarray([values[:blocks] for values in series], dtype=np.float64))
     ratios = (logs[: len(above)].sum(0) - logs[len(above) :].sum(0)).tolist()
-    low, high = median_interval(ratios, alpha)
+    low, high = median_interval(ratios, alpha, likeness(ratios))
     return Estimate(math.exp(median(ratios)), math.exp(low), math.exp(high))
 
 
-def median_interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
-    """An interval for the median, from order statistics; (-inf, inf) where values are too few."""
+def median_interval(
+    values: Sequence[float], alpha: float, alike: float = 0.0
+) -> tuple[float, float]:
+    """An interval for the median, from order statistics; (-inf, inf) where values are too few.
+
+    Values of which neighbours are alike (`likeness`) know as much as fewer independent ones would,
+    by (1 - r) / (1 + r): the interval reaches farther out, or is open.
+    """
     rank = _sign_rank(len(values), alpha)
+    if rank and alike > 0:
+        middle = len(values) / 2
+        rank = max(0, round(middle - (middle - rank) * math.sqrt((1 + alike) / (1 - alike))))
     if not rank:
         return -math.inf, math.inf
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     return float(ordered[rank - 1]), float(ordered[-rank])
+
+
+def likeness(values: Sequence[float]) -> float:
+    """The correlation of each value with the next, from 0 to below 1; by ranks, so that a stall
+    counts as one.
+
+    Of few values it comes out too low; the interval that it widens makes up for that, as the
+    number of those below a median depends less on what was before than their sum does.
+    """
+    if len(values) < 3:
+        return 0.0
+    # what differs in the last digits is rounding, which has a rhythm of its own
+    _, which, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[which] - len(values) / 2
+    spread = float(ranks @ ranks)
+    return max(0.0, float(ranks[1:] @ ranks[:-1]) / spread) if spread else 0.0
 
 
 def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -> Estimate:
@@ -162,25 +189,27 @@ def fewest_blocks(alpha: float) -> int:
 def noise_floor(control: Estimate | None) -> float:
     """What the reference against itself differs by at most: nothing within it is claimed.
 
-    As a share: 0.03 is anything between 1/1.03 and 1.03. 0 without a control, and inf for one that
-    has no interval.
+    As a share: 0.03 is anything between 1/1.03 and 1.03. inf, so that nothing at all is claimed,
+    for a control that came to nothing or has no interval.
     """
-    if control is None:
-        return 0.0
-    if control.low <= 0 or math.isnan(control.low):
+    if control is None or control.low <= 0 or math.isnan(control.low):
         return math.inf
     return max(control.high, 1 / control.low) - 1
 
 
 def claim(estimate: Estimate, floor: float) -> str:
-    """`faster` or `slower` where the interval lies wholly beyond 1 and the ratio beyond the floor;
+    """`faster` or `slower` where the interval lies wholly beyond 1 and the ratio beyond the floor,
+    and beyond 2 % in any case: one control cannot tell how far apart processes come to lie.
     `same` where the interval lies within the floor, or within 2 %; else `""`: not known.
 
-    A floor above 5 % makes nothing the same: there the machine is noisy.
+    A floor above 5 % makes nothing the same: there the machine is noisy. One of inf claims nothing.
     """
-    if estimate.low > 1 and estimate.ratio > 1 + floor:
+    if math.isinf(floor):
+        return ""
+    beyond = 1 + max(floor, SAME)
+    if estimate.low > 1 and estimate.ratio > beyond:
         return "faster"
-    if estimate.high < 1 and estimate.ratio < 1 / (1 + floor):
+    if estimate.high < 1 and estimate.ratio < 1 / beyond:
         return "slower"
     alike = max(floor, SAME) if floor <= COARSE else SAME
     if 1 / (1 + alike) <= estimate.low and estimate.high <= 1 + alike:

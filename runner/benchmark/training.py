@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from runner.hook import Report
     from runner.run import Run
 
-CHUNK = 1 << 20  # values that are summed at a time: on a CPU they are widened for it
+CHUNK = 1 << 20  # values that are summed at a time: they are widened for it
+ODD = 0x5851F42D4C957F2D  # of Knuth's MMIX generator: spreads small numbers over 64 bits
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FIRST = 50  # steps whose losses are kept, and as many of the last ones
 FEW = 10  # losses whose mean counts for a target; fewer at an end say nothing of a trend
@@ -140,8 +141,26 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _checksum(parameter: Tensor) -> int:
-    """The sum of its bit patterns: any one bit that changes is seen, and no copy is made."""
+    """Its bit patterns, each times an odd number of its place, added up modulo 2^64.
+
+    A single value that changes is always seen; that several cancel, as where one gains what
+    another loses, takes a coincidence of some 60 bits.
+    """
     values = parameter.detach().view(BITS[parameter.element_size()])
     values = values if values.ndim else values.unsqueeze(0)
     rows = max(1, CHUNK * len(values) // max(1, values.numel()))
-    return sum(int(part.sum().item()) for part in torch.split(values, rows))
+    parts = torch.split(values, rows)
+    weights = _weights(max(part.numel() for part in parts), parameter.device)
+    total = 0
+    for part in parts:
+        flat = part.reshape(-1)
+        total = total * ODD + int((flat * weights[: len(flat)]).sum().item())
+    return total % (1 << 64)
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that have nothing to do with one another, over all of int64."""
+    mixed = torch.arange(1, count + 1, device=device) * ODD
+    mixed ^= mixed >> 29  # or a weight would be the sum of two others
+    mixed *= ODD
+    return mixed ^ (mixed >> 32) | 1

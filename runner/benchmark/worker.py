@@ -99,7 +99,7 @@ def _train(order: Order, pipe: Connection) -> None:
             order.settings.target_loss,
             lambda answer: _ask(pipe, answer),
             order.started,
-            _compiled_so_far(),
+            _compiled_so_far,
         )
         _without_end(run, gate)
         summary = train(run)
@@ -111,7 +111,8 @@ def _train(order: Order, pipe: Connection) -> None:
 def benchmarked(config: RunConfig) -> RunConfig:
     """The same work, for any number of steps: nothing validated, saved or shown on the way.
 
-    The learning rate is the peak throughout, since arms make different numbers of steps.
+    The learning rate stays at the peak once its warm-up is over, since arms make different numbers
+    of steps; the warm-up is that of the length asked for, in front of any schedule.
     """
     from copy import deepcopy
 
@@ -120,7 +121,7 @@ def benchmarked(config: RunConfig) -> RunConfig:
 
     config = deepcopy(config)
     config.job = JobConfig()
-    config.schedule = ScheduleConfig()
+    config.schedule = ScheduleConfig(warmup=config.schedule.warmup)
     config.checkpoint.enabled, config.checkpoint.resume = False, "none"
     config.monitoring.progress = False
     return config
@@ -153,7 +154,7 @@ def _ask(pipe: Connection, answer: Any) -> float | str:
 
 
 def _compiled_so_far() -> float:
-    """Seconds that the compiler had while the run was built."""
+    """Seconds that the compiler has had, by its own count."""
     if "torch._dynamo" not in sys.modules:
         return 0.0
     from runner import compiler

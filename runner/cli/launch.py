@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
-from runner.cli.resume import quoted
 from runner.cli.sweep import compare, quiet_hydra
 from runner.config import typed
 from runner.device.openmp import patience
@@ -28,6 +27,7 @@ from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, U
 from runner.jobs import find
 from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
+from runner.overrides.spelling import quoted
 from runner.record import provenance
 from runner.record.console import close_logging, one_line, set_up_logging
 from runner.summary import FILE as SUMMARY
@@ -73,7 +73,7 @@ def launch(request: Request) -> int:
     if request.continues:  # what the run was started with stays until its checkpoint is loaded
         sys.argv.append("hydra.output_subdir=.hydra-resumed")
     if session is not None:
-        sys.argv.append(f"hydra.sweep.dir={quoted(session.folder)}")
+        sys.argv.append(f"hydra.sweep.dir={quoted(str(session.folder))}")
     try:
         _hand_over(task, session, state)
     except (Reported, SweepFailed) as error:

@@ -13,11 +13,11 @@ from omegaconf import DictConfig, open_dict
 from runner.benchmark.arms import arms_of
 from runner.cli.arguments import Arguments
 from runner.cli.replay import with_captured
-from runner.cli.resume import Resumed, quoted, unfinished, with_recorded
+from runner.cli.resume import Resumed, unfinished, with_recorded
 from runner.cli.sweep import prepare
 from runner.config import RunConfig, compose_raw, config_hash, typed
 from runner.jobs.config import JobKind
-from runner.overrides.spelling import spelled
+from runner.overrides.spelling import quoted, spelled
 from runner.sweep import job
 from runner.sweep.plugin import make_known
 from runner.sweep.session import Session
@@ -60,7 +60,7 @@ def check(arguments: Arguments) -> Request:
         config = compose(overrides, hydra_too=True)
         place = _place(resumed, overrides, config, request)
         if place is not None:
-            overrides.append(f"hydra.run.dir={quoted(place)}")
+            overrides.append(f"hydra.run.dir={quoted(str(place))}")
             request.continues = True
         if config.job.kind is JobKind.benchmark:
             _check_benchmark(config, overrides, arguments)

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
 from runner.checkpoint.lock import is_locked
-from runner.errors import CheckpointError, ConfigError
+from runner.errors import CheckpointError, ConfigError, StorageError
 from runner.overrides.groups import ALIASES, options
 from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
+from runner.record import noted
+from runner.record.noted import OVERRIDES as FILE
 
 KEY = "checkpoint.resume"
 STEP = re.compile(r"step_\d+|last|best")
@@ -48,10 +46,10 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
         if not path.exists():
             raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()})")
     runs = [_run_of(path) for path in paths]
-    recorded = [_recorded(run) for run in runs]
-    if any(other != recorded[0] for other in recorded[1:]):
+    before = [_recorded(run) for run in runs]
+    if any(other != before[0] for other in before[1:]):
         raise ConfigError(KEY, "names runs of different configs", "name one run at a time")
-    merged = [*_under(recorded[0], typed), *overrides]
+    merged = [*_under(before[0], typed), *overrides]
     keys = {o.key: o.value for o in map(read, merged)}
     elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys
     return Resumed(merged, None if elsewhere else runs[0])
@@ -77,29 +75,25 @@ def _run_of(path: Path) -> Path | None:
 
 def _recorded(run: Path | None) -> list[str]:
     """The overrides a run was started with, as Hydra wrote them down."""
-    file = run / ".hydra" / "overrides.yaml" if run is not None else None
-    if file is None or not file.is_file():
+    if run is None or not (run / FILE).is_file():
         return []
     try:
-        lines = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise CheckpointError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
-    if not isinstance(lines, list):
-        raise CheckpointError(f"{file}: is no list of overrides")
-    return [str(line) for line in lines]
+        return noted.overrides(run)
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
 
 
-def _under(recorded: Sequence[str], user: Sequence[Typed]) -> list[str]:
+def _under(started: Sequence[str], user: Sequence[Typed]) -> list[str]:
     """The recorded overrides that the user's leave standing."""
     groups = options()
     mine = with_arguments({ALIASES.get(o.key, o.key) for o in user})
     gone = {EXCLUDE[key] for key in mine if key in EXCLUDE}
-    before = {o.key: o.value for o in map(read, recorded)}
+    before = {o.key: o.value for o in map(read, started)}
     swapped = [
         f"{o.key}." for o in user if o.key in groups and before.get(o.key, o.value) != o.value
     ]
     kept = []
-    for text in recorded:
+    for text in started:
         key = read(text).key
         # whom to trust is for the one who types to say: a folder may come from anywhere, and
         # Hydra, which records none of its own keys there, can be told to call anything
@@ -128,9 +122,3 @@ def unfinished(planned: Path, config_hash: str) -> Path | None:
             found.append((written, file.parent))
     newest_first = (folder for _, folder in sorted(found, reverse=True))
     return next((folder for folder in newest_first if not is_locked(folder)), None)
-
-
-def quoted(path: Path) -> str:
-    """The path as a value that Hydra reads back as it is."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"

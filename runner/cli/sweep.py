@@ -14,11 +14,10 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.cli.arguments import Arguments
-from runner.cli.resume import quoted
 from runner.config import typed
 from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
-from runner.overrides.spelling import Compose, some_jobs
+from runner.overrides.spelling import Compose, quoted, some_jobs
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
@@ -85,7 +84,7 @@ def _prepared(
     if kinds == {JobKind.benchmark} and (isolated or launcher._target_ == BASIC):
         arms = merged(overrides)
         if arms is not None:
-            return Prepared(benchmark=[*arms, f"hydra.run.dir={quoted(folder)}"])
+            return Prepared(benchmark=[*arms, f"hydra.run.dir={quoted(str(folder))}"])
     flags = _flags(arguments)
     session = Session(folder, "", flags, sweep_hash(overrides, flags))
     resume = str(config.sweep.resume)

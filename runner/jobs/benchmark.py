@@ -61,9 +61,11 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
             errors.append(cut)
         if settings.attribute and not errors:
             errors += _attribute(result, arms, config)
-    if then is not None and not errors:
-        errors += _regressions(result, then, config)
-    errors += _left(result, folder)
+    try:
+        if then is not None and not errors:
+            errors += _regressions(result, then, config)
+    finally:  # what was measured is not lost by what it is held against
+        errors += _left(result, folder)
     if failed := failures(result):
         errors.append(SweepFailed(f"{len(failed)} of {len(arms)} arms failed: {'; '.join(failed)}"))
     if errors:

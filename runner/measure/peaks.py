@@ -47,16 +47,17 @@ SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def peak(device: Device, dtype: torch.dtype) -> Peak | None:
+def peak(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak | None:
     """The device's peak in products of `dtype`, or None where it is not known.
 
-    On a CPU it is measured, once for each type and number of threads: half a second.
+    On a CPU it can be measured, once for each type and number of threads: half a second on a
+    quiet machine, and nothing to go by on a busy one.
     """
     name = NAMES.get(dtype)
     if name is None:
         return None
     if device.kind == "cpu":
-        return _measured(dtype, torch.get_num_threads())
+        return _measured(dtype, torch.get_num_threads()) if measure else None
     if name == "fp32" and device.kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         name = "tf32"
     for part, rates, sheet in SHEETS if device.kind == "cuda" else ():

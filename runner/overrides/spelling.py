@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
@@ -18,6 +18,7 @@ from runner.models.config import ModelConfig
 from runner.overrides.groups import ALIASES, FOREIGN, options
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
+INTERPOLATION = re.compile(r"(\\*)\$\{")
 STAYS = {
     "data": {f.name for f in fields(DataConfig)},  # how it is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
@@ -66,6 +67,15 @@ def read(text: str) -> Typed:
     if shape is None:
         raise ConfigError(text, "names no key", "write key=value")
     return Typed(shape["sign"], shape["key"], shape["rest"], parsed)
+
+
+def quoted(text: str) -> str:
+    """The text as a value that Hydra reads back as it is.
+
+    It takes backslashes for escapes only before a quote, and OmegaConf only before `${`.
+    """
+    literal = INTERPOLATION.sub(r"\1\1\\${", text)
+    return QuotedString(literal, Quote.single).with_quotes()
 
 
 def spelled(overrides: Sequence[str], compose: Compose) -> list[str]:

@@ -8,7 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
+from runner.errors import StorageError
+from runner.record import noted
 
 Scalar = bool | int | float | str
 
@@ -23,7 +24,6 @@ FOREMOST = (
     "data.kind", "model.kind", "optimization.level", "optimizer.lr", "training.batch_size",
 )  # fmt: skip
 NULL = "null"
-LONGEST = 2**20  # bytes of a config file; a longer one is none of ours
 
 
 def usual(settings: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -109,8 +109,10 @@ def ordered(values: Sequence[Scalar]) -> list[Scalar]:
 
 def typed_in(folder: Path) -> dict[str, str]:
     """The overrides that Hydra noted in a run's folder, by key; {} where it did not."""
-    listed = _read(folder / ".hydra" / "overrides.yaml")
-    pairs = [str(item).partition("=") for item in listed] if isinstance(listed, list) else []
+    try:
+        pairs = [item.partition("=") for item in noted.overrides(folder)]
+    except StorageError:
+        return {}
     return {key.lstrip("+").partition("@")[0]: value for key, equals, value in pairs if equals}
 
 
@@ -122,16 +124,11 @@ def settings_in(folder: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(inner, f"{path}.{key}" if path else str(key))
-        else:
+        elif path:
             found[path] = value
 
-    walk(_read(folder / ".hydra" / "config.yaml"), "")
-    return found
-
-
-def _read(path: Path) -> Any:
     try:
-        with path.open("rb") as file:
-            return yaml.safe_load(file.read(LONGEST))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
+        walk(noted.plain_yaml(folder / noted.CONFIG), "")
+    except StorageError:
+        return {}
+    return found

@@ -7,6 +7,7 @@ letters are drawn twice the usual size.
 from __future__ import annotations
 
 import importlib.util
+from bisect import bisect_right
 from functools import cache
 from pathlib import Path
 
@@ -35,9 +36,8 @@ def shorten(text: str, room: float, size: int) -> str:
     """The text, its end left out where it is wider than `room` pixels."""
     if width(text, size) <= room:
         return text
-    while len(text) > 1 and width(text + "…", size) > room:
-        text = text[:-1]
-    return text.rstrip() + "…"
+    fits = bisect_right(range(1, len(text)), room, key=lambda n: width(text[:n] + "…", size))
+    return text[: max(fits, 1)].rstrip() + "…"
 
 
 def fit(text: str, room: float, size: int) -> Font:

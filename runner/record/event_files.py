@@ -20,6 +20,7 @@ from runner.record.tfrecord import framed, records
 
 PREFIX = "events.out.tfevents."
 ADDED = ".added"  # how the name of a file ends that is not the run's own
+BEFORE = f"{PREFIX}{0:010d}{ADDED}"  # readers go through the files in the order of their names
 HEAD = 2**20  # bytes; a session starts within so many
 
 
@@ -36,14 +37,14 @@ def open_for(folder: Path, purge_step: int | None = None) -> TensorBoard:
     """A further event file of the run in `folder`; with `purge_step`, it goes on from before it.
 
     Of earlier files the end of the session is removed: readers believe the first one they meet,
-    for ever. What others have `added` goes: it was about how the run ended.
+    for ever. What others have added is taken back: it was about how the run ended.
     """
-    for path in folder.glob(f"{PREFIX}*{ADDED}"):
-        path.unlink()
-    earlier = sorted(folder.glob(PREFIX + "*"))
-    has_session = any([_reopen(path) for path in earlier])
-    # readers go through the files in the order of their names
-    stamp = max(int(time.time()), _last_stamp(earlier) + 1)
+    found = sorted(folder.glob(PREFIX + "*"))
+    stamp = max(int(time.time()), _last_stamp(found) + 1)
+    for path in found:
+        if path.name.endswith(ADDED):
+            _empty(path)
+    has_session = any([_reopen(path) for path in found if not path.name.endswith(ADDED)])
     events = TensorBoard(folder / f"{PREFIX}{stamp:010d}.{os.getpid()}", has_session)
     if purge_step is not None:
         events.purge(purge_step)
@@ -51,27 +52,55 @@ def open_for(folder: Path, purge_step: int | None = None) -> TensorBoard:
 
 
 @contextmanager
-def added(folder: Path) -> Iterator[TensorBoard]:
-    """An event file for what is known only after the run, in place of the last one of the kind.
+def added_before(folder: Path) -> Iterator[TensorBoard]:
+    """An event file that readers see before the run's own, in place of the last one of the kind.
 
-    Readers see it before the run's own and believe the first thing they are told about a row, so
-    it may say more of it. The file is there when the context ends without an error, or not at all.
+    They believe the first thing they are told about a row, so it may say more of it; but one that
+    is open already has passed it. It is there when the context ends without an error, or not at
+    all.
     """
-    earlier = sorted(folder.glob(f"{PREFIX}*{ADDED}"))
+    with _made(folder, folder / BEFORE) as events:
+        yield events
+
+
+@contextmanager
+def added_after(folder: Path) -> Iterator[TensorBoard]:
+    """The same, seen after the run's own, also by a TensorBoard that is open: for the scalars of
+    a run that has ended. One that is still written would not be read any further.
+    """
+    found = sorted(folder.glob(PREFIX + "*"))
+    # a name of its own each time: a TensorBoard that is open has read the last one
+    with _made(folder, folder / f"{PREFIX}{_last_stamp(found) + 1:010d}{ADDED}") as events:
+        yield events
+    earlier = [path for path in found if path.name.endswith(ADDED) and path.name != BEFORE]
+    for path in earlier[-1:]:
+        _empty(path)
+    for path in earlier[:-1]:
+        path.unlink(missing_ok=True)
+
+
+def _empty(path: Path) -> None:
+    """Take back what a file said. A TensorBoard that is open would wait for ever for one that it
+    was reading and that is gone; from an empty one it goes on to the next.
+    """
+    temporary = path.with_name(f".{path.name[len(PREFIX) :]}.tmp")  # not an event file's name
+    temporary.write_bytes(b"")
+    os.replace(temporary, path)
+
+
+@contextmanager
+def _made(folder: Path, final: Path) -> Iterator[TensorBoard]:
     temporary = folder / f".added.{os.getpid()}.tmp"  # not an event file's name
     temporary.unlink(missing_ok=True)
     events = TensorBoard(temporary)
     try:
         yield events
         events.close()
-        # a name of its own each time: a TensorBoard that is open has read the last one
-        os.replace(temporary, folder / f"{PREFIX}{_last_stamp(earlier) + 1:010d}{ADDED}")
+        os.replace(temporary, final)
     finally:
         events.close()
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-    for path in earlier:
-        path.unlink(missing_ok=True)
 
 
 def _last_stamp(paths: Sequence[Path]) -> int:

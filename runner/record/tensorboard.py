@@ -39,7 +39,8 @@ STATUS = {
     "done": api_pb2.STATUS_SUCCESS,
     "stopped": api_pb2.STATUS_SUCCESS,
     **dict.fromkeys(("failed", "killed", "timeout", "oom", "skipped"), api_pb2.STATUS_FAILURE),
-}  # an interrupted run is neither: it can be resumed
+}
+"""How a row ends. That of an interrupted run does not: the run can be resumed."""
 
 
 class TensorBoard:
@@ -156,10 +157,13 @@ class TensorBoard:
         self.has_session = True
 
     def end(self, status: str) -> None:
-        """End the row with the run's status: done, stopped, failed or interrupted."""
-        end = plugin_data_pb2.SessionEndInfo(
-            status=STATUS.get(status, api_pb2.STATUS_UNKNOWN), end_time_secs=time.time()
-        )
+        """End the row with the run's status; one that is interrupted stays open, as unknown.
+
+        Readers believe the first end that they are told of, for as long as they are open.
+        """
+        if status not in STATUS:
+            return
+        end = plugin_data_pb2.SessionEndInfo(status=STATUS[status], end_time_secs=time.time())
         self._hparams(SESSION_END, session_end_info=end)
 
     def layout(self, charts: Mapping[str, Sequence[str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from runner.record.columns import (
     settings_in,
     usual,
 )
-from runner.record.event_files import Session, added, own_session
+from runner.record.event_files import Session, added_after, added_before, own_session
 from runner.record.tensorboard import TensorBoard
 from runner.report import document, facts
 from runner.report.comparison import Comparison, Row
@@ -43,10 +44,11 @@ class Job:
 def write_board(comparison: Comparison, folder: Path) -> None:
     """Make TensorBoard on `folder` show every job as a run with its row, and `comparison`.
 
-    The jobs' own event files are not touched. Each folder gets one more, whose row has what only a
-    comparison knows: speed-up, status, arm, and check boxes for all that was swept. It goes when
-    the job is resumed, and a second call replaces it. Of runs put together by hand only
-    `comparison` is written: their rows belong to their own sweeps.
+    The jobs' own event files are not touched. Each folder gets two more, with what only a
+    comparison knows. The first has the row: status, arm, and check boxes for all that was swept.
+    The last has results, and the end of a row that did not end itself, for a TensorBoard that is
+    open. They go when the job is resumed, and a second call replaces them. Of runs put together by
+    hand only `comparison` is written: their rows belong to their own sweeps.
     Raises OSError where the disk does not take it; what is there is whole then.
     """
     if comparison.kind != "runs":
@@ -57,18 +59,22 @@ def write_board(comparison: Comparison, folder: Path) -> None:
         metrics = _metrics(comparison, jobs)
         whole = _name_of_all(comparison, folder, jobs)
         for job in jobs:
-            with added(job.folder) as events:
+            ended = job.row.status != "running"  # such a one ends its row itself
+            with added_before(job.folder) as events:
                 events.experiment(kinds, metrics, domains, foremost)
                 name = f"{job.folder.name} of {whole}"
                 events.session(job.session.name if job.session else name, job.values)
-                events.scalars(0, "result", job.results)
-                if job.session is None:
-                    _final(events, job.row)
-                if job.row.status != "running":  # such a one ends its row itself
+                if ended:
+                    events.end(job.row.status)
+            if ended:
+                with added_after(job.folder) as events:
+                    events.scalars(0, "result", job.results)
+                    if job.session is None:
+                        _final(events, job.row)
                     events.end(job.row.status)
     home = folder / RUN
     home.mkdir(parents=True, exist_ok=True)
-    with added(home) as events:
+    with added_after(home) as events:
         events.text(f"{RUN}/report", document.markdown(comparison), 0)
         for name, picture in pictures(comparison).items():
             events.image(f"{RUN}/{name}", picture, 0)
@@ -83,6 +89,8 @@ def _jobs(comparison: Comparison, folder: Path) -> Iterator[Job]:
             continue  # not of this sweep: its row is its own sweep's to write
         taken.add(place.name)
         place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+            continue  # another user's
         yield Job(row, place, own_session(place), results=_results(row, peak(row)))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runner.report.places import together
 from runner.report.svg import Markup, Scale, join, percent, shorten, tag, tick
 
 BAR = 34  # pixels high, with the room around it
@@ -95,18 +96,20 @@ class Point:
 
 
 def scatter(points: Sequence[Point], x_title: str, y_title: str, described: str) -> Markup:
-    """Points with their names beside them; more than fit are numbered by `label`."""
-    xs, ys = [p.x for p in points], [p.y for p in points]
-    x_scale, y_scale = Scale(0.0, max(xs) * 1.08), _loose(ys, least=0.3)
-    placed: list[tuple[float, float, float, float]] = []
-    for p in points:  # a point is in the way of names, also its neighbours'
-        x, y = x_scale(p.x) * NARROW / 100, _down(y_scale(p.y))
-        placed.append((x - 6, y - 6, x + 6, y + 6))
+    """Points with their names beside them, from 0 on; those in one place share one name."""
+    x_scale = Scale(0.0, 1.08 * max(p.x for p in points))
+    y_scale = Scale(0.0, 1.15 * max(p.y for p in points))
+    places = [(x_scale(p.x), _down(y_scale(p.y))) for p in points]
+    narrow = [(x * NARROW / 100, y) for x, y in places]
+    # a point is in the way of names, also its neighbours'
+    placed = [(x - 6, y - 6, x + 6, y + 6) for x, y in narrow]
     drawn = []
-    for i, p in enumerate(points):
-        x, y = x_scale(p.x), _down(y_scale(p.y))
-        name = shorten(p.label, 18)
-        drawn.append(tag("g", tag("title", p.said), _marker(i, x, y), _named(name, x, y, placed)))
+    for i, (p, (x, y)) in enumerate(zip(points, places, strict=True)):
+        drawn.append(tag("g", tag("title", p.said), _marker(i, x, y)))
+    for group in together(narrow, near=10):
+        names = ", ".join(points[i].label for i in group)
+        name = shorten(names, 18 if len(group) == 1 else 30)
+        drawn.append(_named(name, *places[group[0]], placed))
     return _plot(drawn, x_scale, y_scale, x_title, y_title, described)
 
 
@@ -236,11 +239,8 @@ def _down(y: float) -> float:
     return PLOT * (1 - y / 100)
 
 
-def _loose(values: Sequence[float], least: float = 0.0) -> Scale:
-    """A scale with some room on both sides of the values, and over `least` of the largest: a
-    difference of nothing should look like nothing.
-    """
+def _loose(values: Sequence[float]) -> Scale:
+    """A scale with some room on both sides of the values."""
     low, high = min(values), max(values)
-    room = max(0.12 * (high - low), (least * abs(high) - (high - low)) / 2)
-    room = room or 0.1 * abs(high) or 1.0
+    room = 0.12 * (high - low) or 0.1 * abs(high) or 1.0
     return Scale(low - room if low < 0 or low > room else 0.0, high + room)

@@ -54,8 +54,8 @@ def remarks(found: Claims) -> list[str]:
     others = found.load.get("others")
     if others is not None and others > LOADED:
         said.append(
-            f"Other processes took {others:.0%} of the CPUs meanwhile: the plain runs and the "
-            "others suffered alike, yet intervals are wider, and what needs free cores did worse."
+            f"Other processes took {others:.0%} of the CPUs meanwhile: intervals are "
+            "wider for it, and what needs free cores did worse."
         )
     return said
 

@@ -43,8 +43,9 @@ class Row:
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end as it should."""
-        return self.status in FINISHED
+        """Whether it came to its end as it should, or had been measured when Ctrl-C came."""
+        cut = self.status == "interrupted" and self.measured is not None
+        return self.status in FINISHED or (cut and bool(self.measured and self.measured.blocks))
 
 
 @dataclass

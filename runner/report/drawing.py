@@ -23,6 +23,8 @@ from runner.record.drawing import (
     turned,
     width,
 )
+from runner.report.places import together
+from runner.report.svg import LARGEST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +37,7 @@ Colour = tuple[int, int, int]
 EDGE = 16
 TITLE = 56
 NAME, NUMBER = 26, 24  # sizes of letters
+MARKED = 4  # numbers on one mark
 GRID, BAND = (222, 226, 230), (233, 236, 239)
 COLOURS: tuple[Colour, ...] = (
     (0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167),
@@ -137,11 +140,12 @@ def scatter(points: Sequence[Point], unit: str, total: int) -> NDArray[np.uint8]
         draw.text((x, TITLE + deep + 18), f"{value:,.6g}", GREY, font(22), anchor="mm")
     draw.text(((left + SIDE) / 2, TITLE + deep + 52), unit, GREY, font(NUMBER), anchor="mm")
     turned(picture, "peak memory, MiB", NUMBER, GREY, x=18, y=TITLE + deep / 2 - 105)
-    for i, point in reversed(list(enumerate(points))):
-        _mark(draw, across.at(point.speed), up.at(point.mib), i)
+    places = [(across.at(point.speed), up.at(point.mib)) for point in points]
+    for group in reversed(together(places, near=28)):
+        _mark(draw, *places[group[0]], group)
     for i, point in enumerate(points):
         y = below + 36 * i + 12
-        _mark(draw, EDGE + 15, y, i)
+        _mark(draw, EDGE + 15, y, [i])
         _named(draw, EDGE + 42, y, point.name, f"{_short(point.speed)}, {point.mib:,.0f} MiB")
     return np.asarray(picture)
 
@@ -153,10 +157,16 @@ def _named(draw: ImageDraw.ImageDraw, x: float, y: float, name: str, told: str) 
     draw.text((x, y), text, INK, font(NUMBER), anchor="lm")
 
 
-def _mark(draw: ImageDraw.ImageDraw, x: float, y: float, i: int) -> None:
-    colour = COLOURS[i % len(COLOURS)]
-    draw.ellipse((x - 15, y - 15, x + 15, y + 15), fill=colour, outline=PAPER, width=2)
-    draw.text((x, y), str(i + 1), PAPER, font(20), anchor="mm")
+def _mark(draw: ImageDraw.ImageDraw, x: float, y: float, group: Sequence[int]) -> None:
+    """The numbers of the points that lie there."""
+    told = ", ".join(str(i + 1) for i in group[:MARKED])
+    told += f" +{len(group) - MARKED}" if len(group) > MARKED else ""
+    half = max(15.0, width(told, 20) / 2 + 8)
+    x = min(x, SIDE - 2 - half)
+    colour = COLOURS[group[0] % len(COLOURS)]
+    place = (x - half, y - 15, x + half, y + 15)
+    draw.rounded_rectangle(place, 15, fill=colour, outline=PAPER, width=2)
+    draw.text((x, y), told, PAPER, font(20), anchor="mm")
 
 
 def lines(title: str, curves: Mapping[str, Curve], total: int) -> NDArray[np.uint8]:
@@ -191,7 +201,7 @@ class _scale:
     """Values on an axis from one pixel to another, with a few round numbers as marks."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
-        low, high = min(values), max(values)
+        low, high = max(min(values), -LARGEST), min(max(values), LARGEST)
         if high - low < 1e-9 * max(abs(high), 1e-9):
             low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
         self.low, self.high, self.start, self.end = low, high, start, end
@@ -199,7 +209,7 @@ class _scale:
 
     def at(self, value: float) -> float:
         """The pixel of a value."""
-        share = (value - self.low) / (self.high - self.low)
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return self.start + (self.end - self.start) * share
 
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
-
+from runner.benchmark.arms import LOADING
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.benchmark.result import BenchmarkResult
-from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError, UsageError
+from runner.record.columns import settings_in
 from runner.report import facts
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.naming import keys, names
+from runner.report.rows import TROUBLE, is_run, of_job, of_run, read_json
 from runner.summary import FILE as SUMMARY
-from runner.summary import Summary
 
 SWEEP = "sweep.json"
 DEPTH = 6  # of folders within folders: outputs/benchmarks/<name>/<time>/<arm>
 NOT_RUNS = {"checkpoints", "debug", "comparison", "__pycache__"}
+SHORTEST = 10  # steps of a run whose speed says something; the first three are not counted
 ONE_RUN_EACH = "one run each, not interleaved: read it as a hint; job=benchmark measures"
 
 
@@ -47,8 +43,12 @@ def compare(folders: Sequence[Path]) -> Comparison:
     found: list[Found] = []
     seen: set[Path] = set()
     for folder in folders:
-        if not folder.is_dir():
-            raise UsageError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
+        try:
+            if not folder.is_dir():
+                problem = "not a folder" if folder.exists() else "no such folder"
+                raise UsageError(f"{folder}: {problem}")
+        except OSError as error:
+            raise UsageError(f"{folder}: cannot be read: {error.strerror}") from None
         here = list(_walk(folder.absolute(), seen, DEPTH))
         if not here and folder.resolve() not in seen:
             raise UsageError(
@@ -57,7 +57,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
             )
         found += here
     if not any(one.rows or one.result for one in found):
-        raise UsageError(f"{folders[0]}: nothing to compare: no job in it has begun")
+        why = "; ".join(note for one in found for note in one.notes) or "no job in it has begun"
+        raise UsageError(f"{folders[0]}: nothing to compare: {why}")
     if len(found) == 1 and found[0].result is not None:
         return of_benchmark(found[0].result, found[0].folder)
     if len(found) == 1 and found[0].kind == "sweep":
@@ -71,15 +72,27 @@ def _walk(folder: Path, seen: set[Path], depth: int) -> Iterator[Found]:
     if resolved in seen:
         return
     seen.add(resolved)
-    if (folder / BENCHMARK).exists():
-        yield _benchmark(folder, seen)
-    elif (folder / SWEEP).exists() or (folder / "multirun.yaml").exists():
-        yield _sweep(folder, seen)
-    elif _is_run(folder):
-        yield Found("run", folder, [_row(folder)])
+    try:
+        found = _one(folder, seen)
+    except TROUBLE as error:
+        told = error.strerror if isinstance(error, OSError) else str(error)
+        yield Found("nothing", folder, notes=[f"{folder.name} is passed over: {told}"])
+        return
+    if found is not None:
+        yield found
     elif depth:
         for inside in _folders(folder):
             yield from _walk(inside, seen, depth - 1)
+
+
+def _one(folder: Path, seen: set[Path]) -> Found | None:
+    """What it is by itself; None where it may hold something."""
+    os.listdir(folder)  # says why it cannot be read
+    if (folder / BENCHMARK).exists():
+        return _benchmark(folder, seen)
+    if (folder / SWEEP).exists() or (folder / "multirun.yaml").exists():
+        return _sweep(folder, seen)
+    return Found("run", folder, [of_run(folder)]) if is_run(folder) else None
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -92,39 +105,31 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(visible, key=lambda p: (len(p.name) if p.name.isdigit() else 99, p.name))
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether it is one that trains or evaluates: other jobs leave no summary, nor need to."""
-    if (folder / SUMMARY).exists():
-        return True
-    begun = (folder / ".hydra" / "overrides.yaml").exists()
-    return begun and keys(_overrides(folder)).get("job", "train") in ("train", "evaluate")
-
-
 def _benchmark(folder: Path, seen: set[Path]) -> Found:
     """Its result; where that is damaged, the runs of its arms."""
-    runs = [inside for inside in _folders(folder) if _is_run(inside)]
+    runs = [inside for inside in _folders(folder) if is_run(inside)]
     seen.update(run.resolve() for run in runs)
     try:
         return Found("benchmark", folder, result=BenchmarkResult.read(folder))
     except StorageError as error:
         note = f"{error}; its arms are shown as the runs they were"
-        rows = [_row(run) for run in runs] or [Row([], "failed", str(error))]
+        rows = [of_run(run) for run in runs] or [Row([], "failed", str(error))]
         return Found("sweep", folder, rows, notes=[note])
 
 
 def _sweep(folder: Path, seen: set[Path]) -> Found:
     """Its jobs in their order; those that never began are rows as well."""
-    told = _json(folder / SWEEP)
+    told = read_json(folder / SWEEP)
     jobs = told.get("jobs") if isinstance(told, dict) else None
     rows, known = [], set()
     for number, job in enumerate(jobs if isinstance(jobs, list) else []):
-        job = job if isinstance(job, dict) else {}
-        place = folder / (facts.text(job, "folder") or str(number))
-        known.add(place.resolve())
-        rows.append(_job(place, job))
+        row = of_job(number, job if isinstance(job, dict) else {}, folder)
+        rows.append(row)
+        if row.folder:
+            known.add(Path(row.folder).resolve())
     for inside in _folders(folder):
-        if inside.resolve() not in known and _is_run(inside):
-            rows.append(_row(inside))
+        if inside.resolve() not in known and is_run(inside):
+            rows.append(of_run(inside))
     seen.update(path.resolve() for path in _folders(folder))
     notes = []
     if (folder / SWEEP).exists() and told is None:
@@ -132,76 +137,15 @@ def _sweep(folder: Path, seen: set[Path]) -> Found:
     return Found("sweep", folder, rows, command=facts.text(told, "command"), notes=notes)
 
 
-def _job(folder: Path, job: dict[str, Any]) -> Row:
-    """A job as the sweep tells of it, with what its run says."""
-    overrides = job.get("overrides")
-    typed = [str(item) for item in overrides] if isinstance(overrides, list) else None
-    status, reason = facts.text(job, "status"), facts.text(job, "reason")
-    if status == "running" and not is_locked(folder.parent):
-        status, reason = "killed", "the sweep ended before it did"
-    if not _is_run(folder):
-        row = Row(typed or [], status or "skipped", reason or "never begun", folder=str(folder))
-        return replace(row, command=_command(row.overrides))
-    row = _row(folder, typed)
-    if row.finished and status == "killed":  # its end was not noted any more
-        return row
-    if status and status not in ("running", row.status):
-        row = replace(row, status=status, reason=reason or row.reason)
-    return row
-
-
-def _row(folder: Path, typed: list[str] | None = None) -> Row:
-    """A run's folder; one whose record is missing or damaged says so."""
-    overrides = _overrides(folder) if typed is None else typed
-    row = Row(overrides, "failed", folder=str(folder), command=_command(overrides))
-    if not (folder / SUMMARY).exists():
-        if is_locked(folder):
-            return replace(row, status="running", reason="it has not come to a summary yet")
-        return replace(row, status="killed", reason=f"no {SUMMARY}: it ended before it wrote one")
-    try:
-        Summary.read(folder)  # says what is wrong with it
-    except StorageError as error:
-        return replace(row, reason=str(error).replace(str(folder) + "/", ""))
-    raw = _json(folder / SUMMARY)
-    raw = raw if isinstance(raw, dict) else {}
-    status, reason = facts.text(raw, "status") or "failed", facts.text(raw, "reason")
-    if status == "running" and not is_locked(folder):
-        steps = facts.number(raw, "steps") or 0
-        status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
-    command = facts.text(raw, "command") or row.command
-    return replace(row, status=status, reason=reason, summary=raw, command=command)
-
-
-def _overrides(folder: Path) -> list[str]:
-    try:
-        found = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-        listed = OmegaConf.to_container(found, resolve=False)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
-        return []
-    return [str(item) for item in listed] if isinstance(listed, list) else []
-
-
-def _command(overrides: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "runner", *overrides])
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def _of_sweep(found: Found) -> Comparison:
     rows = _named(found.rows, found.folder)
-    reference, rows = _held_against(rows)
-    notes = [*found.notes, *([ONE_RUN_EACH] if reference else [])]
+    reference, rows, notes = _held_against(rows, found.folder)
     return Comparison(
         _title(found.folder),
         rows,
         kind="sweep",
         reference=reference,
-        notes=notes,
+        notes=[*found.notes, *notes],
         command=found.command,
         home=found.folder,
     )
@@ -219,10 +163,8 @@ def _together(found: list[Found], folders: list[Path]) -> Comparison:
     home = _common(folders)
     plain = [row for one in found for row in one.rows]
     rows = _named(plain, home)
-    reference, rows = _held_against(rows, alike=True)
-    notes = list(dict.fromkeys(note for one in found for note in one.notes))
-    if reference and sum(row.speedup is not None for row in rows) > 1:
-        notes.append(ONE_RUN_EACH)
+    reference, rows, notes = _held_against(rows, home)
+    notes = list(dict.fromkeys([*(note for one in found for note in one.notes), *notes]))
     several = len({result.name for result in results}) > 1
     rows += [row for one in found for row in _arms(one, home, several)]
     if results:
@@ -276,22 +218,47 @@ def _named(rows: list[Row], home: Path) -> list[Row]:
     ]
 
 
-def _held_against(rows: list[Row], alike: bool = False) -> tuple[str, list[Row]]:
-    """The row that others are compared with, and the rows with their ratios to it.
+def _held_against(rows: list[Row], home: Path) -> tuple[str, list[Row], list[str]]:
+    """The row that others are compared with, the rows with their ratios to it, and notes.
 
-    The plain one if there is one, else the first that is done. With `alike` only runs of one
-    experiment have a ratio: samples of another one take another time.
+    The plain one if there is one, else the first that is done. Only runs of the same data, model
+    and device have a ratio, and only those that were long enough.
     """
     able = [row for row in rows if row.finished and facts.samples_per_second(row)]
-    if alike and able:
-        experiment = facts.text(able[0].summary, "name")
-        able = [row for row in able if facts.text(row.summary, "name") == experiment]
-    plain = [row for row in able if keys(row.overrides).get("optimization") == "none"]
-    if len(able) < 2:
-        return "", rows  # there is nothing to hold anything against
-    reference = (plain or able)[0]
+    long = [row for row in able if (facts.number(row.summary, "steps") or 0) >= SHORTEST]
+    groups: dict[object, list[Row]] = {}
+    for row in long:
+        groups.setdefault(_work(row, home), []).append(row)
+    same = max(groups.values(), key=len, default=[])  # of several, the first
+    if len(same) < 2:
+        return "", rows, []  # there is nothing to hold anything against
+    plain = [row for row in same if keys(row.overrides).get("optimization") == "none"]
+    reference = (plain or same)[0]
     rate = facts.samples_per_second(reference) or 1.0
-    return reference.name, [
-        replace(row, speedup=(facts.samples_per_second(row) or 0.0) / rate) if row in able else row
+    notes = [ONE_RUN_EACH]
+    if len(same) < len(long):
+        notes.append(f"of another data set, model or device than {reference.name}: no speed-up")
+    if len(long) < len(able):
+        notes.append(f"fewer than {SHORTEST} steps: no speed-up")
+    compared = {row.name for row in same}
+    rows = [
+        replace(row, speedup=(facts.samples_per_second(row) or 0.0) / rate)
+        if row.name in compared
+        else row
         for row in rows
     ]
+    return reference.name, rows, notes
+
+
+def _work(row: Row, home: Path) -> tuple[object, ...]:
+    """What there was to compute: samples of something else take another time."""
+    found = settings_in(home / row.folder) if row.folder else {}
+    if "data.kind" not in found:
+        found = {"data.name": facts.text(row.summary, "name"), **keys(row.overrides)}
+    told = {
+        key: str(found[key])
+        for key in sorted(found)
+        if key.partition(".")[0] in ("data", "model") and key.removeprefix("data.") not in LOADING
+    }
+    device = facts.text(row.summary, "device", "kind"), facts.text(row.summary, "device", "name")
+    return (*device, *told.items())

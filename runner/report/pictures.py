@@ -51,7 +51,7 @@ def pictures(comparison: Comparison) -> dict[str, NDArray[np.uint8]]:
     comparison = replace(comparison, rows=rows, reference=one_line(comparison.reference))
     ratios = speeds(comparison)
     if any(bar.value is not None for bar in ratios):
-        floor = comparison.benchmark.noise_floor if comparison.benchmark else 0.0
+        floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
         title = f"speed-up over {comparison.reference}" if comparison.reference else "speed-up"
         made["speed"] = drawing.bars(title, _most(ratios), floor, len(ratios))
     if points := memory(comparison):

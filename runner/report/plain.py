@@ -9,12 +9,13 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+from runner.record.console import one_line
 from runner.record.plain import finite
 from runner.report import facts
 from runner.report.comparison import Comparison, Row
 from runner.report.naming import keys
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
+FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute
 REST = ("name", "overrides", "status", "reason", "summary", "losses", "per_sample_ms", "notes")
 
 
@@ -105,10 +106,10 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def _safe(value: Any) -> Any:
-    """What a spreadsheet takes as text stays text; NaN is an empty cell."""
+    """What a spreadsheet takes as text stays text, and a terminal too; NaN is an empty cell."""
     if isinstance(value, float):
         return value if math.isfinite(value) else ""
     if isinstance(value, str):
-        flat = value.replace("\0", " ")
+        flat = one_line(value)
         return f"'{flat}" if flat.startswith(FORMULA) else flat
     return value

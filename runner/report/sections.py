@@ -43,13 +43,13 @@ def speed(comparison: Comparison) -> Iterator[Markup]:
     if len(rows) < 2:
         return
     items = [_bar(row, comparison) for row in rows]
-    floor = comparison.benchmark.noise_floor if comparison.benchmark else 0.0
+    floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
     against = comparison.reference or "its reference"
     about = f"How many times as fast as {against}; the upright line is as fast."
     if any(row.speedup_interval for row in rows):
         about += " Whiskers are 95 % intervals."
     if floor:
-        about += f" The hatched strip, ± {words.share(floor)}, is noise: nothing in it is claimed."
+        about += f" Nothing in the hatched strip, ± {words.share(floor)}, is claimed."
     if comparison.kind == "sweep":
         about = f"Samples per second, as a ratio to {against}: one run each, so without intervals."
     yield _figure("Speed", about, bars(items, 0.0, "speed-up of each row", floor))
@@ -83,6 +83,7 @@ def memory(comparison: Comparison, numbered: int) -> Iterator[Markup]:
         return
     of = "device's" if any(facts.device_bytes(row) for row in comparison.rows) else "process's"
     about = f"Peak of the {of} memory against samples per second: right and low is better."
+    about += " Both axes begin at 0."
     if len(comparison.rows) > numbered:
         about += " Numbers are those of the table."
     told = "; ".join(point.said for point in points)
@@ -110,9 +111,9 @@ def losses(comparison: Comparison, found: Mapping[str, Curve]) -> Iterator[Marku
 def attribution(comparison: Comparison) -> Iterator[Markup]:
     """What each technique is worth, added alone and within the level."""
     found = comparison.benchmark.attribution if comparison.benchmark else None
-    if found is None or not found.effects:
+    if comparison.benchmark is None or found is None or not found.effects:
         return
-    floor = comparison.benchmark.noise_floor if comparison.benchmark else 0.0
+    floor = comparison.benchmark.unclaimed
     sides = [
         ("added", "Added alone", "how many times as fast the plain run is with it"),
         ("removed", f"Within {found.level}", f"how many times as fast {found.level} is with it "
@@ -123,7 +124,7 @@ def attribution(comparison: Comparison) -> Iterator[Markup]:
         if items := [bar for one in found.effects if (bar := _effect(one, side, floor))]:
             drawn += [
                 tag("h3", heading, tag("span", f": {about}", class_="note")),
-                bars(items, 1.0, f"{heading}, each technique", floor),
+                bars(items, 1.0, f"{heading}, each technique", floor or 0.0),
             ]
     about = "Bars to the right of the upright line gain time, bars to the left lose it."
     if found.stopped:
@@ -131,13 +132,14 @@ def attribution(comparison: Comparison) -> Iterator[Markup]:
     yield _figure("What each technique is worth", about, *drawn, _effects(found.effects))
 
 
-def _effect(one: Effect, side: str, floor: float) -> Bar | None:
+def _effect(one: Effect, side: str, floor: float | None) -> Bar | None:
     value, ends = (
         (one.added, one.added_interval) if side == "added" else (one.removed, one.removed_interval)
     )
     if value is None:
         return None
-    outside = ends is not None and (ends[0] > 1 or ends[1] < 1) and abs(value - 1) > floor
+    beyond = floor is not None and abs(value - 1) > floor
+    outside = beyond and ends is not None and (ends[0] > 1 or ends[1] < 1)
     kind = "unclear" if not outside else "faster" if value > 1 else "slower"
     if one.parity == "FAIL":
         kind = "fail"

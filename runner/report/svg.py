@@ -54,12 +54,18 @@ def percent(value: float) -> str:
     return f"{value:.3f}%"
 
 
+LARGEST, LEAST = 1e300, 1e-290  # on an axis: beyond, sums are not finite and parts are nothing
+
+
 class Scale:
     """From values to 0 … 100, evenly or by their logarithm."""
 
     def __init__(self, low: float, high: float, log: bool = False) -> None:
+        low, high = (min(max(end, -LARGEST), LARGEST) for end in (low, high))
         self.log = log and low > 0
-        self.low, self.high = low, high if high > low else low + (abs(low) or 1.0)
+        if high - low < LEAST:
+            high = low + (abs(low) if abs(low) > LEAST else 1.0)
+        self.low, self.high = low, high
         ends = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         self.start, self.length = ends[0], ends[1] - ends[0]
 
@@ -67,7 +73,7 @@ class Scale:
         """Where the value lies, in per cent; what is outside lies on the edge."""
         value = min(max(value, self.low), self.high)
         at = math.log(value) if self.log else value
-        return 100 * (at - self.start) / self.length
+        return 100 * ((at - self.start) / self.length)
 
     def ticks(self, most: int = 5) -> list[float]:
         """Round values for the axis, at most about so many."""

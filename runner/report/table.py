@@ -50,15 +50,26 @@ class _Screen:
         heading = {"benchmark": "benchmark", "sweep": "sweep"}.get(comparison.kind, "comparison")
         yield Text()
         yield Text.assemble((f"{heading} ", "dim"), (one_line(comparison.title), "bold"))
+        width = options.max_width
         for sentence in verdicts.conclusion(comparison):
-            yield Text(one_line(sentence.text), style=TONES[sentence.tone])
+            said = Text(one_line(sentence.text), TONES[sentence.tone])
+            yield from _wrapped(said, console, width)
         yield Text()
-        yield _table(comparison, options.max_width)
-        yield from _reasons(comparison)
+        yield _table(comparison, width)
+        for reason in _reasons(comparison):
+            yield from _wrapped(reason, console, width)
         if notes := _notes(comparison):
             yield Text()
-            yield from (Text.assemble(("· ", "dim"), (one_line(note), "dim")) for note in notes)
+            for note in notes:
+                yield from _wrapped(Text(f"· {one_line(note)}", "dim"), console, width)
         yield from _where(comparison)
+
+
+def _wrapped(text: Text, console: Console, width: int) -> Iterator[Text]:
+    """The lines of a text, without the blanks that rich leaves at their ends."""
+    for line in text.wrap(console, width):
+        line.rstrip()
+        yield line
 
 
 def _table(comparison: Comparison, width: int) -> Table:
@@ -131,10 +142,9 @@ def _notes(comparison: Comparison) -> list[str]:
     notes = list(comparison.notes)
     found = comparison.benchmark
     if found is not None:
-        floor = f"nothing within ± {words.share(found.noise_floor)} is claimed (noise floor)"
         how = f"{found.blocks} blocks in {words.seconds(found.seconds)}"
         stopped = f", {found.stopped}" if found.stopped else ""
-        notes.append(f"{how}{stopped}; {floor}")
+        notes.append(f"{how}{stopped}; {words.unclaimed(found)}")
     return notes
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from runner.report import facts
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.trend import trends_of
-from runner.report.words import MOST, interval, listed, metric, share, times, when
+from runner.report.words import MOST, interval, listed, metric, times, unclaimed, when
 
 NEAR = 0.05  # single runs that differ by less are not told apart
 ROOM = 120  # characters for the names of failures in a sentence
@@ -34,8 +34,9 @@ def verdict(row: Row, comparison: Comparison) -> str:
         return "reference"  # or that of one of several benchmarks
     if row.measured.problems:
         return "does not train"
-    said = {"faster": "faster", "slower": "slower", "same": "no difference"}
-    return said.get(row.measured.claim, "not known")
+    claims = {"faster": "faster", "slower": "slower", "same": "no difference"}
+    said = claims.get(row.measured.claim, "not known")
+    return f"{said}, other work" if row.measured.other_work else said
 
 
 def standing(row: Row, comparison: Comparison) -> str:
@@ -56,6 +57,10 @@ def conclusion(comparison: Comparison) -> list[Sentence]:
     rows = comparison.rows
     if comparison.kind == "benchmark":
         said = [Sentence(text) for text in _of_benchmark(comparison)]
+        found = comparison.benchmark
+        if found is not None and found.stopped == "interrupted" and found.blocks:
+            text = f"Interrupted after {found.blocks} blocks: this is what was known by then."
+            said.append(Sentence(text, "warning"))
     elif not any(row.finished for row in rows):
         said = [Sentence(f"None of the {len(rows)} jobs came to its end.", "shout")]
     else:
@@ -99,12 +104,17 @@ def _of_benchmark(comparison: Comparison) -> list[str]:
             "so no speed-up can be stated."
         ]
     measured = [row for row in others if sound(row) and row.speedup is not None and row.measured]
-    faster = [row for row in measured if row.measured and row.measured.claim == "faster"]
     if not measured:
         return [f"Nothing could be held against {reference}."]
-    rest = _rest(comparison, [row for row in measured if row not in faster])
+    alike = [row for row in measured if row.measured and not row.measured.other_work]
+    other = [_other_work(row, reference) for row in measured if row not in alike][:MOST]
+    faster = [row for row in alike if row.measured and row.measured.claim == "faster"]
+    rest = [*_rest(comparison, [row for row in alike if row not in faster]), *other]
+    if not alike:
+        return rest
     if not faster:
-        return [f"No arm is measurably faster than {reference}.", *rest]
+        that = " that trains the same" if other else ""
+        return [f"No arm{that} is measurably faster than {reference}.", *rest]
     # the first typed of those that no other is measurably faster than: levels are typed in order
     chosen = next(row for row in faster if not any(_beyond(other, row) for other in faster))
     even = [row.name for row in faster if row is not chosen and not _beyond(chosen, row)]
@@ -118,6 +128,22 @@ def _of_benchmark(comparison: Comparison) -> list[str]:
 def _as_fast(row: Row, reference: str) -> str:
     bounds = f" (95 %: {interval(row.speedup_interval)})" if row.speedup_interval else ""
     return f"{times(row.speedup)} as fast as {reference}{bounds}"
+
+
+def _other_work(row: Row, reference: str) -> str:
+    """Of an arm that cannot stand in for the reference: its numbers are right by its own lights."""
+    claim, parts = (row.measured.claim, row.measured.other_work) if row.measured else ("", [])
+    speed = f"it is {_as_fast(row, reference)} per sample"
+    if claim not in ("faster", "slower"):
+        speed = "a sample takes no measurably different time"
+    numbers = {"exact": "to the bit", None: ""}.get(
+        row.parity, f"but for {facts.low_precision(row) or 'rounding'}"
+    )
+    own = f"its numbers are those of its own plain run {numbers}" if numbers else ""
+    return (
+        f"{row.name} trains something else than {reference} (another {listed(parts)}): {speed}, "
+        f"{own or 'its numbers not compared'}."
+    )
 
 
 def _beyond(one: Row, other: Row) -> bool:
@@ -139,7 +165,7 @@ def _rest(comparison: Comparison, rows: list[Row]) -> list[str]:
     """What can be said of arms that are not faster."""
     slower = [row for row in rows if row.measured and row.measured.claim == "slower"]
     same = [row.name for row in rows if row.measured and row.measured.claim == "same"]
-    unknown = [row.name for row in rows if row.measured and not row.measured.claim]
+    unknown = [row for row in rows if row.measured and not row.measured.claim]
     said = [
         f"{row.name} is slower, {_as_fast(row, comparison.reference)}." for row in slower[:MOST]
     ]
@@ -147,11 +173,19 @@ def _rest(comparison: Comparison, rows: list[Row]) -> list[str]:
         verb = "makes" if len(same) == 1 else "make"
         said.append(f"{listed(same)} {verb} no difference.")
     if unknown:
-        floor = comparison.benchmark.noise_floor if comparison.benchmark else 0.0
-        why = f"noise floor {share(floor)}" if floor else "the intervals are too wide"
+        found = comparison.benchmark
+        small = any(row.speedup_interval and not _around_1(row.speedup_interval) for row in unknown)
+        why = "the intervals are too wide"
+        if found is not None and (small or found.noise_floor is None):
+            why = unclaimed(found)
         verb = "is" if len(unknown) == 1 else "are"
-        said.append(f"Whether {listed(unknown)} {verb} faster or slower is not known ({why}).")
+        names = listed([row.name for row in unknown])
+        said.append(f"Whether {names} {verb} faster or slower is not known ({why}).")
     return said
+
+
+def _around_1(interval: tuple[float, float]) -> bool:
+    return interval[0] <= 1 <= interval[1]
 
 
 def _newest(comparison: Comparison) -> list[str]:

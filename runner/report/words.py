@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from runner.benchmark.result import Effect
+from runner.benchmark.result import BenchmarkResult, Effect
 from runner.report import facts
 from runner.report.comparison import Comparison, Row
 
@@ -14,10 +14,13 @@ MOST = 4  # names in a sentence; what is beyond is counted
 
 STATISTICS = (
     "In each block every arm had one turn, in an order drawn by lot, and what is compared is the "
-    "time per sample of its median step as a ratio to the reference's in the same block, so that "
-    "a drift of the machine hits both alike. An interval holds the true ratio 95 times in 100 "
-    "although measuring stops once it is narrow, and nothing is claimed within the noise floor: "
-    "what the reference differed by from itself, run a second time in a process of its own."
+    "time per sample of its median step (with data workers the mean one) as a ratio to the "
+    "reference's in the same block, so that a drift of the machine hits both alike. An interval "
+    "holds the true ratio 95 times in 100 "
+    "although measuring stops once it is narrow, and nothing is claimed within 2 %, nor within the "
+    "noise floor: what the reference differed by from itself, run a second time in a process of "
+    "its own. That is true of these processes: the same work started anew, in other memory, may "
+    "be a per cent or two faster or slower, which no number of blocks shows."
 )
 ONE_RUN = (
     "Each row is one run, and the runs were not taken in turn: whatever else the machine did "
@@ -111,9 +114,11 @@ def parity(row: Row) -> str:
     """Whether it is the same training, in a word or two."""
     if row.parity is None:
         return NONE
-    if row.parity == "explained by precision":
-        return facts.low_precision(row) or "rounding"
-    return row.parity
+    said = row.parity
+    if said == "explained by precision":
+        said = facts.low_precision(row) or "rounding"
+    other = row.measured.other_work if row.measured is not None else []
+    return f"{said}, other {other[0] if len(other) == 1 else 'work'}" if other else said
 
 
 def effect(found: Effect, side: str) -> str:
@@ -151,7 +156,8 @@ def machine(comparison: Comparison) -> list[tuple[str, str]]:
     if found.control is not None:
         told = f"{times(found.control.ratio)} ({interval(found.control.interval)})"
         rows.append(("reference against itself", told))
-    rows.append(("noise floor", f"± {share(found.noise_floor)}"))
+    floor = "not known" if found.noise_floor is None else f"± {share(found.noise_floor)}"
+    rows.append(("noise floor", floor))
     stopped = f"; {found.stopped}" if found.stopped else ""
     rows.append(("measured", f"{found.blocks} blocks in {seconds(found.seconds)}{stopped}"))
     if found.started:
@@ -162,6 +168,13 @@ def machine(comparison: Comparison) -> list[tuple[str, str]]:
     known = {name for name, _ in rows}
     rows += [(name, version) for name, version in found.versions.items() if name not in known]
     return rows
+
+
+def unclaimed(found: BenchmarkResult) -> str:
+    """Within what nothing is claimed, as a part of a sentence."""
+    if found.noise_floor is None:
+        return "nothing is claimed: the noise floor is not known"
+    return f"nothing within ± {share(found.unclaimed)} is claimed"
 
 
 def when(moment: str) -> str:

@@ -14,13 +14,17 @@ from pathlib import Path
 
 from runner.device import cgroup
 from runner.errors import StorageError
+from runner.interrupts import ENDS
+from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
+from runner.sweep.job import lifeline
 from runner.sweep.record import WELL
 
 LOG = "console.log"
 TAIL = 4000  # bytes of what it said, that are looked at
 GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
 MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I)
+ASKED = {code for number in ENDS for code in (128 + number, -number)}  # how one ends that was
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
 
 
@@ -31,6 +35,9 @@ class Child:
     process: subprocess.Popen[bytes]
     folder: Path
     timeout_s: float | None
+    lifeline: int  # closed, it tells the process that we are gone
+    before: tuple[int, int] | None  # the summary that was there before it
+    records: bool = False  # it is to leave a summary
     began: float = field(default_factory=time.monotonic)
     ooms: int | None = field(default_factory=cgroup.oom_kills)
     wanted: str = ""  # how it is to be called when it was made to end: timeout or interrupted
@@ -44,15 +51,25 @@ class Child:
         environment: dict[str, str],
         folder: Path,
         timeout_s: float | None,
+        told: Sequence[str] = (),
+        records: bool = False,
     ) -> Child:
         """Start it; what it says goes to `console.log` in its folder. OSError if it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOG).open("ab") as sink:
-            process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
-                command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        return cls(process, folder, timeout_s)
+        before = _identity(folder / SUMMARY)
+        variables, reads, writes = lifeline(told)
+        try:
+            with (folder / LOG).open("ab") as sink:
+                process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
+                    command, stdin=reads, stdout=sink, stderr=sink, start_new_session=True,
+                    env={**environment, **variables},
+                )  # fmt: skip
+        except OSError:
+            os.close(writes)
+            raise
+        finally:
+            os.close(reads)
+        return cls(process, folder, timeout_s, writes, before, records)
 
     def has_ended(self) -> bool:
         """Whether it has; one that takes too long is made to."""
@@ -66,9 +83,13 @@ class Child:
         return False
 
     def ask(self, number: int, wanted: str, why: str, grace_s: float = float("inf")) -> None:
-        """Ask it to end: it finishes its step and writes a checkpoint."""
-        self.wanted, self.why = wanted, why
-        self.until = time.monotonic() + grace_s
+        """Ask it to end: it finishes its step and writes a checkpoint.
+
+        The first reason for that is the one that is told, the shortest patience the one that holds.
+        """
+        if not self.wanted:
+            self.wanted, self.why = wanted, why
+        self.until = min(self.until, time.monotonic() + grace_s)
         with suppress(ProcessLookupError, PermissionError):
             os.kill(self.process.pid, number)
 
@@ -81,9 +102,8 @@ class Child:
         """Leave nothing of it behind."""
         self.kill()
         self.process.wait()
-        if self.process.stdin is not None:
-            with suppress(OSError):
-                self.process.stdin.close()
+        with suppress(OSError):
+            os.close(self.lifeline)
 
     @property
     def seconds(self) -> float:
@@ -100,6 +120,11 @@ class Child:
         lines = [line for line in self._said().splitlines() if CLOCK.match(line)]
         return CLOCK.sub("", lines[-1]).strip() if lines else "starting"
 
+    @property
+    def left_a_record(self) -> bool:
+        """Whether there is a summary of this try, not of one before it."""
+        return _identity(self.folder / SUMMARY) not in (None, self.before)
+
     def ending(self) -> tuple[str, str]:
         """Status and reason, from its exit code, its summary, and what it said."""
         code, summary = self.process.returncode, self._summary()
@@ -107,9 +132,12 @@ class Child:
         if self.wanted and code != 0:
             return self.wanted, self.why + (f"; {reason}" if reason else "")
         if code == 0:
-            status = summary.status if summary is not None else "done"
-            return (status, reason) if status in WELL else ("done", "")
-        if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):
+            if summary is not None and summary.status in WELL:
+                return summary.status, reason
+            if self.records:
+                return "failed", "left no record of its end, although it ended with 0"
+            return "done", ""
+        if code in ASKED:
             return "interrupted", reason or "it was asked to end"
         if code == -signal.SIGKILL:
             return self._killed()
@@ -127,6 +155,8 @@ class Child:
         return "killed", "by signal 9 (SIGKILL); by the kernel, if the memory was used up"
 
     def _summary(self) -> Summary | None:
+        if not self.left_a_record:
+            return None
         try:
             return Summary.read(self.folder)
         except StorageError:
@@ -139,6 +169,15 @@ class Child:
                 return file.read().decode("utf-8", "replace")
         except OSError:
             return ""
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What is another one as soon as the file is replaced."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _name(number: int) -> str:

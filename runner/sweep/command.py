@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -13,8 +12,7 @@ from typing import Any
 
 import runner
 from runner.device.capabilities import usable_cores
-from runner.overrides.spelling import read
-from runner.sweep.job import VARIABLE
+from runner.overrides.spelling import quoted, read
 
 NOT_OF_A_JOB = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper",
                 "hydra.sweep", "hydra.mode", "hydra.run")  # fmt: skip
@@ -44,8 +42,8 @@ def process(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, *apart, "-m", "runner", *arguments]
 
 
-def environment(told: Sequence[str], jobs: int) -> dict[str, str]:
-    """Ours, with the module path as it is here, and what the job is told besides its command.
+def environment(jobs: int) -> dict[str, str]:
+    """Ours, with the module path as it is here.
 
     Jobs that run at the same time share the cores: threads that wait for one another's cores made
     steps four times as long.
@@ -56,7 +54,6 @@ def environment(told: Sequence[str], jobs: int) -> dict[str, str]:
     if not _lies_here() or sys.flags.safe_path:
         kept.append(str(Path(runner.__file__).parents[1]))
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(kept))}
-    found[VARIABLE] = json.dumps(list(told))
     if jobs > 1:
         found.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
     return found
@@ -70,17 +67,21 @@ def domains(jobs: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> str | No
     """`monitoring.domains`: the keys swept over, each with every value that it takes in the sweep.
 
     From overrides and flat config of every job; TensorBoard makes check boxes of them. A config
-    group has the names of its options. None where nothing is swept over.
+    group has the names of its options. None where nothing is swept over. What an interpolation
+    comes to is no job's but its own: it may be a secret.
     """
     found: dict[str, dict[str, None]] = {}
+    hidden = set()
     for overrides, flat in jobs:
         for o in map(read, overrides):
+            if "${" in o.value:
+                hidden.add(o.key)
             value = flat.get(o.key, o.value)
             found.setdefault(o.key, {})[_text(value)] = None
     parts = [
         f"{key}:[{','.join(values)}]"
         for key, values in found.items()
-        if 1 < len(values) <= MOST_VALUES and KEY.fullmatch(key)
+        if 1 < len(values) <= MOST_VALUES and key not in hidden and KEY.fullmatch(key)
     ]
     return f"++monitoring.domains={{{','.join(parts)}}}" if parts else None
 
@@ -91,4 +92,4 @@ def _text(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
         return repr(value)
-    return "'{}'".format(str(value).replace("\\", "\\\\").replace("'", "\\'"))
+    return quoted(str(value))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
@@ -15,14 +17,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.manifest import NAME as MANIFEST
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import read
 from runner.record import provenance
 
+log = logging.getLogger("runner")
+
 VERSIONS = ("python", "runner", "torch", "numpy", "hydra-core", "omegaconf")
 HOW = ("hydra.launcher", "hydra/launcher", "hydra.sweep.dir", "hydra.mode", "hydra.run", "sweep.")
 """Keys that say where and how jobs are run, not which."""
+MOST_FILES = 1_000_000  # of a data set, which take seconds to look at
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -33,8 +39,9 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     return _digest([*flags, *kept])
 
 
-def job_hash(config: RunConfig) -> str:
-    """A sha256 of resolved config, code, data file, versions and device.
+def job_hash(config: RunConfig, variables: Any = None) -> str:
+    """A sha256 of resolved config, environment variables that the job is given, code, the data's
+    files, the checkpoint it begins with, versions and device.
 
     The code is that of our package and of those in `security.trusted`, by the contents of their
     files, so that a commit elsewhere changes nothing and an uncommitted line does.
@@ -47,7 +54,9 @@ def job_hash(config: RunConfig) -> str:
             "config": settings,
             "job": [kind, found.get(kind)],
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
-            "data": _stamp(found["data"].get("path")),
+            "data": _of_data(found["data"].get("path")),
+            "checkpoint": _of_checkpoint(config.checkpoint.resume),
+            "variables": variables,
             "versions": {k: v for k, v in provenance.versions().items() if k in VERSIONS},
             "device": machine(),
         }
@@ -91,20 +100,63 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu_name(), "system": platform.machine(), "gpus": gpus, "visible": visible}
 
 
-def _stamp(path: Any) -> list[int]:
-    """Size and time of the user's file; a folder's time changes with the names in it."""
-    if not isinstance(path, str):
+def _of_data(path: Any) -> str:
+    return stamp(Path(path).expanduser()) if isinstance(path, str) else ""
+
+
+@cache
+def stamp(path: Path) -> str:
+    """A sha256 of names, sizes and times of the user's file, or of all files in a folder.
+
+    Some 5 µs a file. Of folders with more than MOST_FILES the rest counts for nothing, which is
+    said: such a sweep is begun anew with `sweep.resume=none` when its data has changed.
+    """
+    digest = hashlib.sha256()
+    for count, (name, status) in enumerate(_tree(path)):
+        if count == MOST_FILES:
+            log.warning(
+                "%s: changes of files beyond the first %d go unnoticed; after one, use "
+                "sweep.resume=none", path, MOST_FILES,
+            )  # fmt: skip
+            break
+        entry = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        digest.update(entry.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The file, or the files in the folder, also those that links lead to; in one order always."""
+    folders, seen = [str(path)], set()
+    while folders:
+        place = folders.pop()
+        try:
+            status = os.stat(place)
+            inside = sorted(os.listdir(place)) if stat.S_ISDIR(status.st_mode) else []
+        except OSError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            yield os.path.relpath(place, path), status
+        elif (status.st_dev, status.st_ino) not in seen:  # a link may lead back
+            seen.add((status.st_dev, status.st_ino))
+            folders += [os.path.join(place, name) for name in reversed(inside)]
+
+
+def _of_checkpoint(resume: str) -> list[str]:
+    """The manifests of the checkpoints that are named, which tell the weights' own sha256."""
+    path = Path(resume)
+    if resume in ("none", "auto"):
         return []
-    try:
-        status = os.stat(path)
-    except OSError:
-        return []
-    return [status.st_size, status.st_mtime_ns]
+    if path.is_file():  # `last`, where there are no links
+        path = path.parent
+    found = [path / MANIFEST]
+    for folder in (path, path / "checkpoints"):
+        found += sorted(folder.glob(f"step_*/{MANIFEST}"))
+    return [hashlib.sha256(_text(file).encode()).hexdigest() for file in found]
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text("utf-8", "replace")
     except OSError:
         return ""
 

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import select
 import signal
+import stat
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 VARIABLE = "RUNNER_JOB"
 PATIENCE_S = 60.0  # for a checkpoint, once the sweep's process is gone
+
+
+def lifeline(told: Sequence[str]) -> tuple[dict[str, str], int, int]:
+    """What the launcher starts a job with: variables, its stdin, and the pipe's other end.
+
+    The same token is in both, so that a variable that somebody left behind makes no job. The other
+    end is to be held open as long as the job is to live.
+    """
+    token = secrets.token_hex(16)
+    reads, writes = os.pipe()
+    os.write(writes, token.encode())
+    return {VARIABLE: json.dumps({"token": token, "told": list(told)})}, reads, writes
 
 
 def overrides() -> list[str]:
@@ -19,17 +35,32 @@ def overrides() -> list[str]:
     taken out of it, so that a runner that the user's code starts is none of this sweep. From then
     on the process ends, with all that it started, when the one that started it is gone.
     """
-    told = os.environ.pop(VARIABLE, None)
-    if told is None:
+    found = os.environ.pop(VARIABLE, None)
+    try:
+        message = json.loads(found or "null")
+        token, told = message["token"], [str(text) for text in message["told"]]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return []
+    if not (isinstance(token, str) and token and _on_stdin(len(token)) == token.encode()):
         return []
     if hasattr(os, "killpg"):
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    return [str(text) for text in json.loads(told)]
+    return told
+
+
+def _on_stdin(count: int) -> bytes:
+    """What a pipe there holds already; nothing where it is no pipe."""
+    try:
+        if stat.S_ISFIFO(os.fstat(0).st_mode) and select.select([0], [], [], 0)[0]:
+            return os.read(0, count)
+    except OSError:
+        pass
+    return b""
 
 
 def _end_with_parent() -> None:
     with suppress(OSError):
-        while os.read(0, 1):  # waits: the other end is never written to, only closed
+        while os.read(0, 1):  # waits: nothing more is written to the other end, only closed
             pass
     os.kill(os.getpid(), signal.SIGTERM)  # leaves a checkpoint
     threading.Event().wait(PATIENCE_S)

@@ -9,19 +9,22 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoint.lock import lock
 from runner.config import config_hash, flat, typed
 from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
+from runner.overrides.spelling import quoted
 from runner.record.console import close_logging, set_up_logging
 from runner.summary import Summary
 from runner.sweep import command
 from runner.sweep.child import Child
+from runner.sweep.composer import Composer
 from runner.sweep.config import LauncherConfig
 from runner.sweep.display import Display
 from runner.sweep.identity import job_hash
-from runner.sweep.plan import Planned, Wanted, before, plan
+from runner.sweep.plan import Planned, Wanted, before, outlast, plan
 from runner.sweep.record import WELL, Sweep, now
 from runner.sweep.schedule import Schedule
 from runner.sweep.session import Session, current
@@ -34,7 +37,7 @@ PUTS_UP = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 def launch(
     config: DictConfig,
-    loader: Any,
+    composer: Composer,
     settings: LauncherConfig,
     job_overrides: Sequence[Sequence[str]],
     first: int,
@@ -49,13 +52,15 @@ def launch(
     set_up_logging("info", None)
     try:
         with lock(folder):
-            configs = [_composed(config, loader, list(o)) for o in job_overrides]
+            configs = [composer.take(config, o) for o in job_overrides]
             wanted = [
                 _wanted(one, list(overrides), first + i)
                 for i, (one, overrides) in enumerate(zip(configs, job_overrides, strict=True))
             ]
             planned = _planned(session, wanted)
-            _run(session, planned, wanted, settings, list(config.hydra.overrides.hydra))
+            # as typed: what stands for a secret, or for the job's number, is the job's to resolve
+            hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+            _run(session, planned, wanted, settings, hydras)
     finally:
         close_logging()
     puts_up = config.hydra.sweeper._target_ == PUTS_UP
@@ -65,26 +70,24 @@ def launch(
     ]
 
 
-def _composed(config: DictConfig, loader: Any, overrides: list[str]) -> DictConfig:
-    found: DictConfig = loader.load_sweep_config(config, overrides)
-    return found
-
-
 def _wanted(config: DictConfig, overrides: list[str], number: int) -> Wanted:
     """The job as its process will see it; one that it would refuse says why."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
     subdir = str(OmegaConf.select(config, "hydra.sweep.subdir"))
+    variables = config.hydra.job.env_set
     bare = config.copy()
     with open_dict(bare):
         del bare["hydra"]
     try:
         checked = typed(bare)
-    except RunnerError as error:
+        environment = OmegaConf.to_container(variables, resolve=True)
+    except (RunnerError, OmegaConfBaseException) as error:
         return Wanted(number, overrides, subdir, error=str(error))
+    kind = checked.job.kind
     return Wanted(
-        number, overrides, subdir, job_hash(checked), config_hash(checked),
-        checked.job.kind is JobKind.train, settings=flat(checked),
+        number, overrides, subdir, job_hash(checked, environment), config_hash(checked),
+        kind is JobKind.train, kind in (JobKind.train, JobKind.evaluate), settings=flat(checked),
     )  # fmt: skip
 
 
@@ -92,6 +95,7 @@ def _planned(session: Session, wanted: list[Wanted]) -> list[Planned]:
     """What is left to do; noted in the session's sweep, and said."""
     sweep = session.sweep
     earlier = before(session.folder) if sweep is None else session.left
+    outlast(session.folder, earlier)
     planned = plan(wanted, earlier, session.folder)
     if sweep is None:
         sweep = session.sweep = Sweep(session.command, session.hash, started=now())
@@ -126,11 +130,13 @@ def _run(
     def start(one: Planned) -> Child:
         place = folder / one.job.folder
         arguments = command.typed(session.flags, hydras, one.wanted.overrides)
-        where = f"checkpoint.resume={_quoted(place)}"
-        told = [where if one.continues else f"hydra.run.dir={_quoted(place)}"]
+        where = f"checkpoint.resume={quoted(str(place))}"
+        told = [where if one.continues else f"hydra.run.dir={quoted(str(place))}"]
         told += [values] if values else []
-        environment = command.environment(told, settings.jobs)
-        return Child.start(command.process(arguments), environment, place, settings.timeout_s)
+        return Child.start(
+            command.process(arguments), command.environment(settings.jobs), place,
+            settings.timeout_s, told, one.wanted.records,
+        )  # fmt: skip
 
     for one in planned:
         arguments = command.typed(session.flags, hydras, one.wanted.overrides)
@@ -163,9 +169,3 @@ def _value(folder: Path) -> float | None:
     except StorageError:
         return None
     return summary.best if summary.best is not None else summary.metrics.get(summary.monitor)
-
-
-def _quoted(path: Path) -> str:
-    """The path as a value that Hydra reads back as it is."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"

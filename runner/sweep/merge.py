@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from itertools import product
 
-from runner.overrides.spelling import Typed, read
+from runner.overrides.spelling import Typed, quoted, read
 
 OF_THE_SWEEP = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "sweep.")
 MOST = 64  # arms; more are a mistake
@@ -33,7 +33,7 @@ def merged(overrides: Sequence[str]) -> list[str] | None:
     arms = [" ".join(map(shlex.quote, one)) for one in product(*values)]
     if len(arms) > MOST:
         return None
-    listed = ",".join(_quoted(_name(arm)) for arm in arms)
+    listed = ",".join(quoted(_name(arm)) for arm in arms)
     return [*(str(o) for o in fixed), f"benchmark.arms=[{listed}]"]
 
 
@@ -49,7 +49,3 @@ def _name(arm: str) -> str:
     """Levels go by their name."""
     key, _, value = arm.partition("=")
     return value if key == "optimization" and value.isidentifier() else arm
-
-
-def _quoted(text: str) -> str:
-    return "'{}'".format(text.replace("\\", "\\\\").replace("'", "\\'"))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
-
+from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError, UsageError
+from runner.record.noted import plain_yaml
 from runner.summary import Summary
 from runner.sweep.identity import same_versions, sweep_hash
-from runner.sweep.record import FILE, WELL, Job, Sweep, by_their_folders
+from runner.sweep.job import PATIENCE_S
+from runner.sweep.record import FILE, WELL, Job, Sweep, by_their_folders, places
 
 log = logging.getLogger("runner")
 
+POLL_S = 0.1
 ASIDE = ".earlier"  # hidden: what is in there is no job of the sweep any more
 
 
@@ -34,6 +35,7 @@ class Wanted:
     hash: str = ""
     config_hash: str = ""
     trains: bool = False
+    records: bool = False  # it leaves a summary when it has come to its end
     error: str = ""  # why there can be no such job
     settings: Mapping[str, Any] = field(default_factory=dict)  # its config, flat
 
@@ -47,6 +49,7 @@ class Planned:
     done: bool = False  # before
     continues: bool = False  # from the checkpoint in its folder
     replaces: bool = False  # something else that lies in its folder
+    unusable: bool = False  # the checkpoints of what it replaces, as far as could be told
 
 
 def find(planned: Path, named: bool, resume: str, typed: str, flags: Sequence[str]) -> Path | None:
@@ -88,21 +91,37 @@ def _newest(parent: Path, typed: str, flags: Sequence[str]) -> Path | None:
 def _recorded(folder: Path, flags: Sequence[str]) -> str:
     """The hash of what Hydra noted as typed."""
     try:
-        asked = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
-        return sweep_hash([str(text) for text in (*asked.hydra, *asked.task)], flags)
-    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
+        asked = plain_yaml(folder / "multirun.yaml")["hydra"]["overrides"]
+        return sweep_hash([str(text) for text in (*asked["hydra"], *asked["task"])], flags)
+    except (StorageError, UsageError, LookupError, TypeError):
         return ""
 
 
 def before(folder: Path) -> list[Job]:
     """The jobs that an earlier process left in the folder; says so if it cannot be sure."""
-    if not (folder / FILE).exists() and not any(folder.glob("*/.hydra/overrides.yaml")):
+    if not (folder / FILE).exists() and next(places(folder), None) is None:
         return []
     try:
         return Sweep.read(folder).jobs
     except StorageError as error:
         log.warning("%s; the jobs are judged by their folders, their code by nothing", error)
         return by_their_folders(folder)
+
+
+def outlast(folder: Path, jobs: Sequence[Job]) -> None:
+    """Wait for processes of these jobs that have outlived their sweep: they write a checkpoint, and
+    end by themselves. One that does not is left to say so itself, to the process that comes.
+    """
+    until = time.monotonic() + PATIENCE_S + POLL_S
+    told = False
+    while time.monotonic() < until:
+        left = [job.folder for job in jobs if is_locked(folder / job.folder)]
+        if not left:
+            return
+        if not told:
+            log.info("waiting for jobs that are still ending: %s", ", ".join(left))
+            told = True
+        time.sleep(POLL_S)
 
 
 def plan(wanted: Sequence[Wanted], earlier: Sequence[Job], folder: Path) -> list[Planned]:
@@ -177,16 +196,18 @@ def _free(wanted: str, taken: set[str], folder: Path) -> str:
     return next(n for n in names if n not in taken and not (folder / n).exists())
 
 
-def set_aside(folder: Path, job: str) -> None:
+def set_aside(folder: Path, job: str, weights: bool = False) -> None:
     """Make room for a job that begins again: its log and record of before stay, hidden.
 
-    Weights and curves go: a second curve of one job would be a job too many in TensorBoard.
+    Weights go unless they are to be kept, and so do curves: a second curve of one job would be a
+    job too many in TensorBoard.
     """
     number = 1
     while (place := folder / ASIDE / f"{job.replace('/', '_')}-{number}").exists():
         number += 1
     place.parent.mkdir(exist_ok=True)
     (folder / job).rename(place)
-    shutil.rmtree(place / "checkpoints", ignore_errors=True)
+    if not weights:
+        shutil.rmtree(place / "checkpoints", ignore_errors=True)
     for file in place.rglob("events.out.tfevents.*"):
         file.unlink(missing_ok=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
-
 from runner.errors import StorageError
+from runner.record import noted
 from runner.storage import replace_text
 from runner.summary import Summary
 
@@ -21,6 +21,8 @@ log = logging.getLogger("runner")
 
 FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
+LONGEST = 240  # bytes of a name in a folder's path; file systems take 255
+DEPTH = 6  # of the folders of jobs
 WELL = ("done", "stopped")
 """How a job ends that is not run again. Otherwise: interrupted failed killed timeout oom skipped"""
 
@@ -86,6 +88,8 @@ class Sweep:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             jobs = [_job(values) for values in found["jobs"]]
+            if len({job.folder for job in jobs}) < len(jobs):
+                raise ValueError("two jobs have one folder")
             return cls(str(found["command"]), str(found["hash"]), jobs, str(found["started"]))
         except FileNotFoundError:
             raise StorageError(f"{path}: there is none") from None
@@ -101,31 +105,50 @@ def now() -> str:
 def by_their_folders(folder: Path) -> list[Job]:
     """The jobs of a sweep as far as their own folders tell; without hashes."""
     found: list[Job] = []
-    for inside in sorted(folder.glob("*/.hydra/overrides.yaml"), key=_in_order):
-        place = inside.parents[1]
+    for place in places(folder):
         try:
-            lines = OmegaConf.to_container(OmegaConf.load(inside), resolve=False)
+            lines = noted.overrides(place)
             status = Summary.read(place).status
-        except (OSError, ValueError, YAMLError, OmegaConfBaseException, StorageError):
+        except StorageError:
             continue  # it is run again
-        if isinstance(lines, list):
-            own = [str(line) for line in lines if not str(line).startswith("++monitoring.domains")]
-            found.append(Job(len(found), own, place.name, status=status, tries=1))
+        own = [line for line in lines if not line.startswith("++monitoring.domains")]
+        inside = place.relative_to(folder).as_posix()
+        found.append(Job(len(found), own, inside, status=status, tries=1))
     return found
 
 
+def places(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """The folders in which jobs of the sweep have begun, in their order."""
+    try:
+        visible = [p for p in folder.iterdir() if not p.name.startswith(".") and p.is_dir()]
+    except OSError:
+        return
+    for inside in sorted(visible, key=_in_order):
+        if (inside / noted.OVERRIDES).exists():
+            yield inside
+        elif depth and not inside.is_symlink():
+            yield from places(inside, depth - 1)
+
+
 def _in_order(path: Path) -> tuple[int, str]:
-    name = path.parents[1].name
-    return (len(name) if name.isdigit() else 99, name)
+    return (len(path.name) if path.name.isdigit() else 99, path.name)
 
 
-def _job(values: dict[str, Any]) -> Job:
+def _job(values: Any) -> Job:
     known = {f.name for f in fields(Job)}
-    job = Job(**{name: value for name, value in values.items() if name in known})
-    texts = (job.folder, job.hash, job.status, job.reason, *job.overrides)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(job.tries, int):
+    job = Job(**{name: value for name, value in dict(values).items() if name in known})
+    texts = (job.folder, job.hash, job.status, job.reason, job.started, job.ended, job.command)
+    counts = (job.number, job.tries, *([] if job.exit_code is None else [job.exit_code]))
+    if not (
+        isinstance(job.overrides, list)
+        and all(isinstance(text, str) for text in (*texts, *job.overrides))
+        and all(isinstance(count, int) for count in counts)
+        and isinstance(job.seconds, int | float)
+        and math.isfinite(job.seconds)
+    ):
         raise TypeError("a job of other types")
     inside = Path(job.folder)
-    if inside.is_absolute() or ".." in inside.parts or not inside.parts:
-        raise ValueError(f"a job's folder {job.folder!r} is not in the sweep's")
+    longest = max((len(os.fsencode(part)) for part in inside.parts), default=LONGEST + 1)
+    if inside.is_absolute() or ".." in inside.parts or "\0" in job.folder or longest > LONGEST:
+        raise ValueError(f"a job's folder {job.folder[:LONGEST]!r} is not in the sweep's")
     return job

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.errors import Interrupted, StorageError
+from runner.errors import CheckpointError, Interrupted, StorageError
 from runner.interrupts import Interrupts
 from runner.summary import Summary
 from runner.sweep.child import GRACE_S, Child
@@ -23,6 +23,7 @@ log = logging.getLogger("runner")
 
 POLL_S = 0.1  # between two looks at the processes
 ONWARD = "the same command again goes on with this sweep"
+UNUSABLE = CheckpointError.exit_code
 AGAIN = ("failed", "killed", "timeout", "oom")  # worth another try, where one is asked for
 
 Start = Callable[[Planned], Child]
@@ -42,8 +43,8 @@ class Schedule:
         self.over = ""  # why no further job is begun
 
     def run(self, planned: Sequence[Planned]) -> None:
-        """Until every job has ended. Raises Interrupted after Ctrl-C or SIGTERM: the first one asks
-        the jobs to end, which leaves a checkpoint, a second one ends them at once.
+        """Until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the first
+        one asks the jobs to end, which leaves a checkpoint, a second one ends them at once.
         """
         self.waiting.extend(planned)
         with Interrupts() as interrupts, self.display:
@@ -75,7 +76,7 @@ class Schedule:
             refused = one.wanted.error  # there can be no such job
             try:
                 if one.replaces:
-                    set_aside(self.folder, job.folder)
+                    set_aside(self.folder, job.folder, weights=one.unusable)
                 child = None if refused else self.start(one)
             except OSError as error:
                 child, refused = None, f"it cannot be started: {error}"
@@ -103,9 +104,14 @@ class Schedule:
         job.exit_code = child.process.returncode
         job.status, job.reason = child.ending()
         job.seconds, job.ended = job.seconds + child.seconds, now()
+        useless = one.continues and job.exit_code == UNUSABLE and not child.left_a_record
         again = again and job.status in AGAIN
         retries = again and self.retried.get(job.number, 0) < self.settings.retries
-        if retries:
+        if again and useless:  # so it would end again each time
+            one.continues, one.replaces, one.unusable = False, True, True
+            retries = True
+            self.waiting.appendleft(one)
+        elif retries:
             self.retried[job.number] = self.retried.get(job.number, 0) + 1
             one.continues = can_continue(one.wanted, self.folder / job.folder)
             one.replaces = not one.continues
@@ -125,8 +131,10 @@ class Schedule:
     def _interrupt(self, number: int) -> None:
         self.over = "the sweep was interrupted"
         log.warning("ending %d jobs; once more to end them at once", len(self.running))
+        # after Ctrl-C somebody is there to press it once more; whoever sends another waits in vain
+        grace_s = float("inf") if number == signal.SIGINT else GRACE_S
         for _, child in self.running:
-            child.ask(number, "interrupted", self.over)
+            child.ask(number, "interrupted", self.over, grace_s)
 
     def _skip(self) -> None:
         for one in self.waiting:
@@ -144,7 +152,7 @@ def tell(folder: Path, status: str, reason: str, command: str) -> None:
             before = Summary.read(folder)
         except StorageError:
             before = Summary(command=command)
-        if before.status != status:
+        if (before.status, before.reason) != (status, reason):
             replace(before, status=status, reason=reason).write(folder)
     except (OSError, StorageError) as error:
         log.warning("%s: what became of the job is in sweep.json only: %s", folder, error)

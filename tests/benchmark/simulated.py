@@ -26,6 +26,7 @@ class World:
     speedups: Mapping[str, float]  # of each technique alone
     together: Mapping[tuple[str, str], float] = field(default_factory=dict)  # more, for both
     noise: float = 0.02
+    layout: float = 0.0  # that each process differs by from the next, for good
     mib: Mapping[str, float] = field(default_factory=dict)  # that each adds to the peak
     holds: Callable[[str, set[str]], str] = lambda name, on: ""  # why it does not, or ""
     dies: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # arms: status and reason
@@ -67,6 +68,8 @@ class Simulation:
         self.turns = dict.fromkeys(self.arms, 0)
         self.alive: set[str] = set()
         self.noise = random.Random(f"{world.seed} {' '.join(self.arms)}")
+        lot = random.Random(f"layout {world.seed} {' '.join(self.arms)}")
+        self.layout = {name: lot.lognormvariate(0.0, world.layout) for name in self.arms}
 
     def __enter__(self) -> Simulation:
         return self
@@ -88,7 +91,7 @@ class Simulation:
         self.turns[name] += 1
         drift = 1 + 0.3 * (self.world.now % 100 > 50)  # of the machine, half of the time
         ms = PLAIN_MS * drift / self.world.speedup(self.world.engaged(self.arms[name]))
-        ms *= self.noise.lognormvariate(0.0, self.world.noise)
+        ms *= self.layout[name] * self.noise.lognormvariate(0.0, self.world.noise)
         self.world.now += seconds
         steps = max(3, int(seconds * 1000 / ms))
         return Turn(steps, 32 * steps, seconds, ms, ms / 32)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.benchmark.blocks import Measured, Rule, Turn, run_blocks
+from runner.benchmark.statistics import claim, noise_floor
 
 Floats = NDArray[np.float64]
 BASE = "none"
@@ -40,6 +41,8 @@ class Noise:
     drift: float = 0.005  # of the machine, from turn to turn: a random walk
     spells: float = 0.0  # chance of each turn that a neighbour comes or goes who halves the speed
     steps: int = 1  # of a turn, whose median counts
+    processes: float = 0.0  # how a process differs from the next one, once and for all
+    memory: float = 0.0  # correlation of an arm's jitter in a turn with that of the turn before
     jitters: Mapping[str, float] = field(default_factory=dict)
     stalled: Mapping[str, float] = field(default_factory=dict)
 
@@ -53,6 +56,12 @@ NOISES = {
     "arms scatter unlike": Noise(0.01, jitters={"control": 0.03, "small": 0.04, "large": 0.002}),
     "a neighbour comes and goes": Noise(0.01, spells=0.1),
     "15 steps a turn, 10 % of them stalled": Noise(0.05, skewed, stalls=0.1, steps=15),
+    "each turn resembles the last (0.5)": Noise(0.02, stalls=0.0, memory=0.5),
+}
+PROCESSES = {  # what no interval of one process each covers
+    "0.5 % from process to process": Noise(0.005, stalls=0.0, processes=0.005),
+    "1 % from process to process": Noise(0.01, stalls=0.0, processes=0.01),
+    "2 % from process to process": Noise(0.02, stalls=0.0, processes=0.02),
 }
 
 
@@ -64,6 +73,9 @@ class Machine:
     ) -> None:
         self.noise, self.effects, self.step_s = noise, effects, step_s
         self.draw = np.random.default_rng(seed)
+        own = np.random.default_rng([seed, 1]).normal(0, noise.processes, len(effects))
+        self.own = dict(zip(effects, np.exp(own), strict=True))
+        self.jitter = dict.fromkeys(effects, 0.0)  # of the last turn
         self.now = 0.0
         self.told: dict[str, list[float]] = {name: [] for name in effects}
         self.order: list[str] = []
@@ -88,9 +100,20 @@ class Machine:
         self.now += count * step
         return Turn(count, count, count * step, step * 1e3, step * 1e3)
 
+    def _jitter(self, name: str, size: tuple[int, ...]) -> Floats:
+        found, memory = self.noise.kind(self.draw, size), self.noise.memory
+        if memory:
+            for turn in found:
+                turn *= math.sqrt(1 - memory**2)
+                turn += memory * self.jitter[name]
+                self.jitter[name] = float(turn[-1])
+        return found
+
     def _times(self, name: str, turns: int) -> list[float]:
         noise, size = self.noise, (turns, self.noise.steps)
-        times = np.exp(noise.kind(self.draw, size) * noise.jitters.get(name, noise.jitter))
+        times = self.own[name] * np.exp(
+            self._jitter(name, size) * noise.jitters.get(name, noise.jitter)
+        )
         stalled = self.draw.random(size) < noise.stalled.get(name, noise.stalls)
         times *= np.where(stalled, self.draw.uniform(3, 10, size), 1.0)
         return (np.median(times, axis=1) / self.effects[name]).tolist()  # type: ignore[no-any-return]
@@ -118,6 +141,17 @@ def coverage(
         for name, estimate in measured.estimates.items():
             held[name] += estimate.low <= EFFECTS[name] <= estimate.high
     return {name: count / runs for name, count in held.items()}, blocks / runs
+
+
+def claimed(noise: Noise, rule: Rule, runs: int = 1000, arms: int = 1) -> float:
+    """The share of runs in which an arm equal to the reference is said to be faster or slower."""
+    names = [f"again {number}" for number in range(arms)]
+    effects, said = dict.fromkeys([BASE, "control", *names], 1.0), 0
+    for seed in range(runs):
+        found = measure(noise, seed, rule, effects).estimates
+        floor = noise_floor(found["control"])
+        said += any(claim(found[name], floor) in ("faster", "slower") for name in names)
+    return said / runs
 
 
 def bootstrap_until_narrow(

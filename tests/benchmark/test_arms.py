@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from runner.benchmark.arms import Arm, arms_of, differing_batches, differing_work, reference_of
+from runner.benchmark.arms import (
+    Arm,
+    arms_of,
+    differing_batches,
+    differing_work,
+    other_work,
+    reference_of,
+)
 from runner.benchmark.config import BenchmarkConfig
 from runner.config import compose
 from runner.errors import ConfigError
@@ -143,6 +150,9 @@ def test_other_work_is_said() -> None:
     assert [note.partition(",")[0] for note in notes] == [
         "b: another model than none", "c: another optimizer than none",
     ]  # fmt: skip
+    others = arms("none", "basic", "b: ultra training.batch_size=64 seed=1 device.tf32=true")
+    assert other_work(others[1], others[0]) == []
+    assert other_work(others[2], others[0]) == ["seed", "batch size", "device.tf32"]
 
 
 def test_groups_of_the_users_own_are_levels_too(tmp_path: Path) -> None:

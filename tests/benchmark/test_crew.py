@@ -32,7 +32,7 @@ from runner.run import Run
 from tests.benchmark import arm_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ["data=digits", "model=mlp", "device=cpu", "device.threads=1"]
+BASE = ["data=digits", "model=mlp", "device=cpu", "device.threads=1", "schedule.warmup=20"]
 PARTS = "tests.benchmark.arm_parts"
 OWN = ["device=cpu", "device.threads=1", f"security.trusted=[{PARTS}]"]
 QUICK = BenchmarkConfig(warmup_steps=4)
@@ -111,7 +111,8 @@ def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> Non
             assert turn.seconds >= 0.1
             assert sum(turn.step_ms) / 1e3 <= turn.seconds
             assert min(turn.step_ms) <= turn.median_ms <= max(turn.step_ms)
-            assert turn.per_sample_ms == pytest.approx(turn.median_ms / 32)
+            # one of the arms has a worker
+            assert turn.per_sample_ms == pytest.approx(1e3 * turn.seconds / turn.samples)
             assert 0 <= turn.data_seconds <= turn.seconds
             assert turn.load.others is None or 0 <= turn.load.others <= 1
 
@@ -132,7 +133,8 @@ def test_ready_says_what_it_took_to_get_there(race: Race) -> None:
     for ready in race.ready.values():
         assert ready.samples_per_step == 32
         assert 0 < ready.warm_ms / 1e3 < ready.first_seconds < ready.setup_seconds * 10
-        assert 0 <= ready.compile_seconds < ready.first_seconds
+        assert 0 <= ready.settling_seconds < ready.first_seconds
+        assert ready.compile_seconds == 0
 
 
 def test_the_losses_are_those_of_an_ordinary_run(race: Race) -> None:
@@ -195,7 +197,7 @@ def test_operations_of_a_step_are_counted(race: Race) -> None:
         layers = [m for m in run.model.modules() if isinstance(m, nn.Linear)]
     first, *others = (2 * 32 * m.in_features * m.out_features for m in layers)
     assert counted == 2 * first + 3 * sum(others)  # nobody wants the gradient of the input
-    assert 0 < (race.finished["none"].mfu or 0) < 1
+    assert race.finished["none"].mfu is None  # nobody says what this CPU could do
 
 
 def test_nothing_is_left_of_the_processes(race: Race) -> None:

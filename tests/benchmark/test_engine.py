@@ -19,7 +19,7 @@ from runner.benchmark.blocks import ArmEnded, Turn, TurnLoad
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Finished, Ready
 from runner.benchmark.engine import Cut, failures, measure
-from runner.benchmark.result import BenchmarkResult
+from runner.benchmark.result import SAME, BenchmarkResult
 from runner.config import compose
 from runner.errors import ConfigError
 from tests.benchmark.simulated import Simulation, World
@@ -35,6 +35,7 @@ class Stage(World):
     refuses: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # at its start
     setups: Mapping[str, float] = field(default_factory=dict)  # seconds to the first step
     compiles: Mapping[str, float] = field(default_factory=dict)
+    settles: Mapping[str, float] = field(default_factory=dict)  # seconds of it after that step
     loads: TurnLoad = field(default_factory=TurnLoad)
     slow: Mapping[str, float] = field(default_factory=dict)  # whatever its techniques do
     idle: Mapping[str, list[str]] = field(default_factory=dict)  # signs that it does not train
@@ -67,6 +68,7 @@ class Actors(Simulation):
             ready,
             setup_seconds=self.world.setups.get(name, 3.0),
             compile_seconds=self.world.compiles.get(name, 0.0),
+            settling_seconds=self.world.settles.get(name, 0.0),
         )
 
     def turn(self, name: str, seconds: float) -> Turn:
@@ -135,14 +137,15 @@ def test_times_are_of_steps_and_rates_of_all_of_them() -> None:
 def test_what_starting_takes_longer_is_paid_back_after_so_many_steps() -> None:
     world = Stage(
         SPEEDUPS, noise=0.0, setups={"none": 9.0, CONTROL: 3.0, "basic": 13.0},
-        compiles={"basic": 8.0},
+        compiles={"basic": 8.0}, settles={"none": 1.0, CONTROL: 1.0, "basic": 5.0},
     )  # fmt: skip
     found = measured(world)
     basic = found.arm("basic")
     assert (basic.setup_seconds, basic.compile_seconds) == (13.0, 8.0)
-    # ten seconds more than the faster start of the plain run, a third of its step saved each time
+    # ten seconds more than the faster start of the plain run, four more until its steps are fast;
+    # a third of a step is saved each time
     saved = (found.arm("none").step_ms or 0) / 1e3 * (1 - 1 / 1.5)
-    assert basic.break_even_steps == pytest.approx(10.0 / saved, rel=0.05)
+    assert basic.break_even_steps == pytest.approx(14.0 / saved, rel=0.05)
     assert found.arm("amp").break_even_steps is None  # it saves nothing
 
 
@@ -186,9 +189,13 @@ def test_when_all_fail_all_are_rows() -> None:
 
 def test_without_the_control_the_noise_floor_is_not_known_and_that_is_said() -> None:
     found = measured(Stage(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
-    assert (found.control, found.noise_floor) == (None, 0.0)
-    assert "the control failed: x: the noise floor is not known" in found.notes
-    assert measured(Stage(SPEEDUPS), control=False).control is None
+    assert (found.control, found.noise_floor, found.unclaimed) == (None, None, None)
+    assert "the control failed: x" in found.notes
+    assert any("the noise floor is not known, so nothing is claimed" in n for n in found.notes)
+    assert [row.claim for row in found.arms] == ["", "", ""]
+    found = measured(Stage(SPEEDUPS), control=False)
+    assert (found.control, found.noise_floor, found.unclaimed) == (None, 0.0, SAME)
+    assert found.arm("basic").claim == "faster"
 
 
 def test_a_control_that_differs_from_itself_lifts_the_floor_and_is_said() -> None:

@@ -6,18 +6,21 @@ import math
 import numpy as np
 import pytest
 
+from runner.benchmark.blocks import Rule
 from runner.benchmark.statistics import (
     Estimate,
     Spending,
     claim,
     contrast,
     fewest_blocks,
+    likeness,
     median_interval,
     noise_floor,
     paired,
     paired_interaction,
     unpaired,
 )
+from tests.benchmark.simulated_machine import BASE, NOISES, PROCESSES, Noise, claimed, measure
 
 
 def test_arms_that_differ_by_the_same_in_every_block_have_an_interval_of_one_point() -> None:
@@ -48,6 +51,27 @@ def test_blocks_that_only_one_arm_has_are_left_out() -> None:
 def test_intervals_of_medians_end_at_the_tabulated_ranks(count: int, rank: int) -> None:
     ends = (rank - 1.0, float(count - rank)) if rank else (-math.inf, math.inf)
     assert median_interval(range(count), 0.05) == ends
+
+
+def test_neighbours_that_are_alike_are_told_from_those_that_are_not() -> None:
+    draw = np.random.default_rng(0)
+    white = draw.normal(0, 1, 400)
+    spells = np.zeros(400)
+    for i in range(1, 400):
+        spells[i] = 0.5 * spells[i - 1] + draw.normal()
+    spells[::40] += 1000.0  # a stall is one value, however long
+    assert likeness(white.tolist()) < 0.1
+    assert likeness(spells.tolist()) == pytest.approx(0.48, abs=0.1)
+    assert likeness([0.0, 1.0] * 10) == 0.0  # the opposite of alike
+    assert likeness([1.0] * 10) == likeness([1.0, 2.0]) == likeness([]) == 0.0
+    assert likeness([1 + i * 1e-12 for i in range(10)]) == 0.0  # rounding
+
+
+def test_values_that_are_alike_are_worth_fewer() -> None:
+    assert median_interval(range(100), 0.05, 0.0) == (39.0, 60.0)
+    low, high = median_interval(range(100), 0.05, 0.6)  # as much as 25 would know
+    assert (low, high) == (29.0, 70.0)
+    assert median_interval(range(8), 0.05, 0.6) == (-math.inf, math.inf)
 
 
 def test_thousands_of_values_go_on_where_counting_ends() -> None:
@@ -170,7 +194,7 @@ def test_what_one_arm_spends_as_it_ends_leaves_the_others_theirs() -> None:
 @pytest.mark.parametrize(
     ("control", "floor"),
     [
-        (None, 0.0),
+        (None, math.inf),
         (Estimate(1.0, 0.98, 1.01), 1 / 0.98 - 1),
         (Estimate(1.0, 0.99, 1.03), 0.03),
         (Estimate(1.0, 0.0, math.inf), math.inf),
@@ -192,10 +216,13 @@ def test_the_noise_floor_is_the_farther_end_of_the_control(
         (Estimate(1.10, 1.08, 1.12), 0.12, ""),  # the reference against itself differs by as much
         (Estimate(1.03, 1.02, 1.04), 0.04, "same"),
         (Estimate(1.00, 0.985, 1.015), 0.0, "same"),
-        (Estimate(1.01, 1.005, 1.015), 0.0, "faster"),  # little, but certain
+        (Estimate(1.01, 1.005, 1.015), 0.0, "same"),  # certain, and as little as processes differ
+        (Estimate(1.019, 1.01, 1.028), 0.0, ""),
+        (Estimate(1.03, 1.02, 1.04), 0.0, "faster"),
         (Estimate(1.30, 1.25, 1.35), 0.5, ""),  # nothing is "the same" on such a machine
         (Estimate(1.00, 0.0, math.inf), 0.0, ""),
         (Estimate(1.50, 1.4, 1.6), math.inf, ""),
+        (Estimate(1.00, 0.99, 1.01), math.inf, ""),  # nothing is known of the noise
         (Estimate(1.50, math.nan, math.nan), 0.0, ""),
     ],
 )
@@ -203,3 +230,25 @@ def test_a_claim_needs_the_interval_and_the_floor(
     estimate: Estimate, floor: float, said: str
 ) -> None:
     assert claim(estimate, floor) == said
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        Noise(0.03),
+        NOISES["each turn resembles the last (0.5)"],
+        PROCESSES["0.5 % from process to process"],
+    ],
+)
+def test_the_reference_against_itself_is_claimed_to_be_nothing(noise: Noise) -> None:
+    assert claimed(noise, Rule(0.02, 60)) <= 0.02  # 0.05 would be allowed
+
+
+@pytest.mark.parametrize(("effect", "said"), [(1.1, "faster"), (1 / 1.1, "slower")])
+def test_10_percent_at_2_percent_noise_are_claimed(effect: float, said: str) -> None:
+    effects = {BASE: 1.0, "control": 1.0, "other": effect}
+    right = 0
+    for seed in range(300):
+        found = measure(Noise(0.02), seed, Rule(0.02, 30), effects).estimates
+        right += claim(found["other"], noise_floor(found["control"])) == said
+    assert right >= 285

@@ -40,6 +40,7 @@ def test_the_work_is_that_of_the_config_but_for_what_has_an_end() -> None:
     found = benchmarked(asked)
     assert config_hash(asked) == before  # which is the caller's
     assert found.schedule.kind.value == "constant"
+    assert found.schedule.warmup == asked.schedule.warmup > 0
     assert not found.checkpoint.enabled
     assert (found.stability, found.seed, found.data) == (asked.stability, 7, asked.data)
     assert found.training == asked.training  # techniques decide by the length asked for
@@ -101,6 +102,18 @@ def test_a_few_rows_of_a_large_table_are_a_change() -> None:
     with torch.no_grad():
         model.weight[777] += 1e-2
     assert training.unchanged(model, before) == []
+
+
+def test_what_one_value_gains_and_another_loses_is_a_change() -> None:
+    model = nn.Linear(8, 2)
+    for seed in range(300):
+        torch.manual_seed(seed)
+        model.reset_parameters()
+        before = training.checksums(model)
+        with torch.no_grad():  # as the bias of two classes is moved
+            model.bias += torch.randn(()) * torch.tensor([1e-2, -1e-2])
+            model.weight.copy_(model.weight.flip(0))
+        assert training.unchanged(model, before) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])

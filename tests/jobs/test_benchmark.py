@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.result import FILE, BenchmarkResult
+from runner.benchmark.machine import machine
+from runner.benchmark.result import FILE, ArmResult, BenchmarkResult
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -99,8 +100,8 @@ def test_a_stored_result_that_was_faster_is_a_regression(
     done: tuple[Path, str, str, int], tmp_path: Path
 ) -> None:
     stored = BenchmarkResult.read(done[0])
-    for arm in stored.arms:  # as if it had taken a hundredth of the time
-        arm.per_sample_ms = [ms / 100 for ms in arm.per_sample_ms]
+    basic = stored.arm("basic")  # as if it had taken a hundredth of the time
+    basic.per_sample_ms = [ms / 100 for ms in basic.per_sample_ms]
     stored.noise_floor = 0.0
     stored.write(tmp_path)
     ended = run(
@@ -109,8 +110,8 @@ def test_a_stored_result_that_was_faster_is_a_regression(
     )  # fmt: skip
     found = BenchmarkResult.read(home(tmp_path))
     assert ended.returncode == 6, ended.stderr
-    assert "regressions against" in ended.stderr
-    assert "none takes" in ended.stderr and "basic takes" in ended.stderr
+    assert "1 regression against" in ended.stderr
+    assert "basic takes" in ended.stderr and "held against none" in ended.stderr
     assert found.baseline is not None and found.baseline["regressed"]
 
 
@@ -152,12 +153,17 @@ def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     [
         ("benchmark.arms=[none,ultr]", "did you mean ultra"),
         ("benchmark.baseline=nowhere", "No such file"),
+        ("benchmark.baseline={damaged}", "arms[0].per_sample_ms[0] is -1.0"),
     ],
 )
 def test_a_mistake_is_answered_before_anything_is_started(
     tmp_path: Path, override: str, says: str
 ) -> None:
-    ended = run(tmp_path, override)
+    result = BenchmarkResult(
+        "tiny", "none", [ArmResult("none", [], "done", per_sample_ms=[-1.0])], machine=machine()
+    )
+    result.write(tmp_path / "damaged")
+    ended = run(tmp_path, override.format(damaged=tmp_path / "damaged"))
     assert ended.returncode == 2
     assert says in ended.stderr and ended.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from runner.record.config import MonitoringConfig
-from runner.record.event_files import added, own_session
+from runner.record.event_files import added_after, added_before, own_session
 from runner.record.recorder import Recorder
+from runner.record.tensorboard import TensorBoard
 
 END = "_hparams_/session_end_info"
 
@@ -30,9 +33,11 @@ def run(folder: Path, start_step: int = 0, status: str | None = "done") -> None:
 
 
 def add(folder: Path, speedup: float, status: str = "done") -> None:
-    with added(folder) as events:
+    with added_before(folder) as events:
         events.experiment({"arm": "x"}, ["result/speedup"], {"arm": ["x", "y"]}, ["arm"])
         events.session("row", {"arm": "x"})
+        events.end(status)
+    with added_after(folder) as events:
         events.scalars(0, "result", {"speedup": speedup})
         events.end(status)
 
@@ -66,9 +71,10 @@ def test_what_is_added_says_more_of_a_row_and_nothing_of_the_run_is_touched(
 
 def test_adding_again_replaces_what_was_added(tmp_path: Path) -> None:
     run(tmp_path)
-    for speedup in (2.0, 3.0):
+    for speedup in (1.0, 2.0, 3.0):
         add(tmp_path, speedup)
-    assert len(list(tmp_path.glob("events*"))) == 2
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("events*"))]
+    assert len(sizes) == 4 and sizes.count(0) == 1  # one that a TensorBoard may be reading
     reader = EventAccumulator(str(tmp_path)).Reload()
     assert [e.value for e in reader.Scalars("result/speedup")] == [3.0]
 
@@ -87,6 +93,28 @@ def test_a_resumed_run_is_as_if_nothing_had_been_added(tmp_path: Path) -> None:
     assert "result/speedup" not in found
 
 
+def scalar(reader: EventAccumulator, tag: str) -> list[float]:
+    return [event.value for event in reader.Scalars(tag)]
+
+
+def test_a_reader_that_is_open_learns_of_the_end_and_of_the_results_and_goes_on_at_a_resume(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, status=None)  # killed
+    reader = EventAccumulator(str(tmp_path)).Reload()
+    add(tmp_path, 2.0, "interrupted")
+    reader.Reload()
+    assert scalar(reader, "result/speedup") == [2.0]
+    assert END not in reader.PluginTagToContent("hparams")
+    run(tmp_path, start_step=10)
+    add(tmp_path, 3.0)
+    reader.Reload()
+    assert [e.step for e in reader.Scalars("train/loss")] == [10, 20]
+    assert scalar(reader, "result/speedup")[-1] == 3.0  # what HParams shows
+    end = metadata.parse_session_end_info_plugin_data(reader.PluginTagToContent("hparams")[END])
+    assert end.status == api_pb2.STATUS_SUCCESS
+
+
 def test_a_job_that_had_never_begun_begins_its_own_row_when_it_is_run_again(
     tmp_path: Path,
 ) -> None:
@@ -99,7 +127,10 @@ def test_a_job_that_had_never_begun_begins_its_own_row_when_it_is_run_again(
     assert session.values == {"lr": 0.1, "amp": True, "kind": "mlp"}
 
 
-def test_an_error_while_adding_leaves_what_was_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("added", [added_before, added_after])
+def test_an_error_while_adding_leaves_what_was_there(
+    tmp_path: Path, added: Callable[[Path], AbstractContextManager[TensorBoard]]
+) -> None:
     run(tmp_path)
     add(tmp_path, 2.0)
     before = Counter(path.name for path in tmp_path.iterdir())

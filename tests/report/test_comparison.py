@@ -8,218 +8,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runner.benchmark.result import BenchmarkResult
-from runner.checkpoint.lock import lock
-from runner.errors import UsageError
+from runner.record.console import one_line
 from runner.report import comparison as report
 from runner.report.comparison import Comparison, Row, of_benchmark, of_folders
 from runner.report.curves import read, thin
 from runner.report.naming import names
-from runner.report.verdicts import conclusion
-from runner.summary import MemoryPeaks, StepTime, Summary, Throughput
+from runner.report.verdicts import conclusion, verdict
+from runner.report.words import parity
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
+from tests.report.planted_runs import job, run, sweep, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "overrides status reason summary speedup speedup_interval parity command".split()
 HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
-
-
-def run(
-    folder: Path, overrides: list[str], rate: float = 1000.0, status: str = "done", **more: Any
-) -> Path:
-    """A run's folder, as a run leaves it."""
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))  # JSON is YAML
-    values: dict[str, Any] = {
-        "status": status,
-        "metrics": {"val/accuracy": 0.9, "val/loss": math.nan},
-        "throughput": Throughput(rate, None, StepTime(64 / rate * 1000, 80 / rate * 1000)),
-        "memory": MemoryPeaks(500 * 2**20, 0),
-        "command": "python -m runner " + " ".join(overrides),
-        "name": "digits-mlp",
-        "monitor": "val/accuracy",
-        "best": 0.91,
-    }
-    Summary(**{**values, **more}).write(folder)
-    return folder
-
-
-def sweep(folder: Path, jobs: list[dict[str, Any]]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    told = {"command": "python -m runner -m optimization=none,basic,ultra", "jobs": jobs}
-    (folder / "sweep.json").write_text(json.dumps(told))
-    return folder
-
-
-def job(number: int, level: str, status: str = "done", reason: str = "") -> dict[str, Any]:
-    overrides = [f"optimization={level}"]
-    return {"overrides": overrides, "folder": str(number), "status": status, "reason": reason}
-
-
-def texts(comparison: Comparison) -> list[str]:
-    return [sentence.text for sentence in conclusion(comparison)]
-
-
-# --- from folders
-
-
-def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
-    folder = sweep(
-        tmp_path / "sweep",
-        [job(0, "basic"), job(1, "none"), job(2, "ultra", "oom", "no memory"), job(3, "maximum")],
-    )
-    run(folder / "0", ["optimization=basic"], 1500.0)
-    run(folder / "1", ["optimization=none"], 1000.0)
-    run(folder / "2", ["optimization=ultra"], 900.0, "failed", reason="RuntimeError")
-    run(folder / "3", ["optimization=maximum"], 3000.0, "stopped")
-    found = of_folders([folder])
-    assert found.kind == "sweep"
-    assert found.reference == "none"
-    assert [row.name for row in found.rows] == ["basic", "none", "ultra", "maximum"]
-    assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
-    assert {(row.speedup_interval, row.parity) for row in found.rows} == {(None, None)}
-    assert (found.rows[2].status, found.rows[2].reason) == ("oom", "no memory")
-    assert any("job=benchmark measures" in note for note in found.notes)
-    assert "hint" in texts(found)[0] and "3.00×" in texts(found)[0]
-
-
-def test_jobs_that_never_began_are_rows(tmp_path: Path) -> None:
-    folder = sweep(tmp_path / "s", [job(0, "none"), job(1, "ultra", "skipped", "fail_fast")])
-    run(folder / "0", ["optimization=none"])
-    _, skipped = of_folders([folder]).rows
-    assert (skipped.name, skipped.status, skipped.reason) == ("ultra", "skipped", "fail_fast")
-    assert skipped.command == "python -m runner optimization=ultra"
-
-
-def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
-    folder = sweep(tmp_path / "s", [job(i, level, "running") for i, level in enumerate("abc")])
-    run(folder / "0", ["optimization=a"])
-    run(folder / "1", ["optimization=b"], status="running")
-    assert [row.status for row in of_folders([folder]).rows] == ["done", "killed", "killed"]
-    with lock(folder):
-        assert of_folders([folder]).rows[2].status == "running"
-
-
-def test_jobs_whose_single_runs_are_close_are_not_told_apart(tmp_path: Path) -> None:
-    for number, (level, rate) in enumerate([("none", 100.0), ("basic", 202.0), ("ultra", 198.0)]):
-        run(tmp_path / str(number), [f"optimization={level}"], rate)
-    first = texts(of_folders([tmp_path]))[0]
-    assert first.startswith("basic and ultra went through their samples 1.98× to 2.02× as fast")
-
-
-def test_a_sweep_of_another_launcher_is_known_by_its_folders(tmp_path: Path) -> None:
-    (tmp_path / "multirun.yaml").write_text("hydra: {}")
-    for number in (10, 9, 2):
-        run(tmp_path / str(number), [f"seed={number}"])
-    assert [row.name for row in of_folders([tmp_path]).rows] == ["2", "9", "10"]
-
-
-DAMAGE = {
-    "empty": "",
-    "half": '{"status": "done", "metr',
-    "a list": "[1, 2]",
-    "wrong types": '{"status": 7, "metrics": [], "throughput": "fast"}',
-    "no text": "\x00\x01\x02",
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_summary_is_a_row_that_says_so(tmp_path: Path, what: str) -> None:
-    folder = sweep(tmp_path / "s", [job(0, "none"), job(1, "ultra", "")])
-    run(folder / "0", ["optimization=none"])
-    run(folder / "1", ["optimization=ultra"])
-    (folder / "1" / "summary.json").write_text(DAMAGE[what])
-    found = of_folders([folder])
-    assert found.rows[1].status == "failed"
-    assert "summary.json" in found.rows[1].reason and str(tmp_path) not in found.rows[1].reason
-    assert len(report.write(found, folder)) >= 4
-
-
-ODD = {
-    "status": ["x"], "reason": 3, "metrics": {"a": "b", "c": None, "d": True, "e": 10**400},
-    "throughput": {"samples_per_second": "many", "step_ms": {"p50": None}}, "memory": {},
-    "techniques": [{"name": "amp", "requested": 1, "engaged": 0, "reason": {}}], "device": "cpu",
-    "command": 7, "name": [], "monitor": {}, "best": "good",
-}  # fmt: skip
-
-
-def test_a_summary_with_odd_values_is_shown_all_the_same(tmp_path: Path) -> None:
-    run(tmp_path / "a", ["seed=1"])
-    run(tmp_path / "b", ["seed=2"])
-    (tmp_path / "b" / "summary.json").write_text(json.dumps(ODD))
-    found = of_folders([tmp_path])
-    assert [row.name for row in found.rows] == ["1", "2"]
-    assert len(report.write(found, tmp_path)) >= 4
-
-
-def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
-    run(tmp_path / "a", ["seed=1"], status="running", steps=17)
-    run(tmp_path / "b", ["seed=2"], status="running")
-    (tmp_path / "c" / ".hydra").mkdir(parents=True)
-    (tmp_path / "c" / ".hydra" / "overrides.yaml").write_text("[seed=3]")
-    with lock(tmp_path / "b"):
-        rows = of_folders([tmp_path]).rows
-    assert [row.status for row in rows] == ["killed", "running", "killed"]
-    assert "step 17" in rows[0].reason
-    assert "summary.json" in rows[2].reason
-
-
-def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:
-    outputs = tmp_path / "outputs"
-    first = sweep(
-        outputs / "sweeps" / "digits-mlp" / "2026-11-20_10-00-00-aaaaaa", [job(0, "none")]
-    )
-    run(first / "0", ["optimization=none"])
-    run(outputs / "runs" / "digits-mlp" / "2026-11-21_10-00-00-bbbbbb", ["optimization=ultra"])
-    bench = outputs / "benchmarks" / "digits-mlp" / "2026-11-21_11-00-00-cccccc"
-    run(bench / "basic", ["optimization=basic"])
-    result(reference(), arm("basic", 1.5)).write(bench)
-    (first / "0" / "checkpoints" / "step_00000001").mkdir(parents=True)
-    found = of_folders([outputs])
-    assert found.kind == "runs"
-    named = sorted(row.name for row in found.rows)
-    assert named == ["2026-11-21 10:02 basic", "2026-11-21 10:02 none", "none", "ultra"]
-    basic = next(row for row in found.rows if "basic" in row.name)
-    assert basic.speedup == 1.5 and basic.speedup_interval is not None
-    assert (outputs / basic.folder / "summary.json").is_file()
-
-
-def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
-    run(tmp_path / "a" / "x", ["seed=1"])
-    run(tmp_path / "a" / "y", ["seed=2"])
-    assert len(of_folders([tmp_path / "a", tmp_path / "a" / "x", tmp_path]).rows) == 2
-
-
-def test_runs_of_other_experiments_have_no_ratio_to_each_other(tmp_path: Path) -> None:
-    run(tmp_path / "a", ["data=digits"], 1000.0)
-    run(tmp_path / "b", ["data=digits", "seed=2"], 1500.0)
-    run(tmp_path / "c", ["data=stdlib_text"], 10.0, name="stdlib_text-gpt")
-    assert [row.speedup for row in of_folders([tmp_path]).rows] == [1.0, 1.5, None]
-
-
-def test_a_damaged_benchmark_leaves_the_runs_of_its_arms(tmp_path: Path) -> None:
-    (tmp_path / "benchmark.json").write_text('{"schema": 1')
-    run(tmp_path / "none", ["optimization=none"])
-    run(tmp_path / "ultra", ["optimization=ultra"])
-    found = of_folders([tmp_path])
-    assert [row.name for row in found.rows] == ["none", "ultra"]
-    assert "benchmark.json" in found.notes[0]
-
-
-@pytest.mark.parametrize("what", ["missing", "a file", "empty"])
-def test_nothing_to_compare_is_one_line(tmp_path: Path, what: str) -> None:
-    place = tmp_path / "there"
-    if what == "a file":
-        place.write_text("")
-    elif what == "empty":
-        place.mkdir()
-    with pytest.raises(UsageError) as error:
-        of_folders([place])
-    assert "there: n" in str(error.value) and "\n" not in str(error.value)
 
 
 # --- names
@@ -251,6 +56,20 @@ def test_a_measurably_faster_arm_wins_whatever_the_order() -> None:
     assert texts(found) == [
         "ultra is 2.00× as fast as none (95 %: 1.96 to 2.04), with the same numbers to the bit."
     ]
+
+
+def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
+    narrow = arm("narrow", 5.5)
+    narrow.other_work = ["model"]
+    found = of_benchmark(result(reference(), arm("basic", 1.2), narrow), None)
+    first, second = texts(found)
+    assert first.startswith("basic is 1.20× as fast as none")
+    assert second.startswith("narrow trains something else than none (another model): it is 5.50×")
+    assert second.endswith("its numbers are those of its own plain run to the bit.")
+    row = found.rows[2]
+    assert (verdict(row, found), parity(row)) == ("faster, other work", "exact, other model")
+    alone = of_benchmark(result(reference(), narrow), None)
+    assert not any("same numbers" in text for text in texts(alone))
 
 
 def test_nothing_is_claimed_that_the_engine_did_not_claim() -> None:
@@ -333,7 +152,8 @@ def test_the_csv_has_a_row_a_job_and_every_number(tmp_path: Path) -> None:
     assert float(rows[1]["speedup"]) == 1.5
     assert float(rows[1]["speedup_low"]) < 1.5 < float(rows[1]["speedup_high"])
     assert (rows[1]["metric:mine"], rows[1]["override:seed"]) == ("0.25", "3")
-    assert rows[2]["speedup"] == "" and rows[2]["reason"] == "'" + HOSTILE  # computes nothing
+    # computes nothing, and moves no cursor where it is printed
+    assert rows[2]["speedup"] == "" and rows[2]["reason"] == "'" + one_line(HOSTILE)
 
 
 def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
@@ -373,11 +193,13 @@ def test_files_written_elsewhere_still_lead_to_the_runs(tmp_path: Path) -> None:
 # --- the command
 
 
-def command(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def command(
+    *typed: str, cwd: Path, module: str = "runner.report", path: str = str(ROOT)
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "runner.report", *typed],
+        [sys.executable, "-m", module, *typed],
         cwd=cwd,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "80"},
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "COLUMNS": "80"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -405,6 +227,17 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert helped.returncode == 0 and "--out" in helped.stdout
 
 
+@pytest.mark.parametrize("path", [str(ROOT), f"{ROOT}:"])
+def test_what_lies_in_the_current_folder_stands_in_for_no_package(
+    tmp_path: Path, path: str
+) -> None:
+    for name in ("rich", "hydra", "yaml", "omegaconf"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
+    for module, said in (("runner.report", "no such folder"), ("runner", "gives no value")):
+        done = command("nowhere", cwd=tmp_path, module=module, path=path)
+        assert done.returncode == 2 and said in done.stderr
+
+
 # --- curves
 
 
@@ -429,6 +262,16 @@ def test_a_row_that_is_no_run_has_no_curve(tmp_path: Path) -> None:
     row = Row([], "failed", name="x")
     assert report.moved(Comparison("x", [row]), tmp_path).rows == [row]
     assert replace(row, status="stopped").finished
+
+
+def test_numbers_of_any_size_have_a_place(tmp_path: Path) -> None:
+    huge = [1.7e308, -1.7e308, 1e308, 1e-308]
+    arms = [reference(), *(arm(str(x), abs(x), "", losses=huge) for x in huge)]
+    for one in arms:
+        one.samples_per_second = one.peak_process_bytes = abs(one.speedup or 0.0)
+    report.write(of_benchmark(result(*arms), tmp_path), tmp_path)
+    page = (tmp_path / "comparison.html").read_text()
+    assert not re.search(r"""["' ,](nan|-?inf)\b""", page)
 
 
 def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:

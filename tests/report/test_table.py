@@ -32,6 +32,13 @@ def test_eighty_columns_hold_speed_interval_time_memory_and_parity() -> None:
     assert len(rows(text, "none", "basic", "ultra")) >= 3
 
 
+def test_no_line_of_text_ends_with_blanks() -> None:
+    text = shown(of_benchmark(levels(), None))
+    above = text.partition("arm")[0]
+    assert "not measurably" in above and len(above.splitlines()) > 3
+    assert [line for line in above.splitlines() if line != line.rstrip()] == []
+
+
 def test_more_columns_say_when_compiling_is_paid_back() -> None:
     text = shown(of_benchmark(levels(), None), 120)
     assert max(map(len, text.splitlines())) <= 120

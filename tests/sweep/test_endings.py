@@ -5,13 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from runner.summary import Summary
 from runner.sweep.child import Child
+from runner.sweep.plan import outlast
+from runner.sweep.record import Job
+from runner.sweep.schedule import tell
 
 from .conftest import NET, SHORT, environment, only, statuses, sweep, told
 
@@ -93,12 +98,68 @@ def test_a_job_that_does_not_listen_is_ended_once_patience_is_over(tmp_path: Pat
         child.close()
 
 
+def test_the_shortest_patience_holds_and_the_first_reason_is_told(tmp_path: Path) -> None:
+    child = Child.start([sys.executable, "-c", "input()"], environment(), tmp_path, None)
+    child.ask(signal.SIGCONT, "timeout", "too long", grace_s=0.0)
+    child.ask(signal.SIGCONT, "interrupted", "Ctrl-C")
+    while not child.has_ended():
+        pass
+    assert child.ending() == ("timeout", "too long")
+    child.close()
+
+
+def test_only_a_record_of_this_try_counts(tmp_path: Path) -> None:
+    Summary("failed", "of before").write(tmp_path)
+    for code, says in (("raise SystemExit('of now')", "of now"), ("", "left no record")):
+        child = Child.start(
+            [sys.executable, "-c", code], environment(), tmp_path, None, records=True
+        )
+        child.process.wait(30)
+        assert child.ending()[0] == "failed" and says in child.ending()[1]
+        tell(tmp_path, *child.ending(), command="")
+        assert says in Summary.read(tmp_path).reason
+        child.close()
+
+
+def test_a_terminal_that_goes_away_leaves_a_comparison(folder: Path) -> None:
+    process = started(folder, "seed=0,1")
+    wait_until(lambda: bool(trained(folder)), process)
+    process.send_signal(signal.SIGHUP)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 129, said
+    assert statuses(only(folder)) == ["interrupted", "skipped"]
+    rows = told(only(folder), "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ["interrupted", "skipped"]
+
+
+def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    code = "import sys; from pathlib import Path; from runner.checkpoint.lock import lock\n"
+    code += (
+        "with lock(Path('0')): print('held', flush=True); sys.stdin.read(); Path('ended').touch()"
+    )
+    held = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert held.stdout is not None and held.stdin is not None
+    assert held.stdout.readline() == b"held\n"
+    waiting = threading.Thread(target=outlast, args=(tmp_path, [Job(0, [], "0")]))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    held.communicate(timeout=30)
+    waiting.join(30)
+    assert not waiting.is_alive() and (tmp_path / "ended").exists()
+
+
 @pytest.mark.parametrize(
     ("code", "status", "reason"),
     [
         ("raise SystemExit(0)", "done", ""),
         ("import os; os.kill(os.getpid(), 11)", "killed", "SIGSEGV"),
         ("import os; os.kill(os.getpid(), 15)", "interrupted", ""),
+        ("import os; os.kill(os.getpid(), 1)", "interrupted", ""),
         ("raise SystemExit('it is broken')", "failed", "it is broken"),
         ("raise SystemExit('error: out of memory (2 MiB more) while training')", "oom", "2 MiB"),
     ],
@@ -113,10 +174,11 @@ def test_an_ending_without_a_summary_is_told_by_the_exit_code_and_the_last_words
     assert found[0] == status and reason in found[1]
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path, *typed: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG], cwd=folder, env=environment(),
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG, *typed], cwd=folder,
+        env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
     )  # fmt: skip
 
 

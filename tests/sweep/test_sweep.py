@@ -84,10 +84,15 @@ def test_nothing_that_lies_in_the_current_folder_is_run_as_a_plugin(mixed: Mixed
 
 
 def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed: Mixed) -> None:
+    damaged = Path("checkpoints") / "step_00000003" / "manifest.json"  # of the one that was killed
+    (mixed.sweep / "3" / damaged).parent.mkdir(parents=True)
+    (mixed.sweep / "3" / damaged).write_text("{}")
     before = {n: (mixed.sweep / n / "summary.json").stat().st_mtime_ns for n in "0123"}
     (mixed.folder / "spared").touch()
     again = sweep(mixed.folder, *TYPED)
-    assert "2 of 4 done before; 2 to run" in again.stderr
+    assert "2 of 4 done before; 2 to run, 1 of them from a checkpoint" in again.stderr
+    assert "no usable checkpoint" in again.stderr  # so it begins afresh, and they are kept
+    assert (mixed.sweep / ".earlier" / "3-1" / damaged).exists()
     assert statuses(mixed.sweep) == ["done", "done", "failed", "done"]
     assert again.returncode == 7 and "1 of 4 jobs failed:" in again.stderr
     after = {n: (mixed.sweep / n / "summary.json").stat().st_mtime_ns for n in "0123"}

@@ -1,0 +1,48 @@
+"""What Hydra noted in a run's folder, read with care: the folder may come from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
+
+from runner.errors import StorageError
+
+OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
+LARGEST = 2**18  # bytes; the overrides of two thousand jobs
+
+
+def overrides(folder: Path) -> list[str]:
+    """Those the run in `folder` was started with. StorageError where there are none."""
+    path = folder / OVERRIDES
+    found = plain_yaml(path)
+    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+        raise StorageError(f"{path}: is no list of overrides")
+    return found
+
+
+def plain_yaml(path: Path) -> Any:
+    """What stands in a small YAML file without aliases, of which a few bytes can make gigabytes.
+
+    StorageError says in what way it is not good.
+    """
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise StorageError(f"{path}: is no file")
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise StorageError(f"{path}: has more than {LARGEST:,} bytes")
+        return yaml.load(text, _Plain)  # noqa: S506  # a SafeLoader
+    except RecursionError:
+        raise StorageError(f"{path}: is nested too deep") from None
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise StorageError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+class _Plain(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases", self.peek_event().start_mark)
+        return super().compose_node(parent, index)

@@ -1,0 +1,247 @@
+"""What is made of folders that nobody has vetted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.checkpoint.lock import lock
+from runner.errors import UsageError
+from runner.report import comparison as report
+from runner.report.comparison import of_folders
+from tests.report.planted_results import arm, reference, result
+from tests.report.planted_runs import job, run, sweep, texts
+
+
+def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
+    folder = sweep(
+        tmp_path / "sweep",
+        [job(0, "basic"), job(1, "none"), job(2, "ultra", "oom", "no memory"), job(3, "maximum")],
+    )
+    run(folder / "0", ["optimization=basic"], 1500.0)
+    run(folder / "1", ["optimization=none"], 1000.0)
+    run(folder / "2", ["optimization=ultra"], 900.0, "failed", reason="RuntimeError")
+    run(folder / "3", ["optimization=maximum"], 3000.0, "stopped")
+    found = of_folders([folder])
+    assert found.kind == "sweep"
+    assert found.reference == "none"
+    assert [row.name for row in found.rows] == ["basic", "none", "ultra", "maximum"]
+    assert [row.speedup for row in found.rows] == [1.5, 1.0, None, 3.0]
+    assert {(row.speedup_interval, row.parity) for row in found.rows} == {(None, None)}
+    assert (found.rows[2].status, found.rows[2].reason) == ("oom", "no memory")
+    assert any("job=benchmark measures" in note for note in found.notes)
+    assert "hint" in texts(found)[0] and "3.00×" in texts(found)[0]
+
+
+def test_jobs_that_never_began_are_rows(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "s", [job(0, "none"), job(1, "ultra", "skipped", "fail_fast")])
+    run(folder / "0", ["optimization=none"])
+    _, skipped = of_folders([folder]).rows
+    assert (skipped.name, skipped.status, skipped.reason) == ("ultra", "skipped", "fail_fast")
+    assert skipped.command == "python -m runner optimization=ultra"
+
+
+def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "s", [job(i, level, "running") for i, level in enumerate("abc")])
+    run(folder / "0", ["optimization=a"])
+    run(folder / "1", ["optimization=b"], status="running")
+    assert [row.status for row in of_folders([folder]).rows] == ["done", "killed", "killed"]
+    with lock(folder):
+        assert of_folders([folder]).rows[2].status == "running"
+
+
+def test_jobs_whose_single_runs_are_close_are_not_told_apart(tmp_path: Path) -> None:
+    for number, (level, rate) in enumerate([("none", 100.0), ("basic", 202.0), ("ultra", 198.0)]):
+        run(tmp_path / str(number), [f"optimization={level}"], rate)
+    first = texts(of_folders([tmp_path]))[0]
+    assert first.startswith("basic and ultra went through their samples 1.98× to 2.02× as fast")
+
+
+def test_a_sweep_of_another_launcher_is_known_by_its_folders(tmp_path: Path) -> None:
+    (tmp_path / "multirun.yaml").write_text("hydra: {}")
+    for number in (10, 9, 2):
+        run(tmp_path / str(number), [f"seed={number}"])
+    assert [row.name for row in of_folders([tmp_path]).rows] == ["2", "9", "10"]
+
+
+DAMAGE = {
+    "deep": "[" * 100_000,
+    "deep values": '{"device": ' + "[" * 400 + "]" * 400 + "}",
+    "empty": "",
+    "half": '{"status": "done", "metr',
+    "a list": "[1, 2]",
+    "wrong types": '{"status": 7, "metrics": [], "throughput": "fast"}',
+    "no text": "\x00\x01\x02",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_summary_is_a_row_that_says_so(tmp_path: Path, what: str) -> None:
+    folder = sweep(tmp_path / "s", [job(0, "none"), job(1, "ultra", "")])
+    run(folder / "0", ["optimization=none"])
+    run(folder / "1", ["optimization=ultra"])
+    (folder / "1" / "summary.json").write_text(DAMAGE[what])
+    found = of_folders([folder])
+    assert found.rows[1].status == "failed"
+    assert "summary.json" in found.rows[1].reason and str(tmp_path) not in found.rows[1].reason
+    assert len(report.write(found, folder)) >= 4
+
+
+@pytest.mark.parametrize(
+    "place", ["a\0b", "x" * 5000, "../s/0", "/", "0/summary.json/x"], ids=range(5)
+)
+def test_an_odd_folder_in_a_sweep_is_a_row_that_says_so(tmp_path: Path, place: str) -> None:
+    folder = sweep(tmp_path / "s", [job(0, "none"), {**job(1, "ultra", ""), "folder": place}])
+    run(folder / "0", ["optimization=none"])
+    found = of_folders([folder])
+    assert [row.name for row in found.rows] == ["none", "ultra"]
+    assert found.rows[1].status in ("failed", "skipped") and found.rows[1].reason
+    assert len(report.write(found, folder)) >= 4
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "sweeps" / "s", [job(0, "none"), job(1, "ultra", "")])
+    run(folder / "0", ["optimization=none"])
+    closed = run(folder / "1", ["optimization=ultra"]), run(tmp_path / "sweeps" / "t", [])
+    for place in closed:
+        place.chmod(0)
+    try:
+        found = of_folders([tmp_path / "sweeps"])
+        assert folder / "comparison" in report.write(of_folders([folder]), folder)
+    finally:
+        for place in closed:
+            place.chmod(0o700)
+    assert [row.status for row in found.rows] == ["done", "failed"]
+    assert "Permission denied" in found.rows[1].reason
+    assert found.notes == ["t is passed over: Permission denied"]
+
+
+def test_a_status_is_one_that_other_tools_know(tmp_path: Path) -> None:
+    states = ("waiting", "waiting", "lost")
+    folder = sweep(tmp_path / "s", [job(i, str(i), state) for i, state in enumerate(states)])
+    run(folder / "0", ["optimization=0"], status="running")
+    with lock(folder):
+        rows = of_folders([folder]).rows
+    assert [row.status for row in rows] == ["skipped", "skipped", "failed"]
+    assert "turn" in rows[1].reason and "lost" in rows[2].reason
+
+
+def test_a_job_in_a_folder_within_a_folder_knows_that_its_sweep_goes_on(tmp_path: Path) -> None:
+    told = {**job(0, "none", "running"), "folder": "a/b"}
+    folder = sweep(tmp_path / "s", [told])
+    with lock(folder):
+        assert [row.status for row in of_folders([folder]).rows] == ["running"]
+
+
+ODD = {
+    "status": ["x"], "reason": 3, "metrics": {"a": "b", "c": None, "d": True, "e": 10**400},
+    "throughput": {"samples_per_second": "many", "step_ms": {"p50": None}}, "memory": {},
+    "techniques": [{"name": "amp", "requested": 1, "engaged": 0, "reason": {}}], "device": "cpu",
+    "command": 7, "name": [], "monitor": {}, "best": "good",
+}  # fmt: skip
+
+
+def test_a_summary_with_odd_values_is_shown_all_the_same(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["seed=1"])
+    run(tmp_path / "b", ["seed=2"])
+    (tmp_path / "b" / "summary.json").write_text(json.dumps(ODD))
+    found = of_folders([tmp_path])
+    assert [row.name for row in found.rows] == ["1", "2"]
+    assert len(report.write(found, tmp_path)) >= 4
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["seed=1"], status="running", steps=17)
+    run(tmp_path / "b", ["seed=2"], status="running")
+    (tmp_path / "c" / ".hydra").mkdir(parents=True)
+    (tmp_path / "c" / ".hydra" / "overrides.yaml").write_text("[seed=3]")
+    with lock(tmp_path / "b"):
+        rows = of_folders([tmp_path]).rows
+    assert [row.status for row in rows] == ["killed", "running", "killed"]
+    assert "step 17" in rows[0].reason
+    assert "summary.json" in rows[2].reason
+
+
+def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    first = sweep(
+        outputs / "sweeps" / "digits-mlp" / "2026-11-20_10-00-00-aaaaaa", [job(0, "none")]
+    )
+    run(first / "0", ["optimization=none"])
+    run(outputs / "runs" / "digits-mlp" / "2026-11-21_10-00-00-bbbbbb", ["optimization=ultra"])
+    bench = outputs / "benchmarks" / "digits-mlp" / "2026-11-21_11-00-00-cccccc"
+    run(bench / "basic", ["optimization=basic"])
+    result(reference(), arm("basic", 1.5)).write(bench)
+    (first / "0" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    found = of_folders([outputs])
+    assert found.kind == "runs"
+    named = sorted(row.name for row in found.rows)
+    assert named == ["2026-11-21 10:02 basic", "2026-11-21 10:02 none", "none", "ultra"]
+    basic = next(row for row in found.rows if "basic" in row.name)
+    assert basic.speedup == 1.5 and basic.speedup_interval is not None
+    assert (outputs / basic.folder / "summary.json").is_file()
+
+
+def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
+    run(tmp_path / "a" / "x", ["seed=1"])
+    run(tmp_path / "a" / "y", ["seed=2"])
+    assert len(of_folders([tmp_path / "a", tmp_path / "a" / "x", tmp_path]).rows) == 2
+
+
+def test_runs_of_other_experiments_have_no_ratio_to_each_other(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["data=digits"], 1000.0)
+    run(tmp_path / "b", ["data=digits", "seed=2"], 1500.0)
+    run(tmp_path / "c", ["data=stdlib_text"], 10.0, name="stdlib_text-gpt")
+    assert [row.speedup for row in of_folders([tmp_path]).rows] == [1.0, 1.5, None]
+
+
+def noted(folder: Path, config: dict[str, Any]) -> None:
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
+
+
+def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "s", [job(i, str(i)) for i in range(7)])
+    config = {"data": {"kind": "digits", "workers": 0}, "model": {"kind": "mlp", "width": 8}}
+    others = [
+        config,
+        {**config, "data": {"kind": "digits", "workers": 2}},  # reads the same samples
+        {**config, "data": {"kind": "stdlib_text"}},
+        {**config, "model": {"kind": "mlp", "width": 9}},
+    ]
+    for number, other in enumerate(others):
+        run(folder / str(number), [], 1000.0 * (number + 1))
+        noted(folder / str(number), other)
+    run(folder / "4", [], 9e4, device={"kind": "cuda", "name": "x"})
+    noted(folder / "4", config)
+    run(folder / "5", [], 9e4, "stopped", steps=2)
+    noted(folder / "5", config)
+    run(folder / "6", ["data=digits"], 9e4)  # its config is gone
+    found = of_folders([folder])
+    assert [row.speedup for row in found.rows] == [1.0, 2.0, None, None, None, None, None]
+    assert any("fewer than 10 steps" in note for note in found.notes)
+
+
+def test_a_damaged_benchmark_leaves_the_runs_of_its_arms(tmp_path: Path) -> None:
+    (tmp_path / "benchmark.json").write_text('{"schema": 1')
+    run(tmp_path / "none", ["optimization=none"])
+    run(tmp_path / "ultra", ["optimization=ultra"])
+    found = of_folders([tmp_path])
+    assert [row.name for row in found.rows] == ["none", "ultra"]
+    assert "benchmark.json" in found.notes[0]
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "empty"])
+def test_nothing_to_compare_is_one_line(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "there"
+    if what == "a file":
+        place.write_text("")
+    elif what == "empty":
+        place.mkdir()
+    with pytest.raises(UsageError) as error:
+        of_folders([place])
+    assert "there: n" in str(error.value) and "\n" not in str(error.value)
