@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from runner.benchmark.config import BenchmarkConfig
 from runner.config import RunConfig, compose_raw, typed
+from runner.data.config import LOADING
 from runner.errors import ConfigError
 from runner.overrides.diagnosis import nearest
 from runner.overrides.groups import ALIASES, options
@@ -23,23 +24,8 @@ NAMED = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
 LEVEL = re.compile(r"[\w.-]+")
 NOT_OF_ARMS = ("job", "benchmark", "sweep", "hydra")
 """What is typed for the benchmark, and not for its arms."""
-LOADING = (
-    "workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch", "timeout_s",
-    "validation_samples", "default_epochs", "default_steps",
-)  # fmt: skip
-"""Keys of `data` that leave the samples that are trained on as they are."""
 TAKEN = ("attribution", "claims", "comparison")
 """Folders that lie beside those of the arms."""
-WORK: dict[str, Callable[[RunConfig], Any]] = {
-    "model": lambda config: config.model,
-    "objective": lambda config: config.objective,
-    "optimizer": lambda config: config.optimizer,
-    "stability": lambda config: config.stability,
-    "seed": lambda config: config.seed,
-    "batch size": lambda config: config.training.batch_size,
-    "device.tf32": lambda config: config.device.tf32,
-}
-"""What is trained, whatever techniques are asked for: parity holds an arm against its own."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +37,7 @@ class Arm:
     overrides: list[str] = field(default_factory=list)  # what sets it apart from the others
     command: str = ""  # trains the same by itself
     folder: str = ""  # its run's, relative to the benchmark's; "" leaves nothing behind
+    base: str = ""  # the level that its overrides are on top of, where it names none itself
 
 
 def arms_of(
@@ -80,7 +67,7 @@ def arms_of(
         again = [*_flags(folders, config_name), *_train(merged), *merged]
         command = shlex.join(["python", "-m", "runner", *again])
         folder = _folder(name, [*TAKEN, *(arm.folder for arm in arms)])
-        arm = Arm(name, config, own, command, folder)
+        arm = Arm(name, config, own, command, folder, _base(config, own, merged))
         _check_new(arm, arms)
         arms.append(arm)
     if len(arms) + others < 2 or not arms:
@@ -127,36 +114,6 @@ def check_budget(settings: BenchmarkConfig, arms: int) -> None:
             f" of {turns} processes",
             f"use {least * 10:g} or more, or a smaller benchmark.block_s",
         )
-
-
-def differing_batches(arms: Sequence[Arm]) -> str | None:
-    """What to say where arms make steps of different sizes: their times are per sample."""
-    sizes = {arm.name: arm.config.training.batch_size for arm in arms}
-    if len(set(sizes.values())) < 2:
-        return None
-    listed = ", ".join(f"{_shown(name)} {size}" for name, size in sizes.items())
-    return (
-        f"steps are of different sizes ({listed} samples): times are compared per sample, and "
-        "after as many samples a larger batch has made fewer updates, so losses are not alike"
-    )
-
-
-def other_work(arm: Arm, reference: Arm) -> list[str]:
-    """In what the arm trains something else than the reference."""
-    return [part for part, of in WORK.items() if of(arm.config) != of(reference.config)]
-
-
-def differing_work(arms: Sequence[Arm], reference: Arm) -> list[str]:
-    """What to say where arms train something else than the reference: their losses differ."""
-    notes = []
-    for part in WORK:
-        others = [_shown(arm.name) for arm in arms if part in other_work(arm, reference)]
-        if others and part != "batch size":  # of which `differing_batches` tells
-            notes.append(
-                f"{', '.join(others)}: another {part} than {_shown(reference.name)}, so only times "
-                "can be compared, not losses"
-            )
-    return notes
 
 
 def _apart(text: str, levels: Sequence[str] | dict[str, str]) -> tuple[str, list[str]]:
@@ -216,6 +173,15 @@ def _under(base: Sequence[str], own: Sequence[str]) -> list[str]:
     return [o for o in base if ALIASES.get(read(o).key, read(o).key) not in keys]
 
 
+def _base(config: RunConfig, own: Sequence[str], merged: Sequence[str]) -> str:
+    """The level that an arm did not ask for and has, and whether anybody asked for it."""
+    level = {"optimization", "experiment"}
+    if level & {read(o).key for o in own}:
+        return ""
+    default = "" if level & {read(o).key for o in merged} else ", the default"
+    return f"optimization={config.optimization.level}{default}"
+
+
 def _flags(folders: Sequence[Path], config_name: str) -> list[str]:
     found = [f"--config-dir={folder}" for folder in folders]
     return found if config_name == "config" else [*found, f"--config-name={config_name}"]
@@ -243,16 +209,26 @@ def _check_new(arm: Arm, before: Sequence[Arm]) -> None:
         if other.name == arm.name:
             raise ConfigError(KEY, f"{_shown(arm.name)} comes twice", "leave one away")
         if _work(other.config) == _work(arm.config):
-            raise ConfigError(
-                KEY, f"{_shown(other.name)} and {_shown(arm.name)} are the same",
-                "leave one away; what a difference of nothing looks like is measured anyway",
-            )  # fmt: skip
+            same = f"{_shown(other.name)} and {_shown(arm.name)} are the same"
+            raise ConfigError(KEY, same, _way_out(other, arm))
         differing = _differing_data(other.config, arm.config)
         if differing:
             raise ConfigError(
                 KEY, f"{_shown(other.name)} and {_shown(arm.name)} read other data: {differing}",
                 "compare ways to train on the same samples; for the rest, sweep: -m data=…",
             )  # fmt: skip
+
+
+def _way_out(one: Arm, other: Arm) -> str:
+    """What to do about two arms that are the same: what they set may be on in their level."""
+    based = [arm for arm in (one, other) if arm.base]
+    if based:
+        names = " and ".join(_shown(arm.name) for arm in based)
+        return (
+            f"{names} {'is' if len(based) == 1 else 'are'} on top of {based[0].base}; "
+            "write optimization=none in an arm for its overrides alone"
+        )
+    return "leave one away; what a difference of nothing looks like is measured anyway"
 
 
 def _work(config: RunConfig) -> dict[str, Any]:

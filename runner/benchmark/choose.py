@@ -22,7 +22,7 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Crew
-from runner.benchmark.decide import again, decide
+from runner.benchmark.decide import again, decide, effort
 from runner.benchmark.look import Look, arm_config, look_at
 from runner.benchmark.search import AGAIN, Search
 from runner.benchmark.short import TIMES, by_rule
@@ -123,7 +123,7 @@ def _measured(config: RunConfig, given: Given) -> Found:
         try:
             look = look_at(config, given)
             found = cache.remembered(look.key) if auto.cache else None
-            if found is not None:
+            if found is not None and not found.outgrown(look.steps):
                 again(found, look.steps)
                 found.reason += "; measured before, for an earlier run"
                 _say(f"found in {cache.cache_folder() / look.key}.json; nothing is measured anew")
@@ -163,6 +163,7 @@ def _searched(config: RunConfig, given: Given, look: Look) -> Found:
             space, crew, look.steps, auto.budget_s, BLOCK_S, time.monotonic, _say, config.seed
         )
         found = decide(search, lambda name: judge.judge(by_name[name]), limit)
+    _say(effort(found))
     chosen = None if found.chosen == NONE else found.row(found.chosen)
     found.advice = advice.advice_on(chosen)
     left = auto.budget_s - found.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ from runner.benchmark.agreement import Verdict
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.search import FINALISTS, ROUNDS, Search
 from runner.benchmark.space import NONE
-from runner.benchmark.tried import Found, Tried, by_preference
+from runner.benchmark.tried import CLEAR, NO_TIME, Found, Tried, by_preference, unpaid
 
 Judge = Callable[[str], Verdict]
 """Whether a candidate's numbers are right, by its name."""
+SLOWER = "not shown to be faster than none"
+LESS = "less was to be expected of it than of those that were measured afresh"
 
 
 def decide(search: Search, judge: Judge, limit_bytes: float | None = None) -> Found:
@@ -33,6 +36,7 @@ def decide(search: Search, judge: Judge, limit_bytes: float | None = None) -> Fo
     found.none_ms = search.none_seconds() * 1e3 / search.steps
     found.noise_floor, found.seconds = search.floor, search.clock() - search.began
     found.none_peak_bytes = search.none.peak_bytes
+    _say_why(found)
     take(found, chosen)
     if chosen is None and not fits:
         found.reason = "nothing that was tried stays within optimization.auto.memory_budget_mb"
@@ -43,7 +47,7 @@ def take(found: Found, chosen: Tried | None) -> None:
     """Note what is chosen, and why."""
     found.chosen, found.techniques = NONE, []
     if chosen is None:
-        found.reason = "nothing was shown to be faster beyond noise"
+        found.reason = _why_nothing(found)
         return
     found.chosen, found.techniques = chosen.name, chosen.techniques
     low, high = chosen.final_interval or (0.0, 0.0)
@@ -57,6 +61,39 @@ def take(found: Found, chosen: Tried | None) -> None:
             f"{chosen.extra_seconds:.0f} s of setting up and compiling"
         )
     found.reason += f"; numbers: {chosen.parity}"
+
+
+def _why_nothing(found: Found) -> str:
+    """Noise, or compiling that so few steps do not pay back; and what nobody could look at."""
+    whys = {
+        row.name: (row.final_ratio or row.heat_ratio or 0.0, why)
+        for row in [*found.open(), *filter(_fitted, found.tried)]
+        if (why := _too_late(row, found))
+    }
+    reason = "nothing was shown to be faster beyond noise"
+    if whys:
+        name = max(whys, key=lambda name: whys[name])
+        reason = (
+            f"nothing was shown to be faster over {found.steps:,} steps; with {name} a step is "
+            f"{whys[name][0]:.2f} times as fast, but {whys[name][1]}"
+        )
+    untried = sum(row.why == NO_TIME for row in found.tried)
+    if untried:
+        reason += f" (the budget left {untried} of {len(found.tried)} candidates untried)"
+    return reason
+
+
+def effort(found: Found) -> str:
+    """How long the search took, and what it left untried."""
+    said = f"searched for {found.seconds:.0f} s"
+    if found.seconds > found.budget_s + 1:
+        said += (
+            f", with optimization.auto.budget_s={found.budget_s:g}: what was begun is finished, "
+            "and what is chosen is judged"
+        )
+    untried = Counter(row.why for row in found.tried if row.state == "not tried")
+    said += f"; {len(found.tried) - untried.total()} of {len(found.tried)} candidates tried"
+    return said + "".join(f"; {count} not: {why}" for why, count in untried.items())
 
 
 def again(found: Found, steps: int) -> None:
@@ -100,11 +137,34 @@ def _first(
                 return row
         for row in rows:
             search.drop(row)
-            if row.state == "running":
-                row.state, row.why = "out", "not shown to be faster than none"
         if not ordered:
             break  # those that are left are slower still
     return None
+
+
+def _say_why(found: Found) -> None:
+    """Of those that were tried and not taken."""
+    for row in found.tried:
+        why = _too_late(row, found)
+        if row.state == "running":
+            final = row.final_ratio is not None
+            row.state, row.why = "out", why or (SLOWER if final else LESS)
+        elif row in found.open() and why:
+            row.why += f"; {why}"
+
+
+def _too_late(row: Tried, found: Found) -> str:
+    """That compiling takes what faster steps save, or all but; empty where that is not it."""
+    why = unpaid(row, found.steps, found.none_ms, found.noise_floor)
+    ratio = row.heat_ratio or 0.0
+    if why or row.final_ratio is not None or not row.compiles or ratio <= CLEAR:
+        return why
+    seconds = 1e-3 * found.none_ms * found.steps
+    gain = seconds / (row.extra_seconds + seconds / ratio)
+    return (
+        f"compiling ({row.extra_seconds:.0f} s) leaves {gain:.2f} times over {found.steps:,} "
+        f"steps: {LESS}"
+    )
 
 
 def _may_be_taken(search: Search, row: Tried, judge: Judge, limit_bytes: float | None) -> bool:

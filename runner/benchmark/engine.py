@@ -17,16 +17,11 @@ from typing import Any
 
 from runner.benchmark import rows
 from runner.benchmark.agreement import Judge
-from runner.benchmark.arms import (
-    Arm,
-    check_budget,
-    differing_batches,
-    differing_work,
-    reference_of,
-)
+from runner.benchmark.arms import Arm, check_budget, reference_of
 from runner.benchmark.blocks import ArmEnded, Rule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew import Crew
+from runner.benchmark.differences import differing_batches, differing_levels, differing_work
 from runner.benchmark.heat import Starter
 from runner.benchmark.machine import machine
 from runner.benchmark.result import DONE, MEAN, BenchmarkResult
@@ -232,6 +227,7 @@ class _Benchmark:
         """What has to be known to read the rows."""
         seen, alive = self.seen, [arm for arm in self.arms if arm.name in self.seen.ready]
         found = differing_work(alive, self.reference)
+        found += differing_levels(alive, self.reference)
         batches = differing_batches(alive)
         if batches:
             found.append(batches)

@@ -17,7 +17,7 @@ from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
 from runner.benchmark.space import NONE, Candidate, Space
 from runner.benchmark.statistics import SAME, paired
 from runner.benchmark.team import Team
-from runner.benchmark.tried import Tried
+from runner.benchmark.tried import NO_TIME, Tried
 
 AGAIN = "none again"
 """The control of the final: what a difference of nothing looks like."""
@@ -81,7 +81,7 @@ class Search:
             queue = self._next(best, queue, compiling)
         for row in self.rows.values():
             if row.state == "not tried" and not row.why:
-                row.why = "the budget was spent on others" if queue else "nothing led there"
+                row.why = NO_TIME if queue else "nothing led there"
         return sorted(
             (
                 row

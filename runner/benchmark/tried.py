@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from runner.benchmark.space import COMPILING, NONE
 
 ALIKE = 0.98  # of the best one's worth: the plainer one is taken
+CLEAR = 1.05  # times as fast as `none`, where there is no interval
+NO_TIME = "the budget was spent on others"
 
 
 @dataclass
@@ -53,6 +56,22 @@ class Tried:
         ]
         return found[0], found[1], found[2]
 
+    def pays_from(self, none_ms: float, floor: float) -> float | None:
+        """The steps from which on a run is faster with it, by the rule of `by_preference`.
+
+        None where a step is not known to be faster. Without a final by its last heat, which has
+        no interval and has to be clear instead.
+        """
+        if self.final_ratio is not None and self.final_interval is not None:
+            ratio, low = self.final_ratio, self.final_interval[0]
+        else:
+            ratio = self.heat_ratio or 0.0
+            low = ratio if ratio > CLEAR else 0.0
+        if low <= 1:
+            return None
+        saved = 1e-3 * none_ms * min(1 - 1 / low, 1 / (1 + floor) - 1 / ratio)  # in each step
+        return self.extra_seconds / saved if saved > 0 else None
+
 
 @dataclass
 class Found:
@@ -76,9 +95,36 @@ class Found:
         """Whether numbers were to be judged and were not: another time they may be."""
         return any(row.parity is None and row.parity_reason for row in self.tried)
 
+    def outgrown(self, steps: int) -> bool:
+        """Whether something that could not pay back then, and was not judged, would by now."""
+        pays = [row.pays_from(self.none_ms, self.noise_floor) for row in self.open()]
+        return any(self.steps < since <= steps for since in pays if since is not None)
+
+    def open(self) -> list[Tried]:
+        """Those that ran, and that nothing but their time speaks against."""
+        return [row for row in self.tried if row.state == "out" and row.parity is None]
+
     def row(self, name: str) -> Tried:
         """The candidate of that name."""
         return next(row for row in self.tried if row.name == name)
+
+
+def unpaid(row: Tried, steps: int, none_ms: float, floor: float) -> str:
+    """That faster steps do not make up for what it takes to set up; empty where they do."""
+    since = row.pays_from(none_ms, floor)
+    if since is None or since <= steps or row.extra_seconds < 1:
+        return ""
+    what = "compiling" if row.compiles else "setting up"
+    return (
+        f"{what} ({row.extra_seconds:.0f} s) would not be paid back in {steps:,} steps; from "
+        f"about {_up(since):,} steps on it would"
+    )
+
+
+def _up(number: float) -> int:
+    """To two digits, and never down."""
+    unit = int(10 ** max(0, len(str(int(number))) - 2))
+    return math.ceil(number / unit) * unit
 
 
 def by_preference(

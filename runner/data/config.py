@@ -11,6 +11,12 @@ from omegaconf import MISSING
 
 from runner.errors import ConfigError
 
+LOADING = (
+    "workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch", "timeout_s",
+    "validation_samples", "default_epochs", "default_steps",
+)  # fmt: skip
+"""Keys of `data` that leave the samples that are trained on as they are."""
+
 
 @dataclass
 class DataConfig:

@@ -4,9 +4,11 @@ so nothing is told by a colour or a length alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runner.report.curves import pieces
 from runner.report.places import together
 from runner.report.svg import Markup, Scale, join, percent, shorten, tag, tick
 
@@ -159,10 +161,14 @@ def lines(
     y_title: str,
     described: str,
     x_names: Sequence[str] = (),
+    reach: float = math.inf,
 ) -> Markup:
-    """Curves over one another, told apart by colour and dashes; `x_names` are for x = 0, 1, …"""
+    """Curves over one another, told apart by colour and dashes; `x_names` are for x = 0, 1, …
+
+    What is above `reach` leaves the top.
+    """
     xs = [x for one in series for x, _ in one.points]
-    ys = [y for one in series for _, y in one.points]
+    ys = [y for one in series for _, y in one.points if y <= reach]
     ys += [end for one in series for ends in one.ends if ends for end in ends if end < 1e6]
     margin = 0.3 if x_names else 0.0  # points at the very edge would be cut in half
     x_scale = Scale(min(xs) - margin, max(xs) + margin)
@@ -171,12 +177,17 @@ def lines(
     drawn = []
     for one in series:
         i = one.look
-        dots = " ".join(
-            f"{10 * x_scale(x):.1f},{1000 - 10 * y_scale(y):.1f}" for x, y in one.points
-        )
-        curve = tag("polyline", points=dots, class_="curve", stroke_dasharray=DASHES[i % 4])
+        drawn_at = [
+            " ".join(f"{10 * x_scale(x):.1f},{1000 - 10 * y_scale(y):.1f}" for x, y in piece)
+            for piece in pieces(one.points, reach)
+        ]
+        dashes = DASHES[i % 4]
+        curve = [
+            tag("polyline", points=dots, class_="curve", stroke_dasharray=dashes)
+            for dots in drawn_at
+        ]
         view = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
-        parts = [tag("svg", curve, **view, width="100%", height="100%")]
+        parts = [tag("svg", *curve, **view, width="100%", height="100%")]
         for (x, y), ends in zip(one.points, one.ends, strict=False):
             at = x_scale(x)
             if ends is not None:

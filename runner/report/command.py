@@ -74,6 +74,11 @@ def _main(arguments: argparse.Namespace) -> int:
     out = arguments.out or (folders[0] if len(folders) == 1 else _fresh())
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")
+    if arguments.out is None and report.better_there(found, out):
+        raise UsageError(
+            f"{out}: {report.FILE} has measurements that benchmark.json no longer has, and is not "
+            "written over; --out DIR writes what is left elsewhere"
+        )
     written = report.write(found, out)
     Console().print(table.terminal(report.moved(found, out)), crop=False)
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ log = logging.getLogger("runner")
 
 FILE = "comparison.json"
 PAGE = "comparison.html"
+BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
 """How a job ends that did what it was asked to; any other status is a failure with a reason."""
 
@@ -62,6 +64,11 @@ class Comparison:
     history: list[BenchmarkResult] = field(default_factory=list)  # several of them, oldest first
     home: Path | None = None  # what the rows' folders are relative to; `write` moves it
     schema: int = 1
+
+    @property
+    def damaged(self) -> bool:
+        """Whether it is a benchmark of which the measurements are lost: only its runs are left."""
+        return self.kind == "benchmark" and self.benchmark is None
 
 
 def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
@@ -123,6 +130,17 @@ def moved(comparison: Comparison, folder: Path) -> Comparison:
     return replace(comparison, rows=rows, home=folder.absolute())
 
 
+def better_there(comparison: Comparison, folder: Path) -> bool:
+    """Whether the comparison in `folder` is of measurements that are lost to this one."""
+    if comparison.benchmark is not None:
+        return False
+    try:
+        there = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(there, dict) and bool(there.get("benchmark"))
+
+
 def write(comparison: Comparison, folder: Path) -> list[Path]:
     """comparison.json, comparison.md, comparison.html, results.csv, and the TensorBoard run
     `comparison`; what was written. A disk that does not take it is a warning, not an error.
@@ -158,5 +176,5 @@ def _board(comparison: Comparison, folder: Path) -> list[Path]:
     except OSError as error:
         log.warning("no TensorBoard run of the comparison: %s", error.strerror or error)
         return []
-    made = folder / "comparison"
+    made = folder / BOARD
     return [made] if made.is_dir() else []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runner.report import facts
+from runner.report import facts, verdicts
 from runner.report.comparison import Comparison, Row
 
 Curve = list[tuple[float, float]]
 
 POINTS = 240  # of a curve; a phone is 360 wide
+DIVERGED = 100  # times as high as where the runs begin
 BYTES = 256 << 20  # of a record: what lies beyond is not read
 
 
@@ -52,6 +54,39 @@ def read(path: Path) -> Curve:
     except OSError:
         return []
     return sorted(found.items())
+
+
+def reach(comparison: Comparison, found: Mapping[str, Curve]) -> float:
+    """The highest loss of the curves that did not diverge: where an axis for all of them ends.
+
+    One that diverged went many times above where sound runs begin. Infinite where none did.
+    """
+    sound = {row.name for row in comparison.rows if verdicts.sound(row)}
+    begun = sorted(abs(curve[0][1]) for name, curve in found.items() if name in sound)
+    if not begun:
+        return math.inf
+    limit = DIVERGED * begun[(len(begun) - 1) // 2]
+    tops = [max(loss for _, loss in curve) for curve in found.values()]
+    kept = [top for top in tops if top <= limit]
+    return max(kept) if 0 < len(kept) < len(tops) else math.inf
+
+
+def beyond(found: Mapping[str, Curve], reach: float) -> list[str]:
+    """Whose losses are above it."""
+    return [name for name, curve in found.items() if any(loss > reach for _, loss in curve)]
+
+
+def pieces(curve: Sequence[tuple[float, float]], reach: float) -> list[Curve]:
+    """The parts of a curve up to `reach`, each as far as the point at which it goes beyond."""
+    made: list[Curve] = [[]]
+    for before, here in zip([None, *curve], curve, strict=False):
+        if here[1] <= reach:
+            if before is not None and before[1] > reach:
+                made.append([(before[0], reach)])
+            made[-1].append(here)
+        elif before is not None and before[1] <= reach:
+            made[-1].append((here[0], reach))
+    return [piece for piece in made if len(piece) > 1]
 
 
 def thin(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:

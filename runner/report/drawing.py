@@ -23,6 +23,7 @@ from runner.record.drawing import (
     turned,
     width,
 )
+from runner.report.curves import pieces
 from runner.report.places import together
 from runner.report.svg import LARGEST
 
@@ -169,12 +170,17 @@ def _mark(draw: ImageDraw.ImageDraw, x: float, y: float, group: Sequence[int]) -
     draw.text((x, y), told, PAPER, font(20), anchor="mm")
 
 
-def lines(title: str, curves: Mapping[str, Curve], total: int) -> NDArray[np.uint8]:
-    """Curves over the steps in one frame; below it their names and last values."""
+def lines(
+    title: str, curves: Mapping[str, Curve], total: int, reach: float = math.inf
+) -> NDArray[np.uint8]:
+    """Curves over the steps in one frame; below it their names and last values.
+
+    What is above `reach` leaves the top.
+    """
     left, deep = 110, 360
     below = TITLE + deep + 52
     picture, draw = _paper(below + 36 * len(curves) + EDGE, _of(title, len(curves), total))
-    every = [loss for curve in curves.values() for _, loss in curve]
+    every = [loss for curve in curves.values() for _, loss in curve if loss <= reach]
     last = max(curve[-1][0] for curve in curves.values())
     logarithmic = min(every) > 0 and max(every) / min(every) > 30
     shape: Callable[[float], float] = math.log10 if logarithmic else float
@@ -184,13 +190,16 @@ def lines(title: str, curves: Mapping[str, Curve], total: int) -> NDArray[np.uin
         told = 10**value if logarithmic else value
         draw.text((left - 10, y), f"{told:.3g}", GREY, font(22), anchor="rm")
     for i, (name, curve) in enumerate(curves.items()):
-        places = [
-            (left + (SIDE - EDGE - left) * step / last, up.at(shape(loss))) for step, loss in curve
-        ]
-        draw.line(places, fill=COLOURS[i % len(COLOURS)], width=4, joint="curve")
+        for piece in pieces(curve, reach):
+            places = [
+                (left + (SIDE - EDGE - left) * step / last, up.at(shape(loss)))
+                for step, loss in piece
+            ]
+            draw.line(places, fill=COLOURS[i % len(COLOURS)], width=4, joint="curve")
         y = below + 36 * i + 12
         draw.rectangle((EDGE, y - 6, EDGE + 34, y + 6), fill=COLOURS[i % len(COLOURS)])
-        _named(draw, EDGE + 46, y, name, f"{curve[-1][1]:.4g}")
+        above = " (above)" if any(loss > reach for _, loss in curve) else ""
+        _named(draw, EDGE + 46, y, name, f"{curve[-1][1]:.4g}{above}")
     draw.text((left, TITLE + deep + 20), "0", GREY, font(22), anchor="lm")
     end = f"step {last:,.0f}"
     draw.text((SIDE - EDGE, TITLE + deep + 20), end, GREY, font(22), anchor="rm")

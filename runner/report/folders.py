@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from runner.benchmark.arms import LOADING
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.benchmark.result import BenchmarkResult
+from runner.data.config import LOADING
 from runner.errors import StorageError, UsageError
 from runner.record.columns import settings_in
 from runner.report import facts
@@ -61,6 +61,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
         raise UsageError(f"{folders[0]}: nothing to compare: {why}")
     if len(found) == 1 and found[0].result is not None:
         return of_benchmark(found[0].result, found[0].folder)
+    if len(found) == 1 and found[0].kind == "benchmark":
+        return _of_damaged(found[0])
     if len(found) == 1 and found[0].kind == "sweep":
         return _of_sweep(found[0])
     return _together(found, [folder.absolute() for folder in folders])
@@ -112,9 +114,11 @@ def _benchmark(folder: Path, seen: set[Path]) -> Found:
     try:
         return Found("benchmark", folder, result=BenchmarkResult.read(folder))
     except StorageError as error:
-        note = f"{error}; its arms are shown as the runs they were"
-        rows = [of_run(run) for run in runs] or [Row([], "failed", str(error))]
-        return Found("sweep", folder, rows, notes=[note])
+        told = str(error).replace(f"{folder}/", "")
+        note = f"{told}; its arms are shown as the runs they were, without what was measured"
+        rows = [replace(of_run(run), name=run.name) for run in runs]
+        rows = rows or [Row([], "failed", told, name=_title(folder))]
+        return Found("benchmark", folder, rows, notes=[note])
 
 
 def _sweep(folder: Path, seen: set[Path]) -> Found:
@@ -135,6 +139,17 @@ def _sweep(folder: Path, seen: set[Path]) -> Found:
     if (folder / SWEEP).exists() and told is None:
         notes.append(f"{SWEEP} is damaged: the jobs are those whose folders are there")
     return Found("sweep", folder, rows, command=facts.text(told, "command"), notes=notes)
+
+
+def _of_damaged(found: Found) -> Comparison:
+    """A benchmark's arms without what was measured: their runs trained apart, one by one."""
+    return Comparison(
+        _title(found.folder),
+        _placed(found.rows, found.folder),
+        kind="benchmark",
+        notes=found.notes,
+        home=found.folder,
+    )
 
 
 def _of_sweep(found: Found) -> Comparison:
@@ -161,11 +176,16 @@ def _together(found: list[Found], folders: list[Path]) -> Comparison:
     """Things of several kinds, or several of one kind: one row for each run and arm."""
     results = [one.result for one in found if one.result is not None]
     home = _common(folders)
-    plain = [row for one in found for row in one.rows]
+    plain = [row for one in found if one.kind != "benchmark" for row in one.rows]
     rows = _named(plain, home)
     reference, rows, notes = _held_against(rows, home)
     notes = list(dict.fromkeys([*(note for one in found for note in one.notes), *notes]))
     several = len({result.name for result in results}) > 1
+    for one in found:
+        if one.kind == "benchmark":  # those of a damaged one
+            rows += _placed(
+                [replace(r, name=f"{one.folder.name} {r.name}") for r in one.rows], home
+            )
     rows += [row for one in found for row in _arms(one, home, several)]
     if results:
         notes.insert(0, "each benchmark's speed-ups are against its own reference")
@@ -208,14 +228,19 @@ def _common(folders: list[Path]) -> Path:
     return Path(*parts[0][:shared])
 
 
+def _placed(rows: list[Row], home: Path) -> list[Row]:
+    """Rows with their folders relative to `home`."""
+    return [
+        replace(row, folder=os.path.relpath(row.folder, home)) if row.folder else row
+        for row in rows
+    ]
+
+
 def _named(rows: list[Row], home: Path) -> list[Row]:
     """Rows with their names, and folders relative to `home`."""
-    places = [os.path.relpath(row.folder, home) if row.folder else "" for row in rows]
-    made = names([row.overrides for row in rows], places)
-    return [
-        replace(row, name=name, folder=place)
-        for row, name, place in zip(rows, made, places, strict=True)
-    ]
+    placed = _placed(rows, home)
+    made = names([row.overrides for row in placed], [row.folder for row in placed])
+    return [replace(row, name=name) for row, name in zip(placed, made, strict=True)]
 
 
 def _held_against(rows: list[Row], home: Path) -> tuple[str, list[Row], list[str]]:

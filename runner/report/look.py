@@ -95,7 +95,8 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem;
 th, td { padding: .5rem .7rem; text-align: right; white-space: nowrap; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 tbody tr:last-child > * { border-bottom: 0; }
-thead th { color: var(--soft); font-weight: 600; background: var(--box); vertical-align: bottom; }
+thead th { color: var(--soft); font-weight: 600; background: var(--box); vertical-align: bottom;
+  white-space: normal; overflow-wrap: normal; }
 th:first-child, tbody th, thead .stick { text-align: left; }
 tbody th { font-weight: 600; white-space: normal; min-width: 8.5rem; max-width: 22rem; }
 .long tbody th { min-width: clamp(8.5rem, 38vw, 18rem); }

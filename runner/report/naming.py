@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from runner.data.config import LOADING
 
 DEFAULT = "default"
 """A row in which the one key that others set is not set."""
@@ -24,14 +26,14 @@ def keys(overrides: Sequence[str]) -> dict[str, str]:
 def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
     """A name for each row of overrides, unlike the others' names.
 
-    The value alone where one key differs (`ultra`), else `key=value` for each one that does; rows
-    that are alike are told apart by `places`, their folders.
+    Where one key differs, its value (`ultra`), or `lr=0.1` where a value alone says nothing; else
+    `key=value` for each key that does. Rows that are alike are told apart by `places`, their
+    folders.
     """
     typed = [keys(row) for row in rows]
-    every = dict.fromkeys(key for row in typed for key in row)
-    varied = [key for key in every if len({row.get(key) for row in typed}) > 1]
+    varied = _varied(typed)
     if len(varied) == 1:
-        made = [row.get(varied[0], DEFAULT) for row in typed]
+        made = _values(varied[0].rpartition(".")[2], [row.get(varied[0]) for row in typed])
     else:
         made = [" ".join(f"{key}={row[key]}" for key in varied if key in row) for row in typed]
     short = _ends(places)
@@ -44,6 +46,39 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
         for name, end in zip(made, short, strict=True)
     ]
     return _numbered(made)
+
+
+def about_speed(rows: Iterable[Sequence[str]]) -> bool:
+    """Whether what sets rows of overrides apart is how they compute, not what they train."""
+    varied = _varied([keys(row) for row in rows])
+    return not varied or any(
+        key.partition(".")[0] in ("optimization", "device")
+        or (key.startswith("data.") and key.removeprefix("data.") in LOADING)
+        for key in varied
+    )
+
+
+def _varied(typed: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys in which rows differ, as first typed."""
+    every = dict.fromkeys(key for row in typed for key in row)
+    return [key for key in every if len({row.get(key) for row in typed}) > 1]
+
+
+def _values(key: str, values: Sequence[str | None]) -> list[str]:
+    """Names of rows by the values of one key: words speak for themselves, numbers do not."""
+    bare = all(value is None or _is_word(value) for value in values)
+    return [DEFAULT if value is None else value if bare else f"{key}={value}" for value in values]
+
+
+def _is_word(value: str) -> bool:
+    """Whether it is not a number, a boolean or nothing, as YAML has them."""
+    if value.lower() in ("true", "false", "null", "~", ""):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return True
+    return False
 
 
 def _ends(places: Sequence[str]) -> list[str]:

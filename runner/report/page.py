@@ -81,7 +81,11 @@ def _head(comparison: Comparison) -> Markup:
     ]
     return tag(
         "header",
-        tag("p", KINDS.get(comparison.kind, "Comparison"), class_="kind"),
+        tag(
+            "p",
+            "Damaged benchmark" if comparison.damaged else KINDS[comparison.kind],
+            class_="kind",
+        ),
         tag("h1", comparison.title),
         tag("p", prose(first.text), class_=lead),
         *(tag("p", marks[s.tone], prose(s.text), class_=f"said-too {s.tone}") for s in more),

@@ -64,7 +64,8 @@ def pictures(comparison: Comparison) -> dict[str, NDArray[np.uint8]]:
         )
     if losses := curves.losses(comparison):
         shown = dict(list(losses.items())[:MOST_CURVES])
-        made["loss"] = drawing.lines("training loss", shown, len(losses))
+        reach = curves.reach(comparison, shown)
+        made["loss"] = drawing.lines("training loss", shown, len(losses), reach)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from runner.benchmark.result import BenchmarkResult, Effect
-from runner.report import facts, verdicts, words
+from runner.report import curves, facts, verdicts, words
 from runner.report.charts import Bar, Point, Series, bars, lines, scatter
 from runner.report.comparison import Comparison, Row
 from runner.report.curves import Curve
@@ -48,7 +48,9 @@ def speed(comparison: Comparison) -> Iterator[Markup]:
     about = f"How many times as fast as {against}; the upright line is as fast."
     if any(row.speedup_interval for row in rows):
         about += " Whiskers are 95 % intervals."
-    if floor:
+    if words.too_noisy(comparison.benchmark):
+        about += f" The machine was too noisy to tell anything apart: ± {words.share(floor)}."
+    elif floor:
         about += f" Nothing in the hatched strip, ± {words.share(floor)}, is claimed."
     if comparison.kind == "sweep":
         about = f"Samples per second, as a ratio to {against}: one run each, so without intervals."
@@ -99,13 +101,16 @@ def losses(comparison: Comparison, found: Mapping[str, Curve]) -> Iterator[Marku
     names = [row.name for row in comparison.rows]
     series = [Series(name, curve, look=names.index(name)) for name, curve in shown]
     about = "Training loss by step. Arms that train the same lie on one another."
+    reach = curves.reach(comparison, dict(shown))
+    if beyond := curves.beyond(dict(shown), reach):
+        about += f" The axis ends where the others do: {words.listed(beyond)} went beyond."
     if len(found) > CURVES:
         about += f" The first {CURVES} of {len(found)} rows are shown."
     told = "; ".join(
         f"{name} from {words.metric(curve[0][1])} to {words.metric(curve[-1][1])}"
         for name, curve in shown
     )
-    yield _figure("Training loss", about, lines(series, "step", "loss", told))
+    yield _figure("Training loss", about, lines(series, "step", "loss", told, reach=reach))
 
 
 def attribution(comparison: Comparison) -> Iterator[Markup]:

@@ -79,8 +79,11 @@ class Scale:
         """Round values for the axis, at most about so many."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            found = [m * 10.0**e for e in range(first, last + 1) for m in (1, 2, 5)]
-            found = [x for x in found if self.low <= x <= self.high]
+            for steps in ((1, 2, 5), (1,)):  # many are thinned out to every so many-th power
+                found = [m * 10.0**e for e in range(first, last + 1) for m in steps]
+                found = [x for x in found if self.low <= x <= self.high]
+                if len(found) <= most:
+                    break
             return found[:: max(1, math.ceil(len(found) / most))]
         step = 10.0 ** math.floor(math.log10((self.high - self.low) / most))
         step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= most)

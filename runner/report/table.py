@@ -15,7 +15,7 @@ from rich.text import Text
 from runner.record.console import one_line
 from runner.report import facts, verdicts, words
 from runner.report.columns import Column, columns
-from runner.report.comparison import PAGE, Comparison, Row
+from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 NAME = 24  # characters of a row's name; longer ones are folded
@@ -47,7 +47,8 @@ class _Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         comparison = self.comparison
-        heading = {"benchmark": "benchmark", "sweep": "sweep"}.get(comparison.kind, "comparison")
+        heading = "damaged " if comparison.damaged else ""
+        heading += {"benchmark": "benchmark", "sweep": "sweep"}.get(comparison.kind, "comparison")
         yield Text()
         yield Text.assemble((f"{heading} ", "dim"), (one_line(comparison.title), "bold"))
         width = options.max_width
@@ -152,12 +153,15 @@ def _where(comparison: Comparison) -> Iterator[Text]:
     """Where the files are; commands are not broken over lines, so that they can be copied."""
     if comparison.home is None:
         return
-    folder = short(comparison.home)
-    yield Text()
-    lines = [("files:      ", folder)]
-    if (comparison.home / PAGE).exists():
+    home, folder, lines = comparison.home, short(comparison.home), []
+    if (home / FILE).exists():
+        lines.append(("files:      ", folder))
+    if (home / PAGE).exists():
         lines.append(("the page:   ", f"{folder}/{PAGE}"))
-    lines.append(("look at it: ", f"tensorboard --logdir {shlex.quote(folder)}"))
+    if any(home.glob(f"{BOARD}/events.out.tfevents.*")):
+        lines.append(("look at it: ", f"tensorboard --logdir {shlex.quote(folder)}"))
+    if lines:
+        yield Text()
     for name, text in lines:
         yield Text.assemble((name, "dim"), one_line(text), no_wrap=True, overflow="ignore")
 

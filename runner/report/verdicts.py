@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from runner.report import facts
 from runner.report.comparison import Comparison, Row, of_benchmark
+from runner.report.naming import about_speed
 from runner.report.trend import trends_of
 from runner.report.words import MOST, interval, listed, metric, times, unclaimed, when
 
@@ -95,6 +96,9 @@ def _parity_reason(row: Row) -> str:
 
 def _of_benchmark(comparison: Comparison) -> list[str]:
     rows, reference = comparison.rows, comparison.reference
+    if comparison.damaged:
+        done = sum(row.finished for row in rows)
+        return [f"What was measured is lost; {done} of {len(rows)} arms left a finished run."]
     others = [row for row in rows if row.name != reference]
     if not any(row.finished for row in rows):
         return [f"Nothing could be measured: none of the {len(rows)} arms came to an end."]
@@ -206,16 +210,31 @@ def _of_runs(comparison: Comparison) -> list[str]:
     said = []
     if len(plain) > 1 and comparison.reference:
         said.append(f"{_fastest(plain, comparison.reference)}: one run each, so read it as a hint.")
-    name = facts.monitored([row for row in comparison.rows if row.finished])
-    known = [row for row in comparison.rows if row.finished and facts.best(row) is not None]
-    if name and len(known) > 1:
-        low, high = (pick(facts.best(row) or 0.0 for row in known) for pick in (min, max))
-        spread = f"{metric(low)} to {metric(high)}" if low != high else f"{metric(low)} in all"
-        said.append(f"Best {name}: {spread}.")
+    best = _best(comparison)
+    said = [*said, *best] if about_speed(row.overrides for row in plain) else [*best, *said]
     if said or comparison.history:
         return said
     done = sum(row.finished for row in comparison.rows)
     return [f"{done} of {len(comparison.rows)} came to an end."]
+
+
+def _best(comparison: Comparison) -> list[str]:
+    """The metric that the runs' checkpoints are judged by, with whose is lowest and highest.
+
+    Which of them is better, a summary does not say.
+    """
+    name = facts.monitored([row for row in comparison.rows if row.finished])
+    best = {row.name: facts.best(row) for row in comparison.rows if row.finished}
+    known = {row: value for row, value in best.items() if value is not None}
+    if not name or len(known) < 2:
+        return []
+    low, high = min(known.values()), max(known.values())
+    if low == high:
+        return [f"Best {name}: {metric(low)} in all."]
+    ends = [
+        f"{metric(end)} ({listed([r for r in known if known[r] == end])})" for end in (low, high)
+    ]
+    return [f"Best {name}: from {ends[0]} to {ends[1]}."]
 
 
 def _fastest(rows: list[Row], reference: str) -> str:

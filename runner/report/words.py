@@ -10,6 +10,7 @@ from runner.report import facts
 from runner.report.comparison import Comparison, Row
 
 NONE = "–"  # where there is no number
+NOISY = 0.5  # a noise floor above it leaves nothing to tell apart
 MOST = 4  # names in a sentence; what is beyond is counted
 
 STATISTICS = (
@@ -33,7 +34,14 @@ def times(ratio: float | None) -> str:
     """A ratio, as `1.83×`."""
     if ratio is None:
         return NONE
-    return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:,.0f}×"
+    return f"{_digits(ratio)}×"
+
+
+def _digits(ratio: float) -> str:
+    """Two digits after the point; three that mean something of one that is almost nothing."""
+    if 0 < ratio < 0.1:
+        return f"{ratio:.3g}"
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def interval(ends: tuple[float, float] | None) -> str:
@@ -42,8 +50,8 @@ def interval(ends: tuple[float, float] | None) -> str:
         return ""
     low, high = ends
     if high < 1e6:
-        return f"{low:.2f} to {high:.2f}"
-    return "too few blocks" if low == 0 else f"above {low:.2f}"
+        return f"{_digits(low)} to {_digits(high)}"
+    return "too few blocks" if low == 0 else f"above {_digits(low)}"
 
 
 def speedup(row: Row) -> str:
@@ -130,6 +138,8 @@ def effect(found: Effect, side: str) -> str:
 
 def method(comparison: Comparison) -> str:
     """How the numbers came about."""
+    if comparison.damaged:
+        return "Each arm's own record of its steps; what was measured of them together is lost."
     if all(row.measured is not None for row in comparison.rows):
         return STATISTICS
     if not any(row.measured is not None for row in comparison.rows):
@@ -174,7 +184,14 @@ def unclaimed(found: BenchmarkResult) -> str:
     """Within what nothing is claimed, as a part of a sentence."""
     if found.noise_floor is None:
         return "nothing is claimed: the noise floor is not known"
+    if too_noisy(found):
+        return f"too noisy to tell anything apart: the noise floor is ± {share(found.noise_floor)}"
     return f"nothing within ± {share(found.unclaimed)} is claimed"
+
+
+def too_noisy(found: BenchmarkResult | None) -> bool:
+    """Whether the reference differed from itself so much that no ratio says anything."""
+    return found is not None and (found.noise_floor or 0.0) > NOISY
 
 
 def when(moment: str) -> str:

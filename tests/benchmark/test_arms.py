@@ -10,12 +10,15 @@ import pytest
 from runner.benchmark.arms import (
     Arm,
     arms_of,
-    differing_batches,
-    differing_work,
-    other_work,
     reference_of,
 )
 from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.differences import (
+    differing_batches,
+    differing_levels,
+    differing_work,
+    other_work,
+)
 from runner.config import compose
 from runner.errors import ConfigError
 
@@ -153,6 +156,32 @@ def test_other_work_is_said() -> None:
     others = arms("none", "basic", "b: ultra training.batch_size=64 seed=1 device.tf32=true")
     assert other_work(others[1], others[0]) == []
     assert other_work(others[2], others[0]) == ["seed", "batch size", "device.tf32"]
+
+
+SYSTEM, FUSED = "optimization.system.enabled=true", "optimization.fused_optimizer.enabled=true"
+
+
+def test_arms_that_are_the_same_by_the_level_below_them_are_told_of_it() -> None:
+    base = "system and fused are on top of optimization=advanced, the default; write"
+    with pytest.raises(ConfigError, match=base):
+        arms("none", f"system: {SYSTEM}", f"fused: {FUSED}")
+    with pytest.raises(ConfigError, match="again is on top of optimization=basic; write"):
+        arms("basic", f"again: {SYSTEM}", over=("optimization=basic",))
+    _, system, fused = arms(
+        "none", f"system: optimization=none {SYSTEM}", f"fused: optimization=none {FUSED}"
+    )
+    assert system.config != fused.config
+
+
+def test_a_level_that_nobody_asked_for_is_said() -> None:
+    found = arms("none", "lr: optimizer.lr=1e9", "ultra optimizer.lr=1e9", "basic")
+    (note,) = differing_levels(found, found[0])
+    assert note.startswith("lr: on top of optimization=advanced, the default, unlike none; write")
+    assert other_work(found[1], found[0]) == ["optimizer", "optimization level"]
+    assert other_work(found[2], found[0]) == ["optimizer"]  # which names its level
+    rates = arms("optimizer.lr=0.1", "optimizer.lr=0.2")
+    assert differing_levels(rates, rates[0]) == []
+    assert other_work(rates[1], rates[0]) == ["optimizer"]
 
 
 def test_groups_of_the_users_own_are_levels_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner import compose
-from runner.measure.parity import Agreement, Parity, Yardstick, parity
+from runner.measure.parity import Agreement, Parity, Yardstick, parity, without_techniques
 
 QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
 MODELS = {
@@ -138,6 +138,16 @@ def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame(
     assert (found.first.step, found.first.kind) == (1, "loss")
     assert found.culprits == ["accumulation", mutant]
     assert "FAIL" not in found.alone.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])  # with 1, a bias of the CNN gets Adam's other sign
+def test_a_gradient_next_to_zero_may_have_either_sign(seed: int) -> None:
+    names = ("system", "channels_last", "amp", "fused_optimizer")
+    on = [f"optimization.{name}.enabled=true" for name in names]
+    config = compose(["model=cnn", f"seed={seed}", "optimization=custom", *on])
+    found = parity(config, without_techniques(config))
+    assert found.verdict is Agreement.explained, found.first
 
 
 def test_what_16_bits_would_hide_is_seen_without_them() -> None:

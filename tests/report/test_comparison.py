@@ -18,7 +18,7 @@ from runner.report.comparison import Comparison, Row, of_benchmark, of_folders
 from runner.report.curves import read, thin
 from runner.report.naming import names
 from runner.report.verdicts import conclusion, verdict
-from runner.report.words import parity
+from runner.report.words import interval, parity, times, unclaimed
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
 
@@ -33,9 +33,13 @@ HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
 def test_rows_are_named_by_what_differs_between_them() -> None:
     two = [["optimization=none", "seed=1", "+a.b=x"], ["optimization=ultra", "seed=2", "+a.b=x"]]
     assert names(two, ["0", "1"]) == ["optimization=none seed=1", "optimization=ultra seed=2"]
-    assert names([["seed=1"], ["seed=2"]], ["0", "1"]) == ["1", "2"]
-    assert names([["seed=1"], []], ["0", "1"]) == ["1", "default"]
-    assert names([["a=1"], ["a=1"], ["a=2"]], ["x/0", "y/0", "z/0"]) == ["1 (x/0)", "1 (y/0)", "2"]
+    assert names([["a.lr=1e-3"], ["a.lr=2"]], ["0", "1"]) == ["lr=1e-3", "lr=2"]
+    assert names([["seed=1"], []], ["0", "1"]) == ["seed=1", "default"]
+    assert names([["a=1"], ["a=1"], ["a=2"]], ["x/0", "y/0", "z/0"]) == [
+        "a=1 (x/0)",
+        "a=1 (y/0)",
+        "a=2",
+    ]
     assert names([[], []], ["runs/one", "runs/two"]) == ["one", "two"]
     assert len(set(names([["a=1"]] * 3, ["", "", ""]))) == 3
 
@@ -121,6 +125,12 @@ def test_changes_over_time_are_told_where_intervals_do_not_touch() -> None:
     )
     assert "basic became faster" in said[1] and "1.33×" in said[1]
     assert not any(text.startswith("none became") for text in said)
+
+
+def test_a_slow_arm_has_digits_and_much_noise_says_so() -> None:
+    assert (times(0.00148), times(0.22), times(1.5)) == ("0.00148×", "0.22×", "1.50×")
+    assert interval((0.00142, 0.2)) == "0.00142 to 0.20"
+    assert unclaimed(result(reference(), noise_floor=2.61)).startswith("too noisy")
 
 
 # --- files

@@ -12,6 +12,7 @@ import pytest
 from runner.checkpoint.lock import lock
 from runner.errors import UsageError
 from runner.report import comparison as report
+from runner.report.command import main
 from runner.report.comparison import of_folders
 from tests.report.planted_results import arm, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
@@ -65,7 +66,7 @@ def test_a_sweep_of_another_launcher_is_known_by_its_folders(tmp_path: Path) -> 
     (tmp_path / "multirun.yaml").write_text("hydra: {}")
     for number in (10, 9, 2):
         run(tmp_path / str(number), [f"seed={number}"])
-    assert [row.name for row in of_folders([tmp_path]).rows] == ["2", "9", "10"]
+    assert [row.name for row in of_folders([tmp_path]).rows] == ["seed=2", "seed=9", "seed=10"]
 
 
 DAMAGE = {
@@ -151,7 +152,7 @@ def test_a_summary_with_odd_values_is_shown_all_the_same(tmp_path: Path) -> None
     run(tmp_path / "b", ["seed=2"])
     (tmp_path / "b" / "summary.json").write_text(json.dumps(ODD))
     found = of_folders([tmp_path])
-    assert [row.name for row in found.rows] == ["1", "2"]
+    assert [row.name for row in found.rows] == ["seed=1", "seed=2"]
     assert len(report.write(found, tmp_path)) >= 4
 
 
@@ -227,12 +228,41 @@ def test_a_ratio_needs_the_same_data_model_and_device_and_steps_enough(tmp_path:
 
 
 def test_a_damaged_benchmark_leaves_the_runs_of_its_arms(tmp_path: Path) -> None:
-    (tmp_path / "benchmark.json").write_text('{"schema": 1')
-    run(tmp_path / "none", ["optimization=none"])
-    run(tmp_path / "ultra", ["optimization=ultra"])
-    found = of_folders([tmp_path])
-    assert [row.name for row in found.rows] == ["none", "ultra"]
-    assert "benchmark.json" in found.notes[0]
+    run(tmp_path / "b" / "none", ["optimization=none"])
+    (tmp_path / "b" / "benchmark.json").write_text('{"schema": 1')
+    run(tmp_path / "b" / "ultra", ["optimization=ultra"])
+    found = of_folders([tmp_path / "b"])
+    assert found.damaged and found.reference == ""
+    assert [(row.name, row.speedup) for row in found.rows] == [("none", None), ("ultra", None)]
+    assert "benchmark.json" in found.notes[0] and str(tmp_path) not in found.notes[0]
+    assert "lost" in texts(found)[0]
+    assert report.write(found, tmp_path / "b")
+    run(tmp_path / "mine", ["optimization=none"])
+    together = {row.name: row.speedup for row in of_folders([tmp_path]).rows}
+    assert together == {"mine": None, "b none": None, "b ultra": None}
+
+
+def test_what_is_left_of_a_benchmark_is_not_written_over_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "b" / "none", ["optimization=none"])
+    measured = result(reference(), arm("basic", 1.5))
+    report.write(report.of_benchmark(measured, tmp_path / "b"), tmp_path / "b")
+    before = (tmp_path / "b" / "comparison.json").read_bytes()
+    (tmp_path / "b" / "benchmark.json").write_text('{"schema": 1')
+    assert main([str(tmp_path / "b")]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert (tmp_path / "b" / "comparison.json").read_bytes() == before
+    assert main([str(tmp_path / "b"), "--out", str(tmp_path / "c")]) == 0
+    assert (tmp_path / "c" / "comparison.html").is_file()
+
+
+def test_where_runs_train_something_else_the_metric_comes_before_the_speed(tmp_path: Path) -> None:
+    for number, best in enumerate((0.5, 0.9)):
+        run(tmp_path / str(number), [f"optimizer.lr={10**-number}"], 1000.0, best=best)
+    first, second = texts(of_folders([tmp_path]))
+    assert first == "Best val/accuracy: from 0.5000 (lr=1) to 0.9000 (lr=0.1)."
+    assert "fastest" in second
 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "empty"])

@@ -84,7 +84,10 @@ def test_commands_are_on_one_line_and_the_page_is_named_once_it_is_there(tmp_pat
     home.mkdir(parents=True)
     found = of_benchmark(levels(), home)
     assert "the page" not in shown(found)
-    (home / "comparison.html").write_text("")
+    assert "files:" not in shown(found) and "tensorboard" not in shown(found)
+    (home / "comparison").mkdir()
+    for name in ("comparison.json", "comparison.html", "comparison/events.out.tfevents.1"):
+        (home / name).write_text("")
     text = shown(found)
     assert any("comparison.html" in line and "long" * 20 in line for line in text.splitlines())
     assert f"tensorboard --logdir '{home}'" in text
