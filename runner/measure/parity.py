@@ -65,7 +65,8 @@ def parity(
     hides nothing. A small failure has to repeat with other seeds: where one rounding carries an
     activation over its kink, two right computations part, and that does not happen twice; a wrong
     one is wrong every time. So has one of a weight whose gradient was right: an update that divides
-    by the gradient's size, as Adam's first, has its kink where the gradient is 0. With `attribute` it is traced to the technique that causes it.
+    by the gradient's size, as Adam's first, has its kink where the gradient is 0. With `attribute`
+    it is traced to the technique that causes it.
     """
     yardstick = Yardstick(baseline, steps)
     found = yardstick.judge(config)
