@@ -27,6 +27,7 @@ from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
 from runner.benchmark.machine import machine
 from runner.benchmark.rows import load_of
 from runner.benchmark.statements import (
+    BETTER,
     FAILS,
     HOLDS,
     PLAIN,
@@ -185,13 +186,20 @@ def judge(trial: Trial, statement: Statement, heat: Heat) -> ClaimResult:
 
 
 def verdict(statement: Statement, seen: Estimate, noise: float) -> tuple[str, str]:
-    """Whether all of the interval, the noise added at both ends, is on one side of the bar."""
+    """Whether all of the interval, the noise added at both ends, is on one side of the bar.
+
+    Where a range is said and all of it lies past the far end, it is better than said.
+    """
     low, high = seen.low / (1 + noise), seen.high * (1 + noise)
-    bar = statement.bar
+    bar, most = statement.bar, statement.most
     if statement.quantity in GAINS:
         reached, missed = low >= bar, high < bar
+        past = most is not None and low > most
     else:
         reached, missed = high <= bar, low > bar
+        past = most is not None and high < most
+    if past:
+        return BETTER, ""
     if reached or missed:
         return (HOLDS if reached else FAILS), ""
     return UNKNOWN, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measurable here"
+BETTER = "better than said"
 PLAIN = "plain"
 
 
@@ -35,6 +36,7 @@ class Statement:
     arm: str  # of the trial, that is held against the plain one
     needs: str = ""  # the technique that must have taken hold
     tool: str = ""  # the debug tool whose looks are on an account of their own
+    most: float | None = None  # where a range is said, its far end; past it is better than said
     run_steps: int | None = None  # of the run that a tool which looks once is held against
     why: str = ""  # it should, or should not, in one sentence
 
@@ -124,6 +126,7 @@ TRIALS = (
         (
             Statement(
                 "torch.compile", "20–30 % faster", Quantity.speed, 1.2, "compile", "compile",
+                most=1.3,
                 why="It fuses what lies between the products of matrices; where these are most of "
                 "a step there is little to fuse. Compiling comes on top, and is not counted here.",
             ),
@@ -136,6 +139,7 @@ TRIALS = (
         (
             Statement(
                 "mixed precision: speed", "1.5–2× faster", Quantity.speed, 1.5, "amp", "amp",
+                most=2.0,
                 why="It is a matter of hardware with 16-bit products: Tensor Cores, or AVX512-BF16 "
                 "and AMX on a CPU. Everything but the products stays as it was.",
             ),
@@ -154,6 +158,7 @@ TRIALS = (
             Statement(
                 "flash attention", "2–3× the memory efficiency", Quantity.step_memory, 0.5, "flash",
                 "attention",
+                most=1 / 3,
                 why="The matrix of all pairs of tokens is never held, so the longer the sequence, "
                 "the more it saves. Held against attention written out; torch's own default is "
                 "flash already where it can be.",
@@ -181,6 +186,7 @@ TRIALS = (
         (
             Statement(
                 "tuned loader", "20–30 % faster", Quantity.speed, 1.2, "pipeline", "pipeline",
+                most=1.3,
                 why="Decoding happens beside the step where cores are free for it. Data that lie "
                 "in memory gain nothing, and a run that waits for files gains far more.",
             ),
@@ -211,12 +217,14 @@ TRIALS = (
         (
             Statement(
                 "anomaly mode", "+10–20 % time", Quantity.cost, 1.2, "anomaly",
+                most=1.1,
                 why="It keeps a stack trace for each operation and checks every gradient, which "
                 "costs most where operations are small. Here it is on at every step.",
             ),
             Statement(
                 "gradcheck", "+50–100 % time", Quantity.cost, 2.0, "gradcheck", tool="gradcheck",
                 run_steps=184,
+                most=1.5,
                 why="It runs once, before the first step, and takes the same seconds whatever the "
                 "length of the run: held here against a run of 184 steps.",
             ),
@@ -234,6 +242,7 @@ TRIALS = (
         (
             Statement(
                 "int8 inference", "40–60 % faster", Quantity.inference, 1.4, "int8", "quantization",
+                most=1.6,
                 why="It needs large linear layers and a CPU or GPU with 8-bit products; inputs are "
                 "quantised on the way, which small layers do not pay back.",
             ),

@@ -10,14 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.benchmark.statements import FAILS, HOLDS, ClaimResult, Claims, Quantity
+from runner.benchmark.statements import BETTER, FAILS, HOLDS, ClaimResult, Claims, Quantity
 from runner.errors import StorageError
 from runner.record.console import one_line
 from runner.record.markdown import code, escape, table
 from runner.storage import replace_text
 
 FILE = "claims.json"
-STYLES = {HOLDS: "green", FAILS: "bold red"}
+STYLES = {HOLDS: "green", BETTER: "green", FAILS: "bold red"}
 LOADED = 0.1  # share of the CPUs that others took, from which on it is said
 
 

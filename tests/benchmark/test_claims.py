@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from runner.benchmark.crew import Finished, Ready
 from runner.benchmark.gauges import TIMES, int8_speedup, state_bytes, step_bytes
 from runner.benchmark.heat import With
 from runner.benchmark.statements import (
+    BETTER,
     FAILS,
     HOLDS,
     PLAIN,
@@ -104,6 +105,16 @@ def measured(planned: Planned, *trials: Trial, **settings: Any) -> Claims:
     config.benchmark = BenchmarkConfig(budget_s=60.0 * len(trials), **settings)
     how = With(config.benchmark, crew=planned.crew, clock=planned.clock)
     return measure_claims(config, trials=trials, how=how)
+
+
+def test_what_lies_past_the_far_end_of_a_range_is_better_than_said() -> None:
+    for quantity, bar, most, inside, past in (
+        (Quantity.speed, 1.2, 1.3, (1.25, 1.5), (1.4, 1.5)),
+        (Quantity.cost, 2.0, 1.5, (1.4, 1.8), (1.0, 1.2)),
+    ):
+        said = replace(statement(quantity, bar), most=most)
+        found = [verdict(said, Estimate(1.0, *ends), 0.01)[0] for ends in (inside, past)]
+        assert found == [HOLDS, BETTER]
 
 
 @pytest.mark.parametrize(
