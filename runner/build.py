@@ -86,7 +86,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     if config.optimization.level == "auto":
         raise ConfigError(
             "optimization", "auto is found out by measuring, before a run is put together",
-            "use job=train, or from Python runner.benchmark.choose.resolved(config)",
+            "use job=train, or from Python runner.benchmark.auto.choose.resolved(config)",
         )  # fmt: skip
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from runner.benchmark.arms import Arm
+from runner.benchmark.auto.choose import EVIDENCE, arms_in, resolved
+from runner.benchmark.auto.look import look_at
+from runner.benchmark.auto.search import AGAIN
+from runner.benchmark.auto.space import space_of
 from runner.benchmark.blocks import ArmEnded, Rule, run_blocks
-from runner.benchmark.choose import EVIDENCE, arms_in, resolved
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew
-from runner.benchmark.look import look_at
-from runner.benchmark.search import AGAIN
-from runner.benchmark.space import space_of
+from runner.benchmark.crew.crew import Crew
 from runner.benchmark.statistics import noise_floor
 from runner.build import Given
 from runner.config import compose

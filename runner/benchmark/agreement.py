@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.benchmark.arms import Arm, asks
-from runner.benchmark.process import environment, no_interrupt
+from runner.benchmark.crew.process import environment, no_interrupt
 from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.security.parcel import opened, packed

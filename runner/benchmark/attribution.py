@@ -17,7 +17,7 @@ from typing import Any
 from runner.benchmark.agreement import Judge, Verdict
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.crew import Finished
+from runner.benchmark.crew.crew import Finished
 from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.sentences import sentences

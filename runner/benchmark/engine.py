@@ -20,7 +20,7 @@ from runner.benchmark.agreement import Judge
 from runner.benchmark.arms import Arm, check_budget, reference_of
 from runner.benchmark.blocks import ArmEnded, Rule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew
+from runner.benchmark.crew.crew import Crew
 from runner.benchmark.differences import differing_batches, differing_levels, differing_work
 from runner.benchmark.heat import Starter
 from runner.benchmark.machine import machine

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew, Finished, Ready
+from runner.benchmark.crew.crew import Crew, Finished, Ready
 from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
 
 INTERRUPTED = "interrupted"

@@ -13,7 +13,7 @@ from runner.benchmark.agreement import Verdict
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Measured, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Finished, Ready
+from runner.benchmark.crew.crew import Finished, Ready
 from runner.benchmark.differences import other_work
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, Control, Load
 from runner.benchmark.statistics import (

@@ -48,7 +48,7 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
         return None
     arms = arms_of(settings, *_typed())
     if any(arm.config.optimization.level == "auto" for arm in arms):
-        from runner.benchmark.choose import settled_arms
+        from runner.benchmark.auto.choose import settled_arms
 
         arms = settled_arms(arms, folder)
     then = regression.stored(settings, [arm.name for arm in arms])

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from runner.benchmark.claims import measure_claims
-from runner.benchmark.statements import Claims
+from runner.benchmark.claims.claims import measure_claims
+from runner.benchmark.claims.statements import Claims
 from runner.config import RunConfig
 from runner.errors import StorageError
 from runner.report import claims as report

@@ -32,7 +32,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
         )
     given = None
     if config.optimization.level == "auto":  # what the model was trained with, or nothing
-        from runner.benchmark.choose import resolved
+        from runner.benchmark.auto.choose import resolved
 
         given = resolved(config, search=False)
     with build(config, folder, given) as run:

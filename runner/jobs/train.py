@@ -24,6 +24,6 @@ def _chosen(config: RunConfig, folder: Path) -> Given | None:
     """What `optimization=auto` comes to; nothing is measured for any other level."""
     if config.optimization.level != "auto":
         return None
-    from runner.benchmark.choose import resolved
+    from runner.benchmark.auto.choose import resolved
 
     return resolved(config, folder)

@@ -27,7 +27,7 @@ def main(config: RunConfig, folder: Path) -> Parity | Continuation:
     """Print what was found and write `verify.json`; NotVerified where it is not as it should be."""
     found: Parity | Continuation
     if config.optimization.level == "auto":
-        from runner.benchmark.choose import settled
+        from runner.benchmark.auto.choose import settled
 
         config = settled(config, folder)
     if config.verify.what is VerifyKind.parity:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from runner.benchmark.arms import Arm, arms_of, check_budget
-from runner.benchmark.choose import settled_arms
+from runner.benchmark.auto.choose import settled_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
 from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from runner.benchmark.choose import resolved
+from runner.benchmark.auto.choose import resolved
 from runner.build import Given, build
 from runner.errors import UsageError
 from runner.evaluation import evaluate

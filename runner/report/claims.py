@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.benchmark.statements import BETTER, FAILS, HOLDS, ClaimResult, Claims, Quantity
+from runner.benchmark.claims.statements import BETTER, FAILS, HOLDS, ClaimResult, Claims, Quantity
 from runner.errors import StorageError
 from runner.record.console import one_line
 from runner.record.markdown import code, escape, table

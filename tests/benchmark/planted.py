@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runner.benchmark.blocks import ArmEnded, Turn
-from runner.benchmark.crew import Finished, Ready
+from runner.benchmark.crew.crew import Finished, Ready
 
 SAMPLES = 32
 

@@ -13,7 +13,7 @@ from typing import Any
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Finished, Ready
+from runner.benchmark.crew.crew import Finished, Ready
 
 PLAIN_MS = 10.0
 MIB = 2**20

@@ -18,16 +18,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.advice import sentence
 from runner.benchmark.agreement import Verdict
+from runner.benchmark.auto.advice import sentence
+from runner.benchmark.auto.cache import remembered
+from runner.benchmark.auto.choose import EVIDENCE, YAML, arms_in, resolved
+from runner.benchmark.auto.decide import again, decide, effort, take
+from runner.benchmark.auto.search import ALIVE, Search
+from runner.benchmark.auto.space import NONE, Space, space_of
+from runner.benchmark.auto.tried import Found, Tried
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.cache import remembered
-from runner.benchmark.choose import EVIDENCE, YAML, arms_in, resolved
-from runner.benchmark.decide import again, decide, effort, take
-from runner.benchmark.search import ALIVE, Search
-from runner.benchmark.space import NONE, Space, space_of
 from runner.benchmark.statistics import Estimate
-from runner.benchmark.tried import Found, Tried
 from runner.build import build
 from runner.config import compose, compose_raw, typed
 from runner.errors import ConfigError

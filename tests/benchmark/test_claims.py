@@ -13,12 +13,9 @@ from rich.console import Console
 from runner import build, compose, train
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
-from runner.benchmark.claims import measure_claims, verdict
-from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Finished, Ready
-from runner.benchmark.gauges import TIMES, int8_speedup, state_bytes, step_bytes
-from runner.benchmark.heat import With
-from runner.benchmark.statements import (
+from runner.benchmark.claims.claims import measure_claims, verdict
+from runner.benchmark.claims.gauges import TIMES, int8_speedup, state_bytes, step_bytes
+from runner.benchmark.claims.statements import (
     BETTER,
     FAILS,
     HOLDS,
@@ -31,6 +28,9 @@ from runner.benchmark.statements import (
     Statement,
     Trial,
 )
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.crew.crew import Finished, Ready
+from runner.benchmark.heat import With
 from runner.benchmark.statistics import Estimate
 from runner.config import JobKind
 from runner.errors import Interrupted

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from runner import build, compose, train
-from runner.benchmark import crew as crews
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew, Finished, Ready
+from runner.benchmark.crew import crew as crews
+from runner.benchmark.crew.crew import Crew, Finished, Ready
 from runner.build import Given
 from runner.device import openmp
 from runner.errors import SecurityError, UsageError
@@ -354,7 +354,7 @@ SCRIPT = """
 import sys
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew
+from runner.benchmark.crew.crew import Crew
 from runner.config import compose
 
 if __name__ == "__main__":

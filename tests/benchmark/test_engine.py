@@ -17,7 +17,7 @@ import pytest
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn, TurnLoad
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Finished, Ready
+from runner.benchmark.crew.crew import Finished, Ready
 from runner.benchmark.engine import Cut, failures, measure
 from runner.benchmark.result import SAME, BenchmarkResult
 from runner.config import compose

@@ -12,7 +12,7 @@ from time import perf_counter
 import psutil
 import pytest
 
-from runner.benchmark.load import Watch
+from runner.benchmark.crew.load import Watch
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 BURN = "print(flush=True)\nwhile True: pass"

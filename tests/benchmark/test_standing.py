@@ -10,7 +10,7 @@ import pytest
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew
+from runner.benchmark.crew.crew import Crew
 from runner.config import compose
 
 PARTS = "tests.benchmark.arm_parts"

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from runner import build, compose
-from runner.benchmark import training
-from runner.benchmark.training import Course
-from runner.benchmark.worker import benchmarked
+from runner.benchmark.crew import training
+from runner.benchmark.crew.training import Course
+from runner.benchmark.crew.worker import benchmarked
 from runner.config import config_hash
 from runner.hook import Report
 from runner.stopwatch import Stopwatch
@@ -142,9 +142,8 @@ def test_a_wait_aside_is_in_no_lap() -> None:
 
 def test_starting_a_process_imports_no_torch() -> None:
     """Neither the parent's part nor what the process has before it is in its own session."""
-    code = (
-        "import sys, runner.benchmark.crew, runner.benchmark.worker; print('torch' in sys.modules)"
-    )
+    ours = "runner.benchmark.crew.crew, runner.benchmark.crew.worker"
+    code = f"import sys, {ours}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from runner.benchmark import training
-from runner.benchmark.answers import Finished
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.gate import Gate
+from runner.benchmark.crew import training
+from runner.benchmark.crew.answers import Finished
+from runner.benchmark.crew.gate import Gate
 from runner.errors import OutOfMemory, StorageError
 from runner.measure.flops import flops
 from runner.measure.peaks import peak

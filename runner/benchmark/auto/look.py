@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import runner
 from runner.batch import Batch, call
-from runner.benchmark.space import switched_on
+from runner.benchmark.auto.space import switched_on
 from runner.build import Given
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runner.benchmark.agreement import Verdict
+from runner.benchmark.auto.search import FINALISTS, ROUNDS, Search
+from runner.benchmark.auto.space import NONE
+from runner.benchmark.auto.tried import CLEAR, NO_TIME, Found, Tried, by_preference, unpaid
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.search import FINALISTS, ROUNDS, Search
-from runner.benchmark.space import NONE
-from runner.benchmark.tried import CLEAR, NO_TIME, Found, Tried, by_preference, unpaid
 
 Judge = Callable[[str], Verdict]
 """Whether a candidate's numbers are right, by its name."""

@@ -16,9 +16,9 @@ from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from runner.benchmark import standing, training
-from runner.benchmark.answers import FINISH, Lap
-from runner.benchmark.training import Course
+from runner.benchmark.crew import standing, training
+from runner.benchmark.crew.answers import FINISH, Lap
+from runner.benchmark.crew.training import Course
 from runner.data.loader import BatchLoader
 from runner.device import memory, nvml
 from runner.device.nvml import Gpu

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from runner.benchmark.auto.space import NONE, Candidate, Space
+from runner.benchmark.auto.team import Team
+from runner.benchmark.auto.tried import NO_TIME, Tried
 from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
-from runner.benchmark.space import NONE, Candidate, Space
 from runner.benchmark.statistics import SAME, paired
-from runner.benchmark.team import Team
-from runner.benchmark.tried import NO_TIME, Tried
 
 AGAIN = "none again"
 """The control of the final: what a difference of nothing looks like."""

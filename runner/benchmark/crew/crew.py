@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from runner.benchmark.answers import FINISH, Finished, Lap, Ready
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.load import Watch
-from runner.benchmark.process import PATIENCE_S, ArmProcess
-from runner.benchmark.worker import Order
+from runner.benchmark.crew.answers import FINISH, Finished, Lap, Ready
+from runner.benchmark.crew.load import Watch
+from runner.benchmark.crew.process import PATIENCE_S, ArmProcess
+from runner.benchmark.crew.worker import Order
 from runner.errors import StorageError
 from runner.security.parcel import packed
 from runner.security.targets import permit

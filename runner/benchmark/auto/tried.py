@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.benchmark.space import COMPILING, NONE
+from runner.benchmark.auto.space import COMPILING, NONE
 
 ALIKE = 0.98  # of the best one's worth: the plainer one is taken
 CLEAR = 1.05  # times as fast as `none`, where there is no interval

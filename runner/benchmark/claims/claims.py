@@ -20,13 +20,8 @@ import numpy as np
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Turn
-from runner.benchmark.crew import Finished
-from runner.benchmark.engine import interruptible
-from runner.benchmark.gauges import GAUGES, INT8
-from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
-from runner.benchmark.machine import machine
-from runner.benchmark.rows import load_of
-from runner.benchmark.statements import (
+from runner.benchmark.claims.gauges import GAUGES, INT8
+from runner.benchmark.claims.statements import (
     BETTER,
     FAILS,
     HOLDS,
@@ -39,6 +34,11 @@ from runner.benchmark.statements import (
     Statement,
     Trial,
 )
+from runner.benchmark.crew.crew import Finished
+from runner.benchmark.engine import interruptible
+from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
+from runner.benchmark.machine import machine
+from runner.benchmark.rows import load_of
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.config import RunConfig, compose
 from runner.errors import Interrupted, RunnerError

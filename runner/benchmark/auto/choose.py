@@ -16,18 +16,18 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from runner.benchmark import advice, cache
 from runner.benchmark.agreement import Judge
 from runner.benchmark.arms import Arm
+from runner.benchmark.auto import advice, cache
+from runner.benchmark.auto.decide import again, decide, effort
+from runner.benchmark.auto.look import Look, arm_config, look_at
+from runner.benchmark.auto.search import AGAIN, Search
+from runner.benchmark.auto.short import TIMES, by_rule
+from runner.benchmark.auto.space import NONE, Space, in_order, pinned, space_of, switched_on
+from runner.benchmark.auto.tried import Found
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew
-from runner.benchmark.decide import again, decide, effort
-from runner.benchmark.look import Look, arm_config, look_at
-from runner.benchmark.search import AGAIN, Search
-from runner.benchmark.short import TIMES, by_rule
-from runner.benchmark.space import NONE, Space, in_order, pinned, space_of, switched_on
-from runner.benchmark.tried import Found
+from runner.benchmark.crew.crew import Crew
 from runner.build import Given
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig

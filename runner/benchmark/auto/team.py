@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from runner.benchmark.blocks import Turn
-from runner.benchmark.crew import Finished, Ready
+from runner.benchmark.crew.crew import Finished, Ready
 
 
 class Team(Protocol):

@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.benchmark.answers import Over, Ready
 from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.crew.answers import Over, Ready
 from runner.config import RunConfig
 from runner.errors import Interrupted, RunnerError, StorageError
 
 if TYPE_CHECKING:
-    from runner.benchmark.gate import Gate
+    from runner.benchmark.crew.gate import Gate
     from runner.run import Run
 
 LOG = "worker.log"
@@ -82,8 +82,8 @@ def main(order: Order, pipe: Connection, lifeline: Connection) -> None:
 
 
 def _train(order: Order, pipe: Connection) -> None:
-    from runner.benchmark import ending
-    from runner.benchmark.gate import Gate
+    from runner.benchmark.crew import ending
+    from runner.benchmark.crew.gate import Gate
     from runner.build import build
     from runner.loop import train
     from runner.record.console import set_up_logging
@@ -167,7 +167,7 @@ def _over(error: BaseException, folder: Path | None) -> Over:
     import logging
     from traceback import extract_tb
 
-    from runner.benchmark.ending import is_memory
+    from runner.benchmark.crew.ending import is_memory
     from runner.record import provenance
     from runner.record.console import one_line
     from runner.summary import FILE, Summary

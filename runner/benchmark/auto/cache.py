@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.benchmark.tried import Found, Tried
+from runner.benchmark.auto.tried import Found, Tried
 from runner.record.console import one_line
 
 log = logging.getLogger("runner")

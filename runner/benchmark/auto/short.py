@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from runner.benchmark.look import Look, step_seconds
-from runner.benchmark.space import ALWAYS, in_order, pinned
-from runner.benchmark.tried import Found, Tried
+from runner.benchmark.auto.look import Look, step_seconds
+from runner.benchmark.auto.space import ALWAYS, in_order, pinned
+from runner.benchmark.auto.tried import Found, Tried
 from runner.build import Given
 from runner.config import RunConfig
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from runner.benchmark import worker
-from runner.benchmark.answers import Over
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.worker import LOG, Order
+from runner.benchmark.crew import worker
+from runner.benchmark.crew.answers import Over
+from runner.benchmark.crew.worker import LOG, Order
 from runner.device import cgroup, openmp
 from runner.record.console import one_line
 

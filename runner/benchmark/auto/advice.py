@@ -7,12 +7,12 @@ from collections.abc import Callable
 from copy import deepcopy
 
 from runner.benchmark.arms import Arm
+from runner.benchmark.auto.look import Look, arm_config
+from runner.benchmark.auto.tried import Tried
 from runner.benchmark.blocks import ArmEnded, Rule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew import Crew
-from runner.benchmark.look import Look, arm_config
+from runner.benchmark.crew.crew import Crew
 from runner.benchmark.statistics import Estimate
-from runner.benchmark.tried import Tried
 from runner.build import Given
 from runner.config import RunConfig
 

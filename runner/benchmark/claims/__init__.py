@@ -1,0 +1,1 @@
+"""What people say about techniques, and what of it holds here."""
