@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from runner.errors import StorageError
 from runner.hook import Cost
-from runner.record.plain import finite
+from runner.record.plain import finite, made
 from runner.storage import replace_text
 from runner.technique import Choice, Engagement
 
@@ -108,28 +108,20 @@ class Summary:
             throughput = found.get("throughput", {})
             nested = {
                 "metrics": metrics,
-                "throughput": _make(
+                "throughput": made(
                     Throughput,
-                    throughput | {"step_ms": _make(StepTime, throughput.get("step_ms", {}))},
+                    throughput | {"step_ms": made(StepTime, throughput.get("step_ms", {}))},
                 ),
-                "memory": _make(MemoryPeaks, found.get("memory", {})),
-                "checkpoint": _make(CheckpointPaths, found.get("checkpoint", {})),
-                "techniques": [_make(Engagement, row) for row in found.get("techniques", [])],
-                "tools": [_make(Cost, row) for row in found.get("tools", [])],
-                "choices": [_make(Choice, row) for row in found.get("choices", [])],
+                "memory": made(MemoryPeaks, found.get("memory", {})),
+                "checkpoint": made(CheckpointPaths, found.get("checkpoint", {})),
+                "techniques": [made(Engagement, row) for row in found.get("techniques", [])],
+                "tools": [made(Cost, row) for row in found.get("tools", [])],
+                "choices": [made(Choice, row) for row in found.get("choices", [])],
             }
-            return _make(cls, found | nested)
+            return made(cls, found | nested)
         except RecursionError:
             raise StorageError(
                 f"{folder / FILE}: no readable summary (nested too deeply)"
             ) from None
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise StorageError(f"{folder / FILE}: no readable summary ({error})") from error
-
-
-T = TypeVar("T")
-
-
-def _make(kind: type[T], values: dict[str, Any]) -> T:
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
-    return kind(**{name: value for name, value in values.items() if name in known})

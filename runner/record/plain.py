@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
@@ -25,3 +29,9 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass of the keys that it knows; those of a newer version are left out."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
+    return kind(**{name: value for name, value in values.items() if name in known})

@@ -29,8 +29,8 @@ def seen(row: ClaimResult) -> str:
     if row.quantity in (Quantity.speed.value, Quantity.inference.value):
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
     if row.quantity == Quantity.cost.value:
-        return f"{_signed(row.ratio)} time ({_signed(low)} to {_signed(high)})"
-    return f"{_signed(row.ratio)} memory ({_signed(low)} to {_signed(high)})"
+        return f"{_signed(row.ratio)} % time ({_signed(low)} to {_signed(high)})"
+    return f"{_signed(row.ratio)} % memory ({_signed(low)} to {_signed(high)})"
 
 
 def about(found: Claims) -> str:
@@ -61,7 +61,7 @@ def remarks(found: Claims) -> list[str]:
 
 
 def show(found: Claims) -> RenderableType:
-    """The table; made for 100 columns, and folds below."""
+    """The table, and below it why something is not known; made for 100 columns, folds below."""
     grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("claim", "claimed", "seen here", "verdict"):
         grid.add_column(heading, overflow="fold")
@@ -70,10 +70,10 @@ def show(found: Claims) -> RenderableType:
             Text(row.name), Text(row.said), Text(seen(row)),
             Text(row.verdict, style=STYLES.get(row.verdict, "yellow")),
         )  # fmt: skip
-        if row.reason:
-            grid.add_row("", "", Text(one_line(row.reason), style="dim"), "")
-    notes = [Text(note, style="dim") for note in (about(found), *remarks(found))]
-    return Group(Text("what is said, and what holds here", style="bold cyan"), grid, *notes)
+    reasons = [f"· {row.name}: {one_line(row.reason)}" for row in found.rows if row.reason]
+    notes = [Text(note, style="dim") for note in (*reasons, about(found), *remarks(found))]
+    title = Text("what is said, and what holds here", style="bold cyan")
+    return Group(title, Text(), grid, Text(), *notes)
 
 
 def markdown(found: Claims) -> str:
@@ -124,4 +124,4 @@ def _noise(row: ClaimResult) -> str:
 
 
 def _signed(ratio: float) -> str:
-    return f"{(ratio - 1) * 100:+.0f} %".replace("-", "−")
+    return f"{(ratio - 1) * 100:+.0f}".replace("-", "−")

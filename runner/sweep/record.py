@@ -7,13 +7,14 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from runner.errors import StorageError
 from runner.record import noted
+from runner.record.plain import made
 from runner.storage import replace_text
 from runner.summary import Summary
 
@@ -135,8 +136,7 @@ def _in_order(path: Path) -> tuple[int, str]:
 
 
 def _job(values: Any) -> Job:
-    known = {f.name for f in fields(Job)}
-    job = Job(**{name: value for name, value in dict(values).items() if name in known})
+    job = made(Job, dict(values))
     texts = (job.folder, job.hash, job.status, job.reason, job.started, job.ended, job.command)
     counts = (job.number, job.tries, *([] if job.exit_code is None else [job.exit_code]))
     if not (

@@ -284,11 +284,8 @@ FOUND = Claims(ROWS, {"cpu": "Some CPU", "cores": 4, "device": "cpu"}, {"torch":
 def test_the_page_has_a_row_for_each_claim_and_says_where_it_was_measured() -> None:
     page = report.markdown(FOUND)
     assert "| faster | 20–30 % faster | 1.31× (1.29 to 1.33) | 1.1 % | holds |" in page
-    assert (
-        "| costly | +10–20 % time | +170 % time (+160 % to +180 %) | 1.1 % | does not hold |"
-        in page
-    )
-    assert "−10 % memory (−12 % to −9 %)" in page
+    assert "| costly | +10–20 % time | +170 % time (+160 to +180) | 1.1 % | does not hold |" in page
+    assert "−10 % memory (−12 to −9)" in page
     assert "5× \\| faster" in page and "no \\<b\\>GPU" in page
     assert "Some CPU, 4 cores, torch 2.13.0" in page
     assert "Other processes took 40% of the CPUs" in page

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from runner.benchmark.auto.tried import Found, Tried
 from runner.record.console import one_line
+from runner.record.plain import finite, made
 
 log = logging.getLogger("runner")
 
@@ -54,36 +54,20 @@ def remember(key: str, found: Found) -> None:
 
 def as_dict(found: Found) -> dict[str, Any]:
     """As JSON holds it; an end of an interval that is open is null."""
-    return {"schema": SCHEMA, **_closed(asdict(found))}
+    return {"schema": SCHEMA, **finite(asdict(found))}
 
 
 def found_of(read: Any) -> Found:
     """The reverse of `as_dict`. Raises ValueError, TypeError or KeyError for anything else."""
     if not isinstance(read, dict) or read.get("schema") != SCHEMA:
         raise ValueError("it is of another version")
-    rows = [_made(Tried, row) for row in read["tried"]]
+    rows = [made(Tried, row) for row in read["tried"]]
     for row in rows:
         if row.final_interval is not None:
             low, high = row.final_interval
             row.final_interval = float(low), float("inf") if high is None else float(high)
         float(row.extra_seconds)
         float(row.final_ratio or 0.0)
-    found = _made(Found, {**read, "tried": rows})
+    found = made(Found, {**read, "tried": rows})
     float(found.none_ms), int(found.steps), float(found.noise_floor)
     return found
-
-
-T = TypeVar("T")
-
-
-def _made(kind: type[T], values: dict[str, Any]) -> T:
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
-    return kind(**{name: value for name, value in values.items() if name in known})
-
-
-def _closed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _closed(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_closed(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
