@@ -14,6 +14,7 @@ EVEN = 0.4  # largest share of the growth that may come in one of the seven step
 LASTING = 0.75  # of the first half's slope, that the second must still have …
 STILL = 0.6  # … and at the look that confirms it: the heap's own steps make slopes rough
 SHARE = 0.02  # of what is held, that must have been added: long windows see every small thing
+GROWS_ON = 0.5  # of the slope, that must be left between two cleanings
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class LeakDetector:
     of the slopes between all pairs) with Sen's interval (Sen 1968) gives the slope. It is a leak
     if the interval's lower end is above `least_slope`, the window has grown by `least` bytes and
     by 2 % of what is held, no single jump makes up most of that, and the second half grows
-    nearly as fast as the first, which a warm-up does not; twice in a row. When it `suspects`
-    for the first time, whoever asks may collect garbage, so that only what is held remains.
+    nearly as fast as the first, which a warm-up does not; twice in a row. When it `suspects` one,
+    whoever asks may collect garbage and say by `cleaned` what is left. That makes a step down in
+    the window, so where the second look no longer sees a leak it asks for another cleaning: what
+    is held after both is free of garbage and of the heap's slack, and says whether it grew on.
 
     Windows of `window` samples, then of twice as many and so on, each made of the minima of the
     one before, so that slow leaks are found late rather than never. The first `warm_up` steps are
@@ -65,7 +68,8 @@ class LeakDetector:
         self.levels: list[_Level] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest that was a leak, else the newest
-        self.suspects = False  # what was added last looks like a leak for the first time
+        self.suspects = False  # garbage should be collected now, and `cleaned` be told
+        self._asking: list[_Level] = []
 
     @property
     def leaking(self) -> bool:
@@ -74,7 +78,7 @@ class LeakDetector:
 
     def add(self, step: int, held: int) -> Trend | None:
         """Take a sample; the trend, if this is when a leak is found (again, at a longer window)."""
-        self.suspects = False
+        self.suspects, self._asking = False, []
         if self.start is None:
             self.start = step
         if step < self.start + self.warm_up:
@@ -98,11 +102,34 @@ class LeakDetector:
         if trend.leaking or not self.leaking:
             self.trend = trend
         before, level.suspect = level.suspect, trend.leaking
-        self.suspects = self.suspects or (trend.leaking and not before and not level.told)
-        if not trend.leaking or not before or level.told:
+        if level.told:
             return None
-        level.told = True
-        return trend
+        if before and trend.leaking:
+            level.told = True
+            return trend
+        if trend.leaking:
+            level.slope, level.clean = trend.slope, None
+        if trend.leaking or level.clean is not None:
+            self.suspects = True
+            self._asking.append(level)
+        return None
+
+    def cleaned(self, step: int, held: int) -> Trend | None:
+        """Take what is held right after the cleaning that was asked for; the trend, if a leak."""
+        found: Trend | None = None
+        for level in self._asking:
+            if level.clean is None:
+                level.clean = step, held
+                continue
+            (since, was), level.clean = level.clean, None
+            slope = (held - was) / (step - since)
+            if slope > max(self.least_slope, GROWS_ON * level.slope):
+                level.told = True
+                reason = "it grows on between two cleanings"
+                found = Trend(True, slope, slope, slope, since, step, held, reason)
+                self.trend = found
+        self._asking = []
+        return found
 
 
 class _Level:
@@ -112,6 +139,8 @@ class _Level:
         self.samples: deque[tuple[int, int]] = deque(maxlen=window)
         self.count = 0
         self.suspect = self.told = False
+        self.slope = 0.0  # when it was suspected
+        self.clean: tuple[int, int] | None = None  # step and bytes after the cleaning then
         self.half: tuple[int, int] | None = None
 
     def add(self, sample: tuple[int, int]) -> tuple[int, int] | None:

@@ -72,10 +72,10 @@ class Resources(Hook):
         if not self.config.enabled:
             return None
         for what, detector in self.leaks.items():
-            held = memory.anonymous_bytes() if what == "process" else _on_device(run)
-            trend = detector.add(report.last, held)
+            trend = detector.add(report.last, _held(run, what))
             if detector.suspects:
                 memory.clean(run.device)  # what grows on in spite of it is held
+                trend = detector.cleaned(report.last, _held(run, what)) or trend
             if trend is not None:
                 self._leak(run, what, trend, report.last)
         now = time.monotonic()
@@ -203,5 +203,7 @@ class Resources(Hook):
             run.history.add(kind, message, step=step, category="resources", action=action)
 
 
-def _on_device(run: Run) -> int:
+def _held(run: Run, what: str) -> int:
+    if what == "process":
+        return memory.anonymous_bytes()
     return torch.cuda.memory_allocated(run.device.torch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -141,14 +141,21 @@ class Memory:
         """Take note of what is held at this step; the trend, when a leak is found.
 
         10 µs. Call it at a like point of each step, or of each tenth; steps rise. Where memory
-        begins to look like a leak it collects garbage, once, and waits for what grows on.
+        looks like a leak it collects garbage, and waits for what grows on.
         """
-        found = self._process.add(step, memory.anonymous_bytes())
-        if self.device.kind == "cuda":
-            held = torch.cuda.memory_allocated(self.device.torch)
-            found = self._on_device.add(step, held) or found
+        found = self._tell(step, LeakDetector.add)
         if self._process.suspects or self._on_device.suspects:
             memory.clean(self.device)
+            found = self._tell(step, LeakDetector.cleaned) or found
+        return found
+
+    def _tell(
+        self, step: int, how: Callable[[LeakDetector, int, int], Trend | None]
+    ) -> Trend | None:
+        found = how(self._process, step, memory.anonymous_bytes())
+        if self.device.kind == "cuda":
+            held = torch.cuda.memory_allocated(self.device.torch)
+            found = how(self._on_device, step, held) or found
         return found
 
     @property

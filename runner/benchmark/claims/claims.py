@@ -60,8 +60,8 @@ def measure_claims(
 ) -> Claims:
     """Try every statement on the device of `config`, within `benchmark.budget_s` of measuring.
 
-    The budget is shared evenly over the trials; starting and compiling come on top. `each` is
-    handed what there is after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
+    The budget is shared over the trials by `Trial.share`; starting and compiling come on top.
+    `each` is handed what there is after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
     """
     how = how or With(config.benchmark)
     found = Claims(
@@ -99,7 +99,7 @@ def _all(
         if told is not None:
             names = ", ".join(statement.name for statement in trial.statements)
             told(f"{names} ({number + 1} of {len(trials)})")
-        budget = left / (len(trials) - number)
+        budget = left * trial.share / sum(later.share for later in trials[number:])
         try:
             heat = _tried(trial, config, budget, folder, how, number, told)
         except RunnerError as error:  # a config that this machine or version refuses

@@ -51,6 +51,7 @@ class Trial:
     statements: tuple[Statement, ...]
     plain: tuple[str, ...] = ("optimization=none",)
     block_s: float | None = None  # where turns have to be longer than the others'
+    share: float = 1.0  # of the budget, next to the others': what is noisy needs more blocks
     images: bool = False  # reads image files, which are made first
 
 
@@ -192,6 +193,7 @@ TRIALS = (
             ),
         ),
         block_s=1.5,  # several rounds of batches, at a hundred milliseconds each
+        share=3.0,
         images=True,
     ),
     Trial(
@@ -205,6 +207,8 @@ TRIALS = (
                 "in and out.",
             ),
         ),
+        block_s=0.75,  # a step is some thirty milliseconds, and neighbours come in bursts
+        share=2.0,
     ),
     Trial(
         "CNN on the digits, batch 64",
