@@ -21,6 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf rea
 
 from runner.benchmark.config import BenchmarkConfig
 from runner.checkpoint.config import CheckpointConfig
+from runner.checks.config import ChecksConfig
 from runner.data import config as data_config
 from runner.data.config import DataConfig
 from runner.debug.config import DebugConfig
@@ -32,6 +33,7 @@ from runner.jobs.config import (
     JobConfig,
     JobKind,
     ReplayConfig,
+    ScanConfig,
     VerifyConfig,
     VerifyKind,
 )
@@ -75,12 +77,14 @@ class RunConfig:
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
     job: JobConfig = field(default_factory=JobConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    scan: ScanConfig = field(default_factory=ScanConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -123,6 +127,12 @@ class RunConfig:
                 "job=replay needs to know which step",
                 "name a run's debug/captures/step_… folder",
             )
+        if self.job.kind is JobKind.scan and self.scan.path is None:
+            raise ConfigError(
+                "scan.path", "job=scan needs to know which file or folder", "scan.path=…"
+            )
+        if self.scan.path is not None and self.job.kind is not JobKind.scan:
+            raise ConfigError("scan.path", "is for looking at files", "add job=scan")
         if self.replay.path is not None and self.job.kind is not JobKind.replay:
             raise ConfigError("replay.path", "is for looking into a bad step", "add job=replay")
         self._check_export()
@@ -203,7 +213,7 @@ def _default_name(*, _root_: DictConfig) -> str:
     return "-".join(names)
 
 
-HOMES = {JobKind.replay: "replays", JobKind.benchmark: "benchmarks"}
+HOMES = {JobKind.replay: "replays", JobKind.benchmark: "benchmarks", JobKind.scan: "scans"}
 
 
 def _home(kind: Any) -> str:
@@ -319,7 +329,7 @@ def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]
                 yield from _unknown(node, f"{name}.")
 
 
-NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "benchmark", "sweep", "security")
+NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "scan", "benchmark", "sweep", "security")
 OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 

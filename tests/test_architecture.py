@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = (
     "benchmark",
     "checkpoint",
+    "checks",
     "data",
     "debug",
     "device",
@@ -32,7 +33,8 @@ LAYERS = f"""
 errors module_path
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
 interrupts seeds storage untouched
-device record security
+device record
+security
 checkpoint
 batch objective
 hook technique
@@ -40,7 +42,7 @@ run
 compiler deferred modes predict techniques.blocks reader recovery resume stability summary
 captures
 evaluation outcome step stopwatch benchmark.result
-techniques hooks debug models objectives data optim loop
+techniques hooks debug checks models objectives data optim loop
 overrides
 config
 watchers

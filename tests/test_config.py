@@ -42,6 +42,7 @@ NEEDS = {
     ("model", "classifier"): ["data=stdlib_parts"],
     ("job", "evaluate"): ["checkpoint.resume=x"],
     ("job", "replay"): ["replay.path=x"],
+    ("job", "scan"): ["scan.path=x"],
 }
 EVERY = [(group, option) for group, found in options().items() for option in found]
 

@@ -22,6 +22,7 @@ JOBS: dict[JobKind, str] = {
     JobKind.verify: "runner.jobs.verify",
     JobKind.replay: "runner.jobs.replay",
     JobKind.benchmark: "runner.jobs.benchmark",
+    JobKind.scan: "runner.jobs.scan",
 }
 """The module whose `main` does it."""
 

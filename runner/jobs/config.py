@@ -18,6 +18,7 @@ class JobKind(Enum):
     verify = "verify"
     replay = "replay"
     benchmark = "benchmark"
+    scan = "scan"
 
 
 class ExportKind(Enum):
@@ -63,6 +64,13 @@ class VerifyConfig:
         least = 2 if self.what is VerifyKind.resume else 1  # before the middle and after it
         if self.steps is not None and self.steps < least:
             raise ConfigError("verify.steps", f"{self.steps} is too few", f"use {least} or more")
+
+
+@dataclass
+class ScanConfig:
+    """Which files job=scan looks at."""
+
+    path: str | None = None  # a file, or a folder with all that is in it
 
 
 @dataclass

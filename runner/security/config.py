@@ -1,12 +1,64 @@
-"""What is trusted: the `security` group."""
+"""What is trusted, what may be read, and how much may be taken: the `security` group."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+from enum import Enum
+
+from runner.errors import ConfigError
+
+SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class SecurityLevel(Enum):
+    """How much is taken on trust."""
+
+    off = "off"  # nothing is looked at; said loudly
+    standard = "standard"  # unknown files load in a limited process, with a warning
+    strict = "strict"  # files are this run's own, pinned or signed; no pickle; no foreign config
+
+
+@dataclass
+class LimitsConfig:
+    """What a run may take before it is stopped, a checkpoint written; None: as much as there is."""
+
+    memory_mb: float | None = None  # of this process and its workers
+    device_memory_mb: float | None = None  # of the accelerator
+    disk_mb: float | None = None  # written to the run's folder
+    hours: float | None = None  # of wall time, since the run was started or resumed
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(
+                    f"security.limits.{name}", f"{value} is no limit", "use more than 0, or null"
+                )
 
 
 @dataclass
 class SecurityConfig:
-    """Whose code may run: torch's own classes, ours, and the packages named here."""
+    """Whose code may run, which files may be read, and how much a run may take."""
 
-    trusted: list[str] = field(default_factory=list)  # e.g. [my_package]
+    level: SecurityLevel = SecurityLevel.standard
+    trusted: list[str] = field(default_factory=list)  # packages of yours, e.g. [my_package]
+    environment: list[str] = field(default_factory=list)  # names that ${oc.env:…} may read
+    allow_pickle: list[str] = field(default_factory=list)  # sha256 of files that may run code
+    pinned: list[str] = field(default_factory=list)  # sha256 of files known to be good
+    signers: list[str] = field(default_factory=list)  # files with public keys whose word counts
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("allow_pickle", "pinned"):
+            for digest in getattr(self, name):
+                if not SHA256.fullmatch(digest):
+                    raise ConfigError(
+                        f"security.{name}", f"{digest!r} is no sha256",
+                        "use the 64 hexadecimal digits that job=scan shows",
+                    )  # fmt: skip
+        if self.allow_pickle and self.level is SecurityLevel.strict:
+            raise ConfigError(
+                "security.allow_pickle", "is not for security=strict: unpickling can run anything",
+                "use security=standard, or convert the file to safetensors on another machine",
+            )  # fmt: skip

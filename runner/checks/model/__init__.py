@@ -1,0 +1,1 @@
+"""A model's weights, structure and behaviour on probes: `check_model`."""

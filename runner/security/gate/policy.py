@@ -1,0 +1,54 @@
+"""What the gate lets through: the part of `security` that is about files, and its bounds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from runner.security.config import SecurityConfig, SecurityLevel
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large and how deep a file may be; what goes beyond is refused."""
+
+    members: int = 100_000  # of an archive
+    ratio: float = 4.0  # of bytes in memory to bytes in the file
+    depth: int = 64  # of containers within containers
+    items: int = 10_000_000  # of containers together, tensors counted as one
+    text: int = 1 << 24  # characters of all text together
+    header: int = 100 << 20  # bytes, of a safetensors file
+    seconds: float = 300.0  # of the limited process
+    memory_mb: float = 1024.0  # of the limited process, besides twice the file
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Who decides about a file, and how."""
+
+    level: SecurityLevel = SecurityLevel.standard
+    allow_pickle: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+    signers: tuple[Path, ...] = ()
+    own: tuple[Path, ...] = ()  # folders of this run tree: what lies there was written by us
+    bounds: Bounds = Bounds()
+
+    @classmethod
+    def of(cls, config: SecurityConfig, own: Sequence[Path] = ()) -> Policy:
+        """The policy that a config asks for."""
+        return cls(
+            config.level,
+            tuple(config.allow_pickle),
+            tuple(config.pinned),
+            tuple(Path(name) for name in config.signers),
+            tuple(own),
+        )
+
+    @property
+    def digest(self) -> str:
+        """One sha256 of what decides, so that two verdicts can be compared."""
+        text = json.dumps(asdict(self), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,107 @@
+"""What was found out about a file, and how far it may therefore be trusted.
+
+A trust is the lowest that any gate allows, and a score the least of theirs: nothing that is good
+about a file makes up for what is bad about it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from runner.record.plain import finite
+from runner.storage import replace_text
+
+SCHEMA = 1
+
+
+class Severity(IntEnum):
+    """How bad a finding is."""
+
+    NOTE = 0
+    WARNING = 1
+    REFUSAL = 2
+
+
+class Trust(IntEnum):
+    """How far a file may be trusted; the order is that of the names."""
+
+    REFUSED = 0  # hostile, malformed, or of a kind that is code
+    UNTRUSTED = 1  # nothing is wrong with it, and nobody vouches for it
+    CHECKED = 2  # its digest is in a manifest that this runner wrote
+    PINNED = 3  # its digest is in security.pinned
+    SIGNED = 4  # somebody of security.signers vouches for it
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Something that was found: in a file, a model, or data."""
+
+    code: str  # stable, for programs: zip.overlap, pickle.global, weights.not_finite
+    severity: Severity
+    where: str  # a member, an offset, a tensor, a column
+    evidence: str  # what was seen, in one line
+    way_out: str = ""  # what to do about it
+
+    def __str__(self) -> str:
+        tail = f"; {self.way_out}" if self.way_out else ""
+        return f"{self.where}: {self.evidence}{tail}" if self.where else f"{self.evidence}{tail}"
+
+
+@dataclass
+class FileFacts:
+    """One file, as it was when it was read."""
+
+    sha256: str
+    size: int
+    format: str  # by magic and name: safetensors | torch_zip | torch_legacy | npy | npz | …
+
+
+@dataclass
+class Assessment:
+    """The verdict on a file or a folder, with its reasons and where it comes from."""
+
+    path: str
+    trust: Trust = Trust.UNTRUSTED
+    score: int = 100  # 0 to 100, the least over the gates; 0 where refused
+    reasons: list[Reason] = field(default_factory=list)
+    files: dict[str, FileFacts] = field(default_factory=dict)  # by path within `path`
+    root: str = ""  # sha256 over names and digests of `files`
+    written_by: str = ""  # name and config hash of the run that wrote it, where it says so
+    signer: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    policy: str = ""  # sha256 of what decided
+    seconds: float = 0.0
+    schema: int = SCHEMA
+
+    @property
+    def refused(self) -> bool:
+        """Whether nothing of it may be loaded."""
+        return self.trust is Trust.REFUSED
+
+    @property
+    def refusals(self) -> list[Reason]:
+        """Why not."""
+        return [reason for reason in self.reasons if reason.severity is Severity.REFUSAL]
+
+    def refuse(self, reasons: Sequence[Reason]) -> None:
+        """Take note of what speaks against it, and let nothing raise it again."""
+        self.reasons += reasons
+        if self.refusals:
+            self.trust, self.score = Trust.REFUSED, 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values; enums by their names."""
+        found = asdict(self)
+        found["trust"] = self.trust.name
+        for row, reason in zip(found["reasons"], self.reasons, strict=True):
+            row["severity"] = reason.severity.name
+        return found
+
+    def write(self, path: Path) -> None:
+        """As JSON, whole. Raises OSError."""
+        replace_text(path, json.dumps(finite(self.as_dict()), indent=2, allow_nan=False) + "\n")
