@@ -10,10 +10,13 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # `typing` may lie in the current folder, which is still first under -m
 if TYPE_CHECKING:
+    from typing import Any
+
     from runner.build import build
+    from runner.checks.outputs import sanitise
     from runner.config import RunConfig, compose
     from runner.evaluation import evaluate
     from runner.hook import Hook, Verdict
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from runner.library.debugging import debug_operation, debugger, profile
     from runner.library.inference import safe_inference
     from runner.library.memory import Memory
+    from runner.library.model_check import check_model
     from runner.library.optimize import optimize, optimize_model
     from runner.library.pipeline import create_training_pipeline
     from runner.library.profile import profile_model
@@ -36,10 +40,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Evidence", "Hook", "Memory", "RunConfig", "Stability", "Summary", "Technique", "Verdict",
-    "__version__", "benchmark_optimizations", "build", "compose", "create_training_pipeline",
-    "debug_operation", "debugger", "evaluate", "optimize", "optimize_model",
-    "optimize_training_loop", "profile", "profile_model", "safe_inference", "show_comparison",
-    "system_info", "train", "train_step",
+    "__version__", "benchmark_optimizations", "build", "check_model", "compose",
+    "create_training_pipeline", "debug_operation", "debugger", "evaluate", "optimize",
+    "optimize_model", "optimize_training_loop", "profile", "profile_model", "safe_inference",
+    "sanitise", "show_comparison", "system_info", "train", "train_step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -52,6 +56,7 @@ _HOMES = {
     "Technique": "runner.technique",
     "Verdict": "runner.hook",
     "benchmark_optimizations": "runner.library.benchmark",
+    "check_model": "runner.library.model_check",
     "compose": "runner.config",
     "create_training_pipeline": "runner.library.pipeline",
     "debug_operation": "runner.library.debugging",
@@ -63,6 +68,7 @@ _HOMES = {
     "profile": "runner.library.debugging",
     "profile_model": "runner.library.profile",
     "safe_inference": "runner.library.inference",
+    "sanitise": "runner.checks.outputs",
     "show_comparison": "runner.library.benchmark",
     "system_info": "runner.library.system",
     "train": "runner.loop",

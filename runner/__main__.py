@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from runner.errors import RunnerError
+from runner.errors import RunnerError, SweepFailed
 
 TOO_NEW = (3, 14)
 
@@ -21,7 +21,7 @@ def main() -> int:
         sys.stdout.flush()
         return code
     except RunnerError as error:
-        _say(str(error))
+        _say(str(error), lines=isinstance(error, SweepFailed))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -32,18 +32,19 @@ def main() -> int:
 
 def _main(typed: list[str]) -> int:
     """The story. Imports wait for their turn, so that an answer comes as soon as it is known."""
-    from runner.cli.arguments import read_arguments
-
-    arguments = read_arguments(typed)
-    if arguments.help or arguments.version:
-        from runner.cli.help import help_text, version_text
-
-        sys.stdout.write(help_text() if arguments.help else version_text())
-        return 0
-
     from runner.module_path import current_folder_last
 
-    with current_folder_last():  # what lies there must not stand in for an installed package
+    # what lies there must not stand in for what is installed; a trusted class brings it back
+    with current_folder_last(put_back=False):
+        from runner.cli.arguments import read_arguments
+
+        arguments = read_arguments(typed)
+        if arguments.help or arguments.version:
+            from runner.cli.help import help_text, version_text
+
+            sys.stdout.write(help_text() if arguments.help else version_text())
+            return 0
+
         from runner.cli.preflight import check
 
         request = check(arguments)  # no torch, no folder: a mistake is answered at once
@@ -53,8 +54,12 @@ def _main(typed: list[str]) -> int:
     return launch(request)
 
 
-def _say(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
+def _say(message: str, lines: bool = False) -> None:
+    """On one line, whatever names and values are in it; `lines` are made by the runner itself."""
+    from runner.masking import masked
+    from runner.record.console import one_line
+
+    sys.stderr.write(f"error: {masked(message) if lines else one_line(masked(message))}\n")
 
 
 if __name__ == "__main__":

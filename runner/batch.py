@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from runner.technique import Choice
 
 Inputs = Any
@@ -37,6 +39,30 @@ class Sizes:
     def for_constructor(self) -> dict[str, int]:
         """The sizes that are known, by the names a constructor may ask for."""
         return {k: v for k in self.CONSTRUCTOR if (v := getattr(self, k)) is not None}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table as it was read, and how much of the inputs came of it."""
+
+    name: str
+    width: int = 1  # of the inputs: one, or one for each category
+    mean: float = 0.0  # taken off what was read …
+    deviation: float = 1.0  # … which was then divided by this
+    values: tuple[str, ...] = ()  # the categories; none: a number
+
+
+@dataclass(frozen=True)
+class RowNames:
+    """What a message calls a sample: `line 17` of the file that it was read from."""
+
+    word: str = "sample"
+    numbers: NDArray[Any] | None = None  # by sample; None: they count from 0, as samples do
+
+    def __call__(self, index: int) -> str:
+        """The name of that sample."""
+        number = index if self.numbers is None else int(self.numbers[index])
+        return f"{self.word} {number}"
 
 
 class Loader(Protocol):

@@ -17,8 +17,10 @@ from torch.nn.parameter import is_lazy
 from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
+from runner.checks.inputs.admission import Inputs
+from runner.checks.inputs.look import InputChecks
 from runner.config import RunConfig, config_hash, flat, plain
-from runner.data.loader import make_loader, mover
+from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.source import Source
@@ -41,9 +43,12 @@ from runner.record.recorder import Recorder
 from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
 from runner.run import Run
+from runner.security.gate.policy import Policy
+from runner.security.gate.provenance import own_tree
 from runner.security.targets import construct, resolve
 from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
+from runner.tables import look_at
 from runner.technique import Choice, Draft, Engagement, Technique
 from runner.techniques.config import Optimization
 from runner.techniques.whole_step import warn_kept_out
@@ -100,9 +105,11 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     memory.keep_to_one_heap(scope)
     if given.model is None:  # initial weights come from here; steps are seeded one by one
         seed_everything(config.seed)
-    look_up = partial(resolve, trusted=config.security.trusted)
+    look_up = partial(resolve, trusted=config.security.names)
 
-    data = given.data or open_data(config.data, look_up)
+    policy = Policy.of(config.security, [] if folder is None else [own_tree(folder)])
+    data = given.data or open_data(config.data, look_up, policy)
+    data, table_report = look_at(data, config.checks.table)  # may leave out columns and rows
     steps_per_epoch = _steps_per_epoch(config, len(data.train))
     total_steps, choices = _length(config, steps_per_epoch)
     choices = [*given.chosen, *choices]
@@ -119,6 +126,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         folder if config.checkpoint.enabled else None,
         config.checkpoint.keep,
         known_as,
+        policy,
     )
     recorded = {**_recorded(checkpointer, config.checkpoint.resume), **given.choices}
     loader = partial(
@@ -220,7 +228,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         predicted_bytes=draft.predicted_bytes,
         remarks=draft.remarks,
         recoveries=[use_less_memory, *draft.recoveries],
-        hooks=watchers(config, settings, folder, look_up),
+        hooks=[*table_report, *watchers(config, settings, folder, look_up)],
         techniques=applied,
         engagements=engagements,
         choices=draft.choices + train.choices,
@@ -234,6 +242,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         report_every=config.monitoring.every,
         strict=config.optimization.strict,
     )
+    run.inputs = _inputs(config, run, train)
     checkpointer.choices = {choice.key: choice.value for choice in run.choices}
     scope.callback(run.recorder.close)
     scope.callback(run.checkpointer.wait)
@@ -246,6 +255,23 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         made = [part for part in parts if getattr(given, part) is not None]
         run.captures = Captures(config.debug.capture, folder, plain(config), made)
     return run
+
+
+def _inputs(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | None:
+    """What looks at batches, before they are moved to the device."""
+    if not config.checks.inputs.enabled:
+        return None
+    checks = InputChecks(
+        config.checks.inputs,
+        classes=run.objective.indices,
+        ignored=run.objective.ignored,
+        vocab=run.sizes.vocab,
+    )
+    device, per_epoch = run.device.torch, train.steps_per_epoch
+    inputs = Inputs(checks, run.history, run.folder, device, per_epoch)
+    inputs.indices, inputs.stand_in = train.indices, partial(train.fetch, (0, 0))
+    train.inspector = inputs
+    return inputs
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -341,7 +367,7 @@ def _extra_techniques(config: RunConfig, given: Given) -> list[tuple[str, Techni
             continue
         key = "optimization.extra"
         technique = construct(
-            resolve(target, key, config.security.trusted), {"enabled": True}, {}, key
+            resolve(target, key, config.security.names), {"enabled": True}, {}, key
         )
         if not isinstance(technique, Technique):
             raise ConfigError(key, f"{target} is no Technique", "inherit from runner.Technique")

@@ -44,7 +44,9 @@ from runner.objectives.config import ObjectiveConfig
 from runner.optim.config import OptimizerConfig, ScheduleConfig
 from runner.overrides.groups import CONF, FOREIGN
 from runner.record.config import MonitoringConfig
+from runner.security import hidden, secrets
 from runner.security.config import SecurityConfig
+from runner.security.intent.expansion import check_expansion
 from runner.security.plain import check_plain
 from runner.security.targets import nested, permit
 from runner.stability.config import StabilityConfig
@@ -111,7 +113,7 @@ class RunConfig:
             )
         for key, target in named:
             if target is not None:
-                permit(str(target), key, self.security.trusted)
+                permit(str(target), key, self.security.names)
 
     def _check_job(self) -> None:
         resume = self.checkpoint.resume
@@ -196,6 +198,7 @@ def register() -> None:
     for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
+    secrets.install()
     OmegaConf.register_new_resolver("runner.name", _default_name, replace=True)
     OmegaConf.register_new_resolver("runner.id", _random_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("runner.home", _home, replace=True)
@@ -204,8 +207,8 @@ def register() -> None:
 
 
 def _default_name(*, _root_: DictConfig) -> str:
-    if _root_.job.kind is JobKind.doctor:
-        return "doctor"
+    if _root_.job.kind in (JobKind.doctor, JobKind.scan):
+        return str(_root_.job.kind.name)
     names = []
     for group in ("data", "model"):
         part = _root_[group]
@@ -222,9 +225,9 @@ def _home(kind: Any) -> str:
 
 
 def _random_id() -> str:
-    import secrets
+    from secrets import token_hex
 
-    return secrets.token_hex(3)
+    return token_hex(3)
 
 
 def _same(value: Any) -> Any:
@@ -238,7 +241,8 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """
     from runner.overrides.spelling import spelled
 
-    return typed(compose_raw(spelled(overrides, compose_raw)))
+    with secrets.door(secrets.typed_names(overrides)):
+        return typed(compose_raw(spelled(overrides, compose_raw)))
 
 
 def compose_raw(
@@ -246,28 +250,36 @@ def compose_raw(
     config_name: str = "config",
     folders: Sequence[Path] = (),
     hydra_too: bool = False,
+    conf: Path = CONF,
 ) -> DictConfig:
-    """What Hydra composes, untyped, with the groups in `folders` besides ours.
+    """What Hydra composes, untyped, with the groups in `folders` besides those in `conf`.
 
-    Hydra's own state is left as it was found. Raises ConfigError.
+    Hydra's own state is left as it was found. Raises ConfigError, and SecurityError where following
+    its references would take too much.
     """
     from hydra.errors import HydraException
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
         path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
-        return _compose([*(path if folders else []), *overrides], config_name, hydra_too)
+        return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
     try:
-        return compose(list(overrides), hydra_too)
+        found = compose(list(overrides), hydra_too)
+        check_expansion(found)
+        return found
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if refused := secrets.refusal_in(error):
+            raise refused from None
         from runner.overrides.diagnosis import explain
 
         raise explain(error, overrides, compose, folders) from error
 
 
-def _compose(overrides: list[str], config_name: str, hydra_too: bool) -> DictConfig:
+def _compose(
+    overrides: list[str], config_name: str, hydra_too: bool, conf: Path = CONF
+) -> DictConfig:
     import hydra
     from hydra import version
     from hydra.core.global_hydra import GlobalHydra
@@ -277,7 +289,7 @@ def _compose(overrides: list[str], config_name: str, hydra_too: bool) -> DictCon
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"):
+        with hydra.initialize_config_dir(str(conf), job_name="runner", version_base="1.3"):
             return hydra.compose(config_name, overrides, return_hydra_config=hydra_too)
     finally:
         GlobalHydra.instance().hydra = outer
@@ -304,15 +316,27 @@ def typed(config: DictConfig) -> RunConfig:
         if missing:
             also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
             raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
-        found = OmegaConf.to_object(config)
+        with secrets.a_door(_may_read(config)):
+            found = OmegaConf.to_object(config)
+            hidden.note(config)
     except OmegaConfBaseException as error:
-        first = str(error).partition("\n")[0]
+        if refused := secrets.refusal_in(error):
+            raise refused from None
+        first = hidden.quotes_masked(str(error).partition("\n")[0])
         raise ConfigError(error.full_key or "config", first) from error
     if not isinstance(found, RunConfig):
         raise ConfigError(
             "config", "is not that of a run", "its defaults must begin as conf/config.yaml"
         )
     return found
+
+
+def _may_read(config: DictConfig) -> list[str]:
+    """The variables that the config of another application says it may read."""
+    found = OmegaConf.to_container(config, resolve=False)
+    security = found.get("security") if isinstance(found, dict) else None
+    names = security.get("environment") if isinstance(security, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]:
@@ -335,7 +359,8 @@ OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 def config_hash(config: RunConfig) -> str:
     """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
-    found = {k: v for k, v in asdict(config).items() if k not in OF_NO_CONSEQUENCE}
+    asked = hidden.unresolved(asdict(config))  # a token may be another one tomorrow
+    found = {k: v for k, v in asked.items() if k not in OF_NO_CONSEQUENCE}
     del found["checkpoint"]["resume"]
     # tools only look, so one may be switched on when an unfinished run is resumed; hooks may act
     found["debug"] = {"hooks": found["debug"]["hooks"]}
@@ -347,7 +372,8 @@ def config_hash(config: RunConfig) -> str:
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """All of it as JSON holds it, but for what is to be done with the run, and whom it trusts."""
-    found = {k: v for k, v in asdict(config).items() if k not in NOT_OF_THE_RUN}
+    asked = hidden.unresolved(asdict(config))
+    found = {k: v for k, v in asked.items() if k not in NOT_OF_THE_RUN}
     found["checkpoint"]["resume"] = "none"
     found["monitoring"]["domains"] = {}  # of the sweep, not of the run
     kept: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
@@ -360,7 +386,7 @@ def from_plain(found: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConf
     Raises ConfigError where it does not fit this version, SecurityError for a class not trusted
     and for what is no plain data.
     """
-    check_plain(found)
+    check_plain(found, may_read=secrets.permitted())
     try:
         config = OmegaConf.structured(RunConfig)
         for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
@@ -386,7 +412,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
         else:
             found[path] = value.name if isinstance(value, Enum) else value
 
-    walk(asdict(config), "")
+    walk(hidden.unresolved(asdict(config)), "")
     for group in ("data", "model"):  # a class of the user's own takes the option's place
         if target := found[f"{group}._target_"]:
             found[f"{group}.kind"] = str(target).rpartition(".")[2]

@@ -79,9 +79,12 @@ def _train(run: Run) -> None:
                 interrupts.waiting = True
                 batch = next(batches)
                 interrupts.waiting = False
+                number = progress.step + 1
+                if run.inputs is not None:
+                    batch = run.inputs.admit(number, batch)
+                    run.guardian.vetoed += run.inputs.take_vetoed()
                 watch.split("data")
 
-                number = progress.step + 1
                 try:
                     step, verdict = make_step(run, batch, watchers)
                 except Exception as error:
@@ -106,6 +109,8 @@ def _train(run: Run) -> None:
                 _between_steps(run, interrupts)
             run.reader.close(watch.elapsed())
             _act(run, _report(run, wait=True))
+            if run.inputs is not None:
+                run.inputs.settle()
         except KeyboardInterrupt:
             if interrupts.cut_short:  # else it is a second signal, which waits for no checkpoint
                 _leave(run)
@@ -233,6 +238,9 @@ def _report(run: Run, wait: bool = False) -> Verdict:
     for report in run.reader.reports(wait):
         if not report.loss:
             continue
+        if run.inputs is not None:
+            run.inputs.read(report.last)  # those steps are made: nothing is waited for
+            run.guardian.vetoed += run.inputs.take_vetoed()
         run.guardian.look(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:

@@ -1,30 +1,38 @@
-"""The module path of the process."""
+"""The module path of the process.
+
+Nothing is imported here that Python has not imported already: the current folder may be first.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
-@contextmanager
-def current_folder_last() -> Iterator[None]:
-    """Take the current folder off the module path, and put it back as the last one on it.
+class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder_last():`
+    """Take the current folder off the module path; afterwards it is the last one on it.
 
     `python -m` puts it first, where a `yaml.py` or a folder `hydra_plugins` of somebody else's
     would be run before any config is read. An empty entry of PYTHONPATH, such as a colon at its
     end leaves, means that folder too; what is named there stays: it was asked for.
+    Without `put_back` it comes back only if the runner lies there: a library looks for packages
+    that are not installed, and would find them there.
     """
-    folder = os.getcwd()
-    if not sys.flags.safe_path and sys.path and sys.path[0] in ("", folder):
-        del sys.path[0]
-    typed = os.environ.get("PYTHONPATH", "")
-    asked = {os.path.abspath(entry) for entry in typed.split(os.pathsep) if entry}
-    if typed and "" in typed.split(os.pathsep) and folder not in asked:
-        sys.path[:] = [place for place in sys.path if place not in ("", folder)]
-    try:
-        yield
-    finally:
-        if folder not in sys.path:
-            sys.path.append(folder)
+
+    def __init__(self, put_back: bool = True) -> None:
+        self.put_back = put_back
+
+    def __enter__(self) -> None:
+        self.folder = folder = os.getcwd()
+        if not sys.flags.safe_path and sys.path and sys.path[0] in ("", folder):
+            del sys.path[0]
+        typed = os.environ.get("PYTHONPATH", "")
+        asked = {os.path.abspath(entry) for entry in typed.split(os.pathsep) if entry}
+        if typed and "" in typed.split(os.pathsep) and folder not in asked:
+            sys.path[:] = [place for place in sys.path if place not in ("", folder)]
+
+    def __exit__(self, *failed: object) -> None:
+        here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+        wanted = self.put_back or here == os.path.realpath(self.folder)
+        if wanted and self.folder not in sys.path:
+            sys.path.append(self.folder)

@@ -8,6 +8,7 @@ from collections import Counter
 
 from runner.device import memory
 from runner.errors import StorageError
+from runner.masking import masked
 from runner.record import provenance
 from runner.run import Run
 from runner.summary import CheckpointPaths, MemoryPeaks, Summary
@@ -28,7 +29,7 @@ def summarise(run: Run, status: str, reason: str = "", must: bool = False) -> Su
     faults.update(run.checkpointer.faults)
     summary = Summary(
         status=status,
-        reason=reason,
+        reason=masked(reason),
         steps=progress.step,
         epochs=run.epoch,
         metrics=dict(progress.metrics),
@@ -56,6 +57,7 @@ def summarise(run: Run, status: str, reason: str = "", must: bool = False) -> Su
         wall_seconds=time.monotonic() - run.started,
         choices=list(run.choices),
         git=provenance.git_state() or {},
+        model_check=run.model_check,
     )
     run.history.write()
     if run.folder is not None:

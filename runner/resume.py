@@ -73,6 +73,7 @@ def _state(run: Run) -> dict[str, Any]:
         "reader": run.reader.state(),
         "history": run.history.state(),
         "stability": run.guardian.state(),
+        "inputs": None if run.inputs is None else run.inputs.state(),
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -102,6 +103,8 @@ def restore(run: Run, where: Path | None) -> bool:
     run.reader.load(state["reader"])
     run.history.load(state["history"])
     run.guardian.load(state["stability"], run.progress.step)
+    if run.inputs is not None and state.get("inputs") is not None:
+        run.inputs.load(state["inputs"])
     if state["config_hash"] != run.config_hash:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]

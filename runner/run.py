@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from runner.batch import Batch, Loader, Sizes
     from runner.captures.taking import Captures
+    from runner.checks.inputs.admission import Inputs
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.device.device import Device
     from runner.hook import Evaluation, Hook
@@ -109,10 +110,12 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
     operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
+    inputs: Inputs | None = None  # looks at each batch before its step
     captures: Captures | None = None  # bad steps that are kept for job=replay
     quantized: Quantized | None = None  # once there is one that is worth it
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from
+    model_check: dict[str, Any] = field(default_factory=dict)  # in short, once it was looked at
     stop_reason: str = ""  # why training ends before its last step
 
     @property

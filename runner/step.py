@@ -92,6 +92,8 @@ def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
             run.guardian.vetoed.append(step.number)
+    if run.inputs is not None and run.inputs.veto is not None:
+        step.skipped = torch.maximum(step.skipped, run.inputs.veto)
     run.update.apply(step.grad_norm, step.skipped)
     run.watch.split("optimizer")
     return step, verdict
@@ -104,7 +106,7 @@ def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
     if not whole.steps:
         log.info("compiling the step, which takes seconds, and up to a minute the first time")
     try:
-        loss, norm, skipped = whole(batch)
+        loss, norm, skipped = whole(batch, None if run.inputs is None else run.inputs.veto)
     except Exception as error:
         if not compiler.is_at_fault(error) and (whole.steps or compiler.was_running(error)):
             raise  # some weights may have changed already

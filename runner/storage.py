@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.errors import CheckpointError
+from runner.masking import masked
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 OLD = ".old-"  # before the name of a folder that is being replaced
 
 
@@ -64,7 +66,7 @@ class HashedFile:
 
 def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
     """Write a new file durably; `fill` gets it open. Raises OSError when the disk makes trouble."""
-    with open(path, "xb", buffering=1 << 20) as file:
+    with open(path, "xb", buffering=1 << 20, opener=_for_owners) as file:
         hashed = HashedFile(file)
         try:
             fill(hashed)
@@ -77,15 +79,24 @@ def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
     return hashed.written
 
 
+def _for_owners(path: str, flags: int) -> int:
+    """Never to be written by everybody, whatever the umask says, nor through a planted link."""
+    if os.path.islink(path):
+        os.unlink(path)
+    return os.open(path, flags | NO_LINK, 0o664)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Put a small file in the place of what is there: readers see the one or the other, whole.
 
-    Lone surrogates, which names of files may bring, are written as escapes. Raises OSError, and
-    leaves what was there.
+    Lone surrogates, which names of files may bring, are written as escapes, and what the
+    environment holds by its name. Raises OSError, and leaves what was there.
     """
+    text = masked(text)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+        with open(temporary, "wb", opener=_for_owners) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):

@@ -77,6 +77,7 @@ class Summary:
     choices: list[Choice] = field(default_factory=list)
     git: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)  # file, bytes, largest_difference
+    model_check: dict[str, Any] = field(default_factory=dict)  # ok, counts, the worst reasons
 
     monitor: str = ""  # the metric that decides which checkpoint is best
     best: float | None = None

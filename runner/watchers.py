@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from runner.checks.model.hook import ModelCheck
 from runner.config import RunConfig
 from runner.debug.memory.shortage import Shortage
 from runner.device.resources import Machine
 from runner.errors import ConfigError
 from runner.hook import Hook
 from runner.hooks.faults import Faults
+from runner.hooks.limits import Limits
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
@@ -32,12 +34,17 @@ def watchers(
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None:
         check(config.monitoring.export)
-        hooks.append(Recording(config.monitoring, settings, machine=machine))
+        outputs = config.checks.outputs
+        hooks.append(Recording(config.monitoring, settings, machine=machine, outputs=outputs))
         hooks.append(Faults(config.monitoring.export))  # around the tools: it exports what they say
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
+    if (limits := Limits(config.security.limits)).wanted:
+        hooks.append(limits)
     if not config.debug.memory.enabled:  # which does the same, and knows more
         hooks.append(Shortage())
+    if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
+        hooks.append(ModelCheck(config.checks.model, config.security))
     hooks += _tools(config)
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(config.debug.hooks)]
     if config.monitoring.progress:

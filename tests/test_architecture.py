@@ -30,7 +30,7 @@ CONFIGS = (
     "sweep",
 )
 LAYERS = f"""
-errors module_path
+errors masking module_path
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
 interrupts seeds storage untouched
 device record
@@ -40,12 +40,13 @@ batch objective
 hook technique
 run
 compiler deferred modes predict techniques.blocks reader recovery resume stability summary
+checks.outputs
 captures
 evaluation outcome step stopwatch benchmark.result
 techniques hooks debug checks models objectives data optim loop
 overrides
 config
-watchers
+tables watchers
 build
 doctor measure
 replay benchmark
@@ -60,7 +61,8 @@ __main__ __init__
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
 errors *_config batch objective hook technique run summary overrides.* config cli.* __main__
-__init__ *.__init__ *.config sweep.* benchmark.result benchmark.arms report.*
+__init__ *.__init__ *.config module_path security.intent.* security.targets security.plain
+sweep.* benchmark.result benchmark.arms report.*
 """.split()
 
 

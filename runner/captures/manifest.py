@@ -16,8 +16,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.manifest import MODEL, NAME, STATE, read_sealed, sealed
+from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
+from runner.security.sealed import read_sealed, sealed
 from runner.storage import HashedFile, Written
 
 FOLDER = "debug/captures"

@@ -16,6 +16,8 @@ from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.errors import CheckpointError
 from runner.security.files import read_state, read_tensors
+from runner.security.gate.door import admit_folder
+from runner.security.gate.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Capture:
     progress: Mapping[str, Any]  # of the run when it was captured
     remedy: int  # step after which something was last done about a fault, before this was captured
     skipped: list[int]  # steps between the checkpoint and this one that were not made
+    policy: Policy | None = None  # for its checkpoint, where it is of another run tree
 
     @property
     def step(self) -> int:
@@ -51,19 +54,25 @@ class Capture:
         """The linked checkpoint, verified; CheckpointError where it is not good."""
         if self.manifest.checkpoint is None:
             return None
-        restored = checkpoints.load(self.path / CHECKPOINT)
+        restored = checkpoints.load(self.path / CHECKPOINT, self.policy)
         if restored.step != self.manifest.checkpoint:
             raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
         return restored
 
 
-def open_capture(path: Path) -> Capture:
+def open_capture(path: Path, policy: Policy | None = None) -> Capture:
     """The capture in that folder (see `runner.captures.manifest.find`).
 
-    Raises CheckpointError naming the file that is damaged or missing, and SecurityError for one
-    that holds more than plain data.
+    With a policy, one from outside this run tree is looked at as a foreign one first. Raises
+    CheckpointError naming the file that is damaged or missing, and SecurityError for one that
+    holds more than plain data, or that nobody vouches for where somebody must.
     """
+    admitted = None if policy is None else admit_folder(path, policy)
     manifest = read_manifest(path)
+    if admitted is not None:
+        for name, written in manifest.files.items():
+            if name not in admitted.files or admitted.files[name].sha256 != written.sha256:
+                raise CheckpointError(f"{path / name}: changed while it was being looked at")
     whole = read_state(path / STATE, manifest.files[STATE].sha256)
     model: dict[str, Any] | None = None
     if MODEL in manifest.files:
@@ -75,7 +84,7 @@ def open_capture(path: Path) -> Capture:
         if len(state["batch"]) != 2 or not _is_plain(state):
             raise ValueError
         return Capture(
-            path, manifest, model=model,
+            path, manifest, model=model, policy=policy,
             **{**state, "batch": tuple(state["batch"])},
         )  # fmt: skip
     except (LookupError, TypeError, ValueError):

@@ -20,6 +20,7 @@ from runner.checkpoint.folder import FOLDER, Restored
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, StorageError
+from runner.security.gate.policy import Policy
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -35,7 +36,14 @@ class Checkpointer:
     Who makes one with a folder must hold its `lock`: leftovers of a crash are swept.
     """
 
-    def __init__(self, folder: Path | None, keep: int, config_hash: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        keep: int,
+        config_hash: str = "",
+        policy: Policy | None = None,  # for those of other run trees; None: they are trusted
+    ) -> None:
+        self._policy = policy
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
@@ -108,10 +116,10 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
         if where is not None and _is_step(where):
-            restored: Restored | None = folders.load(where)
+            restored: Restored | None = folders.load(where, self._policy)
         elif where is not None:
             root = where if where.name == FOLDER else where / FOLDER
-            restored = folders.load_newest(root)
+            restored = folders.load_newest(root, self._policy)
             if restored is None:
                 raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
         elif self._root is not None:

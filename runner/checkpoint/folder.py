@@ -24,6 +24,8 @@ from runner.checkpoint import manifest
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
 from runner.security.files import read_state, read_tensors
+from runner.security.gate.door import admit_folder
+from runner.security.gate.policy import Policy
 
 log = logging.getLogger("runner")
 
@@ -67,9 +69,18 @@ def is_checkpoint(folder: Path) -> bool:
     return os.path.isfile(folder / manifest.NAME)
 
 
-def load(folder: Path) -> Restored:
-    """One checkpoint, verified before use; CheckpointError says in what way it is not good."""
+def load(folder: Path, policy: Policy | None = None) -> Restored:
+    """One checkpoint, verified before use; CheckpointError says in what way it is not good.
+
+    With a policy, one from outside this run tree is looked at as a foreign one first, since
+    anybody can write a manifest that fits. Raises SecurityError for what is not let in.
+    """
+    admitted = None if policy is None else admit_folder(folder, policy)
     facts = read_manifest(folder)
+    if admitted is not None:
+        for name, written in facts.files.items():
+            if name not in admitted.files or admitted.files[name].sha256 != written.sha256:
+                raise CheckpointError(f"{folder / name}: changed while it was being looked at")
     named = STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:
         raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
@@ -91,7 +102,7 @@ def load(folder: Path) -> Restored:
     return Restored(facts.step, model, own, folder, warnings)
 
 
-def load_newest(root: Path) -> Restored | None:
+def load_newest(root: Path, policy: Policy | None = None) -> Restored | None:
     """The newest good checkpoint; bad ones are named in its warnings.
 
     None if there is none at all, and CheckpointError naming each if none is good.
@@ -100,7 +111,7 @@ def load_newest(root: Path) -> Restored | None:
     bad: list[str] = []
     for step in sorted(found, reverse=True):
         try:
-            restored = load(found[step])
+            restored = load(found[step], policy)
         except CheckpointError as error:
             bad.append(str(error))
         else:

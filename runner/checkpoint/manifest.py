@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.errors import CheckpointError
-from runner.storage import HashedFile, Written, read_file
+from runner.security.sealed import read_sealed, sealed
+from runner.storage import HashedFile, Written
 
 NAME = "manifest.json"
 MODEL = "model.safetensors"
@@ -38,35 +37,6 @@ class Manifest:
         file.write(sealed(asdict(self)))
 
 
-def sealed(body: dict[str, Any]) -> bytes:
-    """Plain values as JSON, with the digest of it all."""
-    return _text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()})
-
-
-def read_sealed(path: Path, newest: int) -> dict[str, Any]:
-    """What was `sealed` in that file, of the format `newest`.
-
-    CheckpointError says in what way it is not good.
-    """
-    data = read_file(path)
-    try:
-        body = json.loads(data)
-        version = body["format"]
-        digest = body.pop("digest")
-        whole = digest == hashlib.sha256(_text(body)).hexdigest()
-        whole = whole and data == _text({**body, "digest": digest})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path}: damaged, or not a manifest ({len(data)} bytes)") from None
-    if not whole:
-        raise CheckpointError(f"{path}: damaged: its contents do not match its own checksum")
-    if version != newest:
-        raise CheckpointError(
-            f"{path}: has format {version!r}, and this version of the runner reads {newest}"
-        )
-    found: dict[str, Any] = body
-    return found
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; CheckpointError says in what way it is not good."""
     path = folder / NAME
@@ -79,7 +49,3 @@ def read_manifest(folder: Path) -> Manifest:
     if set(files) != {MODEL, STATE}:  # names in the file are never used as paths
         raise CheckpointError(f"{path}: lists {sorted(files)} and not {MODEL} and {STATE}")
     return manifest
-
-
-def _text(body: dict[str, Any]) -> bytes:
-    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()

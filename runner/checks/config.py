@@ -19,15 +19,37 @@ class Policy(Enum):
     stop = "stop"  # the run ends, after a checkpoint
 
 
+DTYPES = (
+    "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool",
+)  # fmt: skip
+
+
 @dataclass
 class SchemaConfig:
     """What inputs look like; None: learned from the first epoch."""
 
     low: float | None = None  # of any input value
     high: float | None = None
-    shape: list[int] | None = None  # of one sample
+    shape: list[int] | None = None  # of one sample; -1: any length
     dtype: str | None = None  # float32, int64, …
     classes: int | None = None  # labels are 0 to classes - 1; None: what the data say
+
+    def __post_init__(self) -> None:
+        key = "checks.inputs.schema"
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{key}.{name}", f"{value} is no bound", "use a number or null")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ConfigError(f"{key}.low", f"{self.low} is not below high={self.high}", "swap")
+        if self.shape is not None and any(n < -1 for n in self.shape):
+            raise ConfigError(f"{key}.shape", f"{self.shape} is none", "use -1 for any length")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(
+                f"{key}.dtype", f"{self.dtype!r} is no type", f"one of {', '.join(DTYPES)}"
+            )
+        if self.classes is not None and self.classes < 1:
+            raise ConfigError(f"{key}.classes", f"{self.classes} is too few", "use 1 or more")
 
 
 @dataclass
@@ -60,9 +82,42 @@ class TableConfig:
     """Checks of a table, once, before training."""
 
     enabled: bool = True
-    constant: Policy = Policy.warn  # a column of one value
-    leak: Policy = Policy.warn  # a column that gives the label away
-    shared: Policy = Policy.warn  # rows that train and validation have in common
+    constant: Policy = Policy.warn  # a column of one value; drop: not among the inputs
+    leak: Policy = Policy.warn  # a column that gives the label away; drop: not among the inputs
+    shared: Policy = Policy.warn  # rows of train in validation; drop: not validated with
+    nearly: float = 0.999  # a share of one value from which a column is called nearly constant
+
+    def __post_init__(self) -> None:
+        for name in ("constant", "leak", "shared"):
+            if getattr(self, name) is Policy.skip:
+                raise ConfigError(
+                    f"checks.table.{name}", "a table has no batch to skip", "use drop or stop"
+                )
+        if not 0.5 < self.nearly <= 1:
+            raise ConfigError(
+                "checks.table.nearly", f"{self.nearly} is not most of a column",
+                "use more than 0.5, up to 1",
+            )  # fmt: skip
+
+
+@dataclass
+class OutputsConfig:
+    """What is made of outputs that a person or a program gets to see; training sees its own."""
+
+    enabled: bool = True
+    nan: float = 0.0  # stands for NaN
+    low: float | None = None  # of a predicted quantity, in the target's own unit
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nan", "low", "high"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"checks.outputs.{name}", f"{value} is no number", "use a number")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ConfigError(
+                "checks.outputs.low", f"{self.low} is not below high={self.high}", "swap them"
+            )
 
 
 @dataclass
@@ -83,4 +138,5 @@ class ChecksConfig:
 
     inputs: InputsConfig = field(default_factory=InputsConfig)
     table: TableConfig = field(default_factory=TableConfig)
+    outputs: OutputsConfig = field(default_factory=OutputsConfig)
     model: ModelCheckConfig = field(default_factory=ModelCheckConfig)

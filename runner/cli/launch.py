@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,16 +26,22 @@ from runner.config import typed
 from runner.device.openmp import patience
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
 from runner.jobs import find
+from runner.masking import masked, masked_all
 from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import quoted
 from runner.record import provenance
 from runner.record.console import close_logging, one_line, set_up_logging
+from runner.security import folders, hidden, secrets
+from runner.security.config import SecurityLevel
+from runner.security.intent.said import Said
+from runner.security.intent.whitelist import asked_for
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
 from runner.sweep.session import Session, begun
 
 log = logging.getLogger("runner")
+OFF = "security=off: nothing is looked at: configs and files of other people can run any code here"
 
 
 class Reported(Exception):
@@ -61,6 +68,8 @@ def launch(request: Request) -> int:
     logging.raiseExceptions = False  # `--info … | head` is no fault
     os.environ.update(patience(os.environ))  # read when torch is loaded, which nothing here does
     as_typed, state = list(sys.argv), State()
+    if request.said.off and request.sweeps:
+        sys.stderr.write(f"warning: {OFF}\n")
     session = request.session
     if session is not None:
         session.command = provenance.command()
@@ -75,11 +84,13 @@ def launch(request: Request) -> int:
     if session is not None:
         sys.argv.append(f"hydra.sweep.dir={quoted(str(session.folder))}")
     try:
-        _hand_over(task, session, state)
+        may_read = secrets.door(request.may_read, shows=request.only_shows)
+        with may_read, request.reading.at_work(), folders.own_files():
+            _hand_over(task, session, state, request.said)
     except (Reported, SweepFailed) as error:
         raise _sweep_failed(state) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise translated(error) from error
+        raise secrets.refusal_in(error) or translated(error) from error
     except ValueError as error:  # of a job it would be Reported: this is about Hydra's flags
         raise UsageError(str(error)) from error
     except BrokenPipeError:
@@ -94,7 +105,7 @@ def launch(request: Request) -> int:
 
 
 def _hand_over(
-    task: Callable[[DictConfig], float | None], session: Session | None, state: State
+    task: Callable[[DictConfig], float | None], session: Session | None, state: State, said: Said
 ) -> None:
     """Let Hydra run what it is asked to; a sweep ends in its comparison, however it ends."""
     with ExitStack() as stack:
@@ -102,7 +113,9 @@ def _hand_over(
             stack.enter_context(quiet_hydra())
             stack.enter_context(begun(session))
         try:
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+            names = asked_for(hydra.main, said.security.names)
+            where: dict[str, Any] = {"config_path": str(CONF), "config_name": "config", **names}
+            hydra.main(version_base="1.3", **where)(task)()
         finally:
             if session is not None:
                 outcome = compare(session)
@@ -124,10 +137,11 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
     about = HydraConfig.get()
     folder = Path(about.runtime.output_dir)
     number = about.job.num if about.mode is RunMode.MULTIRUN else None
-    overrides = " ".join(about.overrides.task)
+    overrides = " ".join(provenance.as_typed(about.overrides.task))
     state.jobs += 1
     before = _written(folder)
     try:
+        hidden.mask_saved(folder / ".hydra")
         return _job(config, folder, [*request.notes, *_title(number, overrides)])
     except Interrupted as error:
         log.error("%s", error)
@@ -165,13 +179,18 @@ def _title(number: int | None, overrides: str) -> list[str]:
 def _job(config: DictConfig, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
     checked = typed(config)
+    open_to_all = folders.keep_private(folder, checked.security.level)
     set_up_logging(checked.monitoring.log_level, folder)
+    if checked.security.level is SecurityLevel.off:
+        log.warning(OFF)
+    for warning in open_to_all:
+        log.warning("%s", warning)
     for note in notes:
         log.info(note)
     summary = find(checked.job.kind)(checked, folder)
     if not isinstance(summary, Summary):
         return None
-    _show(summary, folder)
+    _show(masked_all(summary), folder)
     return summary.best if summary.best is not None else summary.metrics.get(summary.monitor)
 
 
@@ -187,13 +206,13 @@ def _show(summary: Summary, folder: Path) -> None:
 def _report(error: Exception, folder: Path) -> tuple[str, int]:
     """Say what happened, on one line; a fault's traceback goes into the log."""
     if isinstance(error, RunnerError):
-        first, *more = str(error).split("\n")  # what follows is the traceback of a worker
+        first, *more = masked(str(error)).split("\n")  # what follows is the traceback of a worker
         for line in more:
             log.error("  %s", line, extra={"live": True})  # not on the screen
         log.error("%s%s", first, f"; the traceback is in {folder / 'run.log'}" if more else "")
         return first, error.exit_code
     last = extract_tb(error.__traceback__)[-1]
-    message = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    message = masked(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
     log.error(message, exc_info=error, extra={"live": True})  # not on the screen
     log.error("%s; the traceback is in %s", message, folder / "run.log")
     return message, 1

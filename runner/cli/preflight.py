@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, open_dict
 
@@ -17,10 +18,19 @@ from runner.cli.resume import Resumed, unfinished, with_recorded
 from runner.cli.sweep import prepare
 from runner.config import RunConfig, compose_raw, config_hash, typed
 from runner.jobs.config import JobKind
-from runner.overrides.spelling import quoted, spelled
+from runner.overrides.groups import CONF
+from runner.overrides.spelling import quoted, some_jobs, spelled
+from runner.security import secrets
+from runner.security.intent.composed import check_composed
+from runner.security.intent.flags import check_folders
+from runner.security.intent.raw import Reading
+from runner.security.intent.said import Said, check_text, read_overrides
 from runner.sweep import job
 from runner.sweep.plugin import make_known
 from runner.sweep.session import Session
+
+OURS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
+"""Folders of configs that are looked at no further."""
 
 
 @dataclass
@@ -32,6 +42,10 @@ class Request:
     continues: bool = False  # in the folder of an earlier run
     notes: list[str] = field(default_factory=list)
     session: Session | None = None  # of the sweep, where there is one
+    only_shows: bool = False  # a config; nothing is run
+    may_read: list[str] | None = field(default_factory=list)  # of the environment; None: all of it
+    said: Said = field(default_factory=Said)  # about security
+    reading: Reading = field(default_factory=lambda: Reading(OURS))  # how config files are read
 
 
 def check(arguments: Arguments) -> Request:
@@ -39,14 +53,38 @@ def check(arguments: Arguments) -> Request:
     make_known()
     Plugins.instance()  # found now, while the current folder is not on the module path
     arguments.overrides += job.overrides()
-    if arguments.is_hydras:
-        return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
-    compose = partial(
-        compose_raw, config_name=arguments.config_name or "config", folders=arguments.folders
+    check_text(arguments.overrides)  # before any of it is parsed
+    said = read_overrides(arguments.overrides, CONF)
+    flags = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
+    where = check_folders(flags, said, CONF).get("--config-path")
+    arguments = replace(arguments, config_path=where)
+    reading = Reading(OURS, said.security.names)
+    may_read = secrets.typed_names(arguments.overrides)
+    with secrets.door(may_read, shows=arguments.only_shows), reading.at_work():
+        for text in arguments.overrides:
+            secrets.check_text(text, text.partition("=")[0].lstrip("+~"))
+        found = _check(arguments, said)
+    return replace(
+        found, only_shows=arguments.only_shows, may_read=may_read, said=said, reading=reading
     )
+
+
+def _check(arguments: Arguments, said: Said) -> Request:
+    path = arguments.config_path
+    more = [Path(folder.removeprefix("file://")) for folder in said.searchpath]
+    loose = partial(
+        compose_raw, config_name=arguments.config_name or "config",
+        folders=[*arguments.folders, *more], conf=CONF if path is None else Path(path),
+    )  # fmt: skip
+    compose = _checked(loose, said)
+    if arguments.is_hydras:
+        if path is not None and not (arguments.hydra_help or arguments.shell_completion):
+            for one in some_jobs(arguments.overrides):
+                compose(one)
+        return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
     resumed = with_recorded(arguments.overrides, arguments.sweeps)
-    overrides = spelled(with_captured(resumed.overrides, compose), compose)
-    request = Request([], arguments.sweeps)
+    overrides = spelled(with_captured(resumed.overrides, loose), loose)
+    request = Request([], arguments.sweeps, notes=_trusted(said))
     if arguments.only_shows:
         compose(overrides)
     elif arguments.sweeps:
@@ -64,8 +102,31 @@ def check(arguments: Arguments) -> Request:
             request.continues = True
         if config.job.kind is JobKind.benchmark:
             _check_benchmark(config, overrides, arguments)
+        if config.job.kind is JobKind.scan:
+            from runner.jobs.scan import find
+
+            find(config.scan.path)
     request.arguments = arguments.for_hydra(overrides)
     return request
+
+
+def _checked(compose: Callable[..., DictConfig], said: Said) -> Callable[..., DictConfig]:
+    """The same, and what it composes asks for nothing that it may not."""
+
+    def checked(overrides: list[str], hydra_too: bool = False) -> DictConfig:
+        config = compose(overrides, hydra_too=True)
+        check_composed(config, said)
+        if not hydra_too:
+            with open_dict(config):
+                del config["hydra"]
+        return config
+
+    return checked
+
+
+def _trusted(said: Said) -> list[str]:
+    names = said.security.trusted
+    return [f"security.trusted: code of {', '.join(names)} may run"] if names else []
 
 
 def _check_benchmark(config: DictConfig, overrides: Sequence[str], arguments: Arguments) -> None:
@@ -83,7 +144,7 @@ def _place(
     resumed: Resumed, overrides: Sequence[str], config: DictConfig, request: Request
 ) -> Path | None:
     """The folder to continue in, or None for a fresh one."""
-    planned = Path(config.hydra.run.dir)
+    planned = secrets.place(config, "hydra.run.dir")
     with open_dict(config):
         del config["hydra"]
     checked: RunConfig = typed(config)

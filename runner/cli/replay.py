@@ -14,6 +14,7 @@ from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.overrides.groups import ALIASES, FOREIGN
 from runner.overrides.spelling import EXCLUDE, STAYS, Compose, Typed, read, with_arguments
 from runner.security.plain import check_plain
+from runner.security.secrets import permitted
 
 KEY = "replay.path"
 NOT_TAKEN = {"security", "hydra", "job", "replay", "monitoring"}
@@ -40,7 +41,7 @@ def with_captured(overrides: Sequence[str], compose: Compose) -> list[str]:
         return [str(o) for o in typed if o.key != KEY]
     capture = find(Path(str(path)))
     config = read_manifest(capture).config
-    check_plain(config)
+    check_plain(config, may_read=permitted())
     mine = _typed_keys(typed)
     try:
         options = [

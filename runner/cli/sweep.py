@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -17,7 +16,10 @@ from runner.cli.arguments import Arguments
 from runner.config import typed
 from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
+from runner.masking import masked
 from runner.overrides.spelling import Compose, quoted, some_jobs
+from runner.record.console import one_line
+from runner.security import secrets
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
@@ -80,7 +82,8 @@ def _prepared(
         OmegaConf.to_object(launcher)  # it checks its values
     else:
         make_known_to_others()
-    folder = Path(str(config.hydra.sweep.dir))
+    folder = secrets.place(config, "hydra.sweep.dir")
+    secrets.place(config, "hydra.sweep.subdir", of_a_job=True)
     if kinds == {JobKind.benchmark} and (isolated or launcher._target_ == BASIC):
         arms = merged(overrides)
         if arms is not None:
@@ -153,7 +156,8 @@ def compare(session: Session) -> Outcome:
         log.debug("no comparison: %s", error)
         return outcome
     except Exception as error:  # the jobs are over, and how they ended is still to be said
-        sys.stderr.write(f"warning: no comparison: {type(error).__name__}: {error}\n")
+        told = one_line(masked(f"{type(error).__name__}: {error}"))
+        sys.stderr.write(f"warning: no comparison: {told}\n")
         return outcome
     if sweep is not None:
         return outcome

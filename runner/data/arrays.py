@@ -2,78 +2,97 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from runner.batch import Sizes
+from runner.batch import RowNames, Sizes
+from runner.data.bad import dropping, left_out
 from runner.data.config import Arrays
 from runner.data.labels import check_classes, check_task, guess_task
 from runner.data.order import split
 from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
+from runner.security.files import read_arrays
+from runner.security.gate.policy import Policy
 from runner.technique import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
 
 
-def arrays(config: Arrays) -> Tensors:
+def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     """Inputs as they are, but for these: floats become float32, and uint8 images 0 to 1.
 
     Images are [samples, channels, height, width] or [samples, height, width]; whole numbers
-    [samples, length] are token ids.
+    [samples, length] are token ids. The file goes through the gate for files: SecurityError for
+    one that is malformed, or holds objects, which are a pickle.
     """
     check_task(config.task, TASKS)
     path = existing(config.path)
-    x = _read(path, config.inputs, "data.inputs")
-    y = _read(path, config.target, "data.target")
+    held = read_arrays(path, policy or Policy())
+    x = _pick(held, path, config.inputs, "data.inputs")
+    y = _pick(held, path, config.target, "data.target")
     for key, array in ((config.inputs, x), (config.target, y)):
         if not array.ndim or not len(array):
             raise DataError(f"{path}: array {key!r} of shape {list(array.shape)} holds no samples")
         if array.dtype.kind not in "fiub":
             raise DataError(f"{path}: array {key!r} is of type {array.dtype}, which is no number")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            row = np.argwhere(~np.isfinite(array))[0].tolist()
-            raise DataError(f"{path}: array {key!r} at {row}: {array[tuple(row)]} is not finite")
     if len(x) != len(y):
         raise DataError(
             f"{path}: {config.inputs!r} has {len(x):,} samples and {config.target!r} has "
             f"{len(y):,}; the first dimension of both is the sample"
         )
+    choices: tuple[Choice, ...] = ()
+    rows = RowNames()
+    if dropping(config):
+        bad = _bad_rows(x, config.inputs) | _bad_rows(y, config.target)
+        problems = [f"sample {row}: {bad[row]}" for row in sorted(bad)]
+        choices = left_out(problems, len(x), config, str(path))
+        stay = np.delete(np.arange(len(x)), sorted(bad))
+        x, y, rows = x[stay], y[stay], RowNames(numbers=stay)
+    for key, array in ((config.inputs, x), (config.target, y)):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            row = np.argwhere(~np.isfinite(array))[0].tolist()
+            raise DataError(f"{path}: array {key!r} at {row}: {array[tuple(row)]} is not finite")
     inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
     target, sizes, reason = _target(inputs, shape, y, config, f"{path}: array {config.target!r}")
-    choices = (Choice("data.task", sizes.task, reason),) if config.task == "auto" else ()
+    if config.task == "auto":
+        choices = (*choices, Choice("data.task", sizes.task, reason))
     parts = split(len(x), config.validation, config.split_seed, str(path))
     if sizes.task == "regression":
         mean, deviation, choice = scale_of(target, parts[0])
         sizes = replace(sizes, target_mean=mean, target_deviation=deviation)
         choices = (*choices, choice)
-    return Tensors(torch.from_numpy(inputs), torch.from_numpy(target), sizes, parts, choices)
+    return Tensors(
+        torch.from_numpy(inputs), torch.from_numpy(target), sizes, parts, choices, rows=rows
+    )
 
 
-def _read(path: Path, name: str, key: str) -> np.ndarray:
-    try:
-        # opened here, because np.load does not close a file that turns out to be broken
-        with path.open("rb") as opened:
-            file = np.load(opened, allow_pickle=False)
-            if isinstance(file, np.ndarray):
-                raise DataError(
-                    f"{path}: is a single array; save both with np.savez(path, x=…, y=…)"
-                )
-            if name not in file.files:
-                near = suggestion(name, file.files, "its arrays are")
-                raise ConfigError(key, f"{path} has no array {name!r}", near)
-            array: np.ndarray = file[name]
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(
-            f"{path}: array {name!r} cannot be read: {error}; save plain numbers with np.savez "
-            "(objects are not read, since unpickling can run code)"
-        ) from None
+def _bad_rows(array: np.ndarray, name: str) -> dict[int, str]:
+    """What is wrong with each sample that has a value which is not finite, or negative labels."""
+    flat = array.reshape(len(array), -1)
+    # whole numbers are ids and labels, which count from 0; a quantity may well be below it
+    ids = array.dtype.kind == "i" and (flat >= 0).mean() > 0.5
+    bad = ~np.isfinite(flat) if array.dtype.kind == "f" else flat < (0 if ids else -np.inf)
+    first = bad.argmax(1)
+    return {
+        row: f"{name!r} has {flat[row, first[row]]}, which is "
+        + ("negative" if ids else "not finite")
+        for row in np.flatnonzero(bad.any(1)).tolist()
+    }
+
+
+def _pick(held: Any, path: Path, name: str, key: str) -> np.ndarray:
+    if isinstance(held, np.ndarray):
+        raise DataError(f"{path}: is a single array; save both with np.savez(path, x=…, y=…)")
+    if name not in held:
+        near = suggestion(name, list(held), "its arrays are")
+        raise ConfigError(key, f"{path} has no array {name!r}", near)
+    array: np.ndarray = held[name]
     return array
 
 

@@ -18,6 +18,13 @@ LOADING = (
 """Keys of `data` that leave the samples that are trained on as they are."""
 
 
+class BadSamples(Enum):
+    """What is done about samples that cannot be used."""
+
+    stop = "stop"  # the first one is an error that names it
+    drop = "drop"  # they are counted, named and left out, before the split
+
+
 @dataclass
 class DataConfig:
     """What every data set has: how it is split, ordered and loaded."""
@@ -28,6 +35,8 @@ class DataConfig:
     validation: float = 0.2  # share held out
     validation_samples: int | None = None  # look at so many of them; None: all
     split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
+    bad_samples: BadSamples = BadSamples.stop  # cells that are no number, files that are no image
+    most_bad: float = 0.1  # a larger share than this is an error all the same
     shuffle: bool = True
     drop_last: bool = False
     workers: int | None = None  # None: chosen from where the data lies, with a reason
@@ -43,6 +52,10 @@ class DataConfig:
         if not 0 < self.validation < 1:
             raise ConfigError(
                 "data.validation", f"{self.validation} is not a share", "use a value in (0, 1)"
+            )
+        if not 0 < self.most_bad < 1:
+            raise ConfigError(
+                "data.most_bad", f"{self.most_bad} is not a share", "use a value in (0, 1)"
             )
         if self.validation_samples is not None and self.validation_samples < 1:
             raise ConfigError("data.validation_samples", "would validate nothing", "use 1 or more")

@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runner.batch import Sizes
+from runner.batch import Column, Sizes
 from runner.data.config import Cancer, Digits
 from runner.data.order import split
-from runner.data.tensors import Tensors, standardise
+from runner.data.tensors import Tensors, standardised
 
 FILES = Path(__file__).parent / "files"
+MEASURED = (
+    "radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity",
+    "concave points", "symmetry", "fractal dimension",
+)  # fmt: skip
 
 
 def digits(config: Digits) -> Tensors:
@@ -33,9 +37,13 @@ def cancer(config: Cancer) -> Tensors:
     with np.load(FILES / "cancer.npz") as file:
         measurements, labels = file["measurements"], file["labels"]
     parts = split(len(measurements), config.validation, config.split_seed)
+    scaled, means, deviations = standardised(measurements, parts[0])
+    names = [f"{kind} {what}" for kind in ("mean", "error of", "worst") for what in MEASURED]
+    columns = zip(names, means.tolist(), deviations.tolist(), strict=True)
     return Tensors(
-        torch.from_numpy(standardise(measurements, parts[0])),
+        torch.from_numpy(scaled),
         torch.from_numpy(labels.astype(np.int64)),
         Sizes("classification", 30, classes=2, class_names=("malignant", "benign")),
         parts,
+        columns=tuple(Column(name, 1, mean, deviation) for name, mean, deviation in columns),
     )

@@ -13,12 +13,15 @@ import numpy as np
 import torch
 
 from runner.batch import Batch
+from runner.data.bad import dropping, left_out
 from runner.data.collate import Nest, as_pair, main_leaf, stack
+from runner.data.config import DataConfig
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.order import sample_seeds, split
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError, RunnerError
+from runner.technique import Choice
 
 
 class Foreign(Source):
@@ -31,7 +34,14 @@ class Foreign(Source):
     in_memory = False
     augments = True
 
-    def __init__(self, dataset: Any, target: str, validation: float, split_seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        target: str,
+        validation: float,
+        split_seed: int,
+        config: DataConfig | None = None,  # for what is done about bad samples; None: they are kept
+    ) -> None:
         for method in ("__len__", "__getitem__"):
             if not callable(getattr(type(dataset), method, None)):
                 raise ConfigError(
@@ -40,8 +50,28 @@ class Foreign(Source):
                     "give it __len__ and __getitem__ (a map-style data set)",
                 )
         self.dataset = dataset
-        self.train, self.validation = split(len(dataset), validation, split_seed, target)
-        self.sizes, self.choices = infer_sizes(dataset, target, self._look_at)
+        choices: tuple[Choice, ...] = ()
+        if config is not None and dropping(config):
+            self.dataset, choices = self._sound(dataset, target, config)
+        self.train, self.validation = split(len(self.dataset), validation, split_seed, target)
+        self.sizes, inferred = infer_sizes(self.dataset, target, self._look_at)
+        self.choices = (*choices, *inferred)
+
+    def _sound(
+        self, dataset: Any, target: str, config: DataConfig
+    ) -> tuple[Kept, tuple[Choice, ...]]:
+        """The samples that can be fetched and are finite, each fetched once to see: one epoch."""
+        problems: dict[int, str] = {}
+        for index in range(len(dataset)):
+            try:
+                sample = self._look_at(index)
+            except DataError as error:
+                problems[index] = str(error).partition("\n")[0]
+                continue
+            if not all(bool(torch.isfinite(leaf).all()) for leaf in _floats(sample)):
+                problems[index] = f"sample {index}: a value is not finite"
+        choices = left_out(list(problems.values()), len(dataset), config, target)
+        return Kept(dataset, [i for i in range(len(dataset)) if i not in problems]), choices
 
     def _look_at(self, index: int) -> tuple[Nest, Nest]:
         started = time.perf_counter()
@@ -91,6 +121,34 @@ class Foreign(Source):
             check_range(ids, sizes.vocab, indices, "data: inputs of sample", fix.format("`vocab`"))
         if sizes.task == "language_modelling":
             check_range(target, sizes.vocab, indices, what, fix.format("`vocab`"))
+
+
+class Kept:
+    """A data set without some of its samples; all else that is asked of it is its own."""
+
+    def __init__(self, dataset: Any, indices: list[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "indices"):  # not there yet, while one is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _floats(nest: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of floats in a nest."""
+    if isinstance(nest, torch.Tensor):
+        if nest.is_floating_point():
+            yield nest
+        return
+    for item in nest.values() if isinstance(nest, dict) else nest:
+        yield from _floats(item)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from runner.batch import Batch, Sizes
+from runner.data.bad import dropping, left_out
 from runner.data.config import Images
 from runner.data.order import split
 from runner.data.paths import class_folders, existing
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+THREADS = 4  # that decode at once where every file is looked at; decoders leave Python alone
 MARGIN = 1.125  # the shorter side over the side of a random crop
 
 
@@ -61,11 +63,15 @@ class ImageFolder(Source):
                 )
             self.files += images
             labels += [label] * len(images)
+        if dropping(config):
+            labels = self._leave_out(labels, config, root)
+            for label, folder in enumerate(folders):
+                if label not in labels:
+                    raise DataError(f"{folder}: no image of the class can be decoded")
         self.labels = torch.tensor(labels)
         if others:
-            self.choices = (
-                Choice("data.path", str(root), f"{others} files are no images: left out"),
-            )
+            told = Choice("data.path", str(root), f"{others} files are no images: left out")
+            self.choices = (*self.choices, told)
         self.train, self.validation = split(
             len(labels), config.validation, config.split_seed, str(root)
         )
@@ -77,6 +83,40 @@ class ImageFolder(Source):
             classes=len(folders),
             class_names=tuple(folder.name for folder in folders),
         )
+
+    def _leave_out(self, labels: list[int], config: Images, root: Path) -> list[int]:
+        """The labels of the files that can be decoded, which stay.
+
+        Every file is decoded, since only that shows what is broken: as long as an epoch takes
+        on four cores. A file that goes bad later is an error, as ever.
+        """
+        problems = {}
+        with ThreadPoolExecutor(THREADS) as pool:
+            for number, wrong in enumerate(pool.map(self._problem, self.files)):
+                if wrong is not None:
+                    problems[number] = wrong
+        told = [f"{self.files[number]}: {problems[number]}" for number in problems]
+        self.choices = left_out(told, len(self.files), config, str(root))
+        stay = [number for number in range(len(self.files)) if number not in problems]
+        self.files = [self.files[number] for number in stay]
+        return [labels[number] for number in stay]
+
+    def _problem(self, path: Path) -> str | None:
+        """Why a file cannot be decoded."""
+        try:
+            self._decoded(path)
+        except Exception as error:  # a decoder may raise anything on bytes that are wrong
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _decoded(self, path: Path) -> Image:
+        from PIL import Image, ImageOps
+
+        with Image.open(path) as file:
+            most = Image.MAX_IMAGE_PIXELS
+            if most is not None and file.width * file.height > most:  # where PIL would only warn
+                raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")
+            return ImageOps.exif_transpose(file).convert(self.mode)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """Read, decode and crop; a file that cannot be decoded is a DataError with its name."""
@@ -91,16 +131,12 @@ class ImageFolder(Source):
         return images, self.labels[torch.from_numpy(indices)]
 
     def _pixels(self, path: Path, rng: np.random.Generator | None) -> np.ndarray:
-        from PIL import Image, ImageOps
-
         try:
-            with warnings.catch_warnings(), Image.open(path) as file:
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                image = ImageOps.exif_transpose(file).convert(self.mode)
+            image = self._decoded(path)
         except Exception as error:  # a decoder may raise anything on bytes that are wrong
             raise DataError(
                 f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}); replace "
-                "or remove the file"
+                "or remove the file, or leave such files out with data.bad_samples=drop"
             ) from None
         return np.asarray(self._crop(image, rng))
 

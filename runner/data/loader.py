@@ -32,6 +32,16 @@ class HasTorchDevice(Protocol):
         """Where batches go."""
 
 
+class Inspector(Protocol):
+    """What looks at batches on the CPU, and may leave samples out."""
+
+    def inspect(self, step: int, batch: Batch) -> Batch:
+        """The batch of that step (0 is the first), as it may go on."""
+
+    def pruned(self, batch: Batch) -> Batch:
+        """The same, for a batch that is fetched again."""
+
+
 def make_loader(
     source: Source,
     indices: np.ndarray,
@@ -120,6 +130,7 @@ class BatchLoader:
         self.placements = ([move] if move else []) + list(placements)
         self.choices = choices
         self.steps_per_epoch = fetch.order.batches
+        self.inspector: Inspector | None = None
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Batches from step `start` on; ends after an epoch unless the loader repeats."""
@@ -128,6 +139,8 @@ class BatchLoader:
             batches: Iterator[Batch] = (self.fetch(key) for keys in epochs for key in keys)
         else:
             batches = self._from_workers(epochs, self.pool)
+        if self.inspector is not None:  # before the device has it
+            batches = map(self.inspector.inspect, count(start), batches)
         yield from map(self._placed, batches) if self.placements else batches
 
     def peek(self) -> Batch:
@@ -136,7 +149,8 @@ class BatchLoader:
 
     def at(self, step: int) -> Batch:
         """The batch of that step, fetched here; workers and iterators are not disturbed."""
-        return self._placed(self.fetch(divmod(step, self.steps_per_epoch)))
+        batch = self.fetch(divmod(step, self.steps_per_epoch))
+        return self._placed(batch if self.inspector is None else self.inspector.pruned(batch))
 
     def indices(self, step: int) -> list[int]:
         """Which samples of the data set that batch holds."""

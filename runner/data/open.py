@@ -7,9 +7,11 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
+from runner.data.bad import dropping
 from runner.data.config import DataConfig
 from runner.data.source import Source
 from runner.errors import ConfigError
+from runner.security.gate.policy import Policy
 from runner.security.targets import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
@@ -27,8 +29,12 @@ OPENERS = {
 }
 
 
-def open_data(config: DataConfig, resolve: Callable[[str, str], Any]) -> Source:
+def open_data(
+    config: DataConfig, resolve: Callable[[str, str], Any], policy: Policy | None = None
+) -> Source:
     """The data set that `config` names: one of ours, or the user's own by `_target_`.
+
+    `policy` decides about files of arrays; None is the standard one.
 
     Raises ConfigError or DataError for whatever can be found wrong without reading every sample
     that is on disk, and SecurityError for a `_target_` that is not trusted.
@@ -38,7 +44,7 @@ def open_data(config: DataConfig, resolve: Callable[[str, str], Any]) -> Source:
 
         factory = resolve(config._target_, "data._target_")
         dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")
-        return Foreign(dataset, config._target_, config.validation, config.split_seed)
+        return Foreign(dataset, config._target_, config.validation, config.split_seed, config)
     for field in fields(config):
         if getattr(config, field.name) == "???":
             example = {"path": "folder/file", "vocab": "50257"}.get(field.name, "name")
@@ -47,6 +53,12 @@ def open_data(config: DataConfig, resolve: Callable[[str, str], Any]) -> Source:
             )
     if config.kind not in OPENERS:
         raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
+    if config.kind == "tokens" and dropping(config):
+        raise ConfigError(
+            "data.bad_samples", "windows over token ids move from epoch to epoch: none can be left "
+            "out", "use stop, and mend the file",
+        )  # fmt: skip
     module, function = OPENERS[config.kind]
-    source: Source = getattr(import_module(f"runner.data.{module}"), function)(config)
+    opener = getattr(import_module(f"runner.data.{module}"), function)
+    source: Source = opener(config, policy) if config.kind == "arrays" else opener(config)
     return source

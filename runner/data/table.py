@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from runner.batch import RowNames
 from runner.data.paths import existing, suggestion
 from runner.errors import ConfigError, DataError
 
 MISSING = {"", "na", "n/a", "nan", "none", "null"}  # what tables write where a value is not known
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Table:
 
     path: Path
     columns: dict[str, list[Any]]
-    where: Callable[[int], str]  # what a message calls a row, such as `line 17`
+    where: RowNames  # what a message calls a row, such as `line 17`
+    problems: list[str] = field(default_factory=list)  # a line for each row that was left out
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -34,20 +38,35 @@ class Table:
             raise ConfigError(key, f"{self.path} has no column {name!r}", near)
         return self.columns[name]
 
+    def without(self, bad: dict[int, str]) -> Table:
+        """The same without those rows; what is wrong with each is kept."""
+        if not bad:
+            return self
+        stay = np.delete(np.arange(len(self)), list(bad))
+        columns = {name: [values[i] for i in stay] for name, values in self.columns.items()}
+        numbers = stay if self.where.numbers is None else self.where.numbers[stay]
+        problems = [f"{self.where(row)}, {bad[row]}" for row in sorted(bad)]
+        return Table(
+            self.path, columns, RowNames(self.where.word, numbers), self.problems + problems
+        )
+
     def missing(self, name: str, row: int) -> DataError:
         """The error for a value that is not there."""
         return DataError(
             f"{self.path}: {self.where(row)}, column {name!r}: the value is missing; fill it in, "
-            "drop the row, or leave the column out with data.ignore"
+            "leave such rows out with data.bad_samples=drop, or the column with data.ignore"
         )
 
 
-def read_table(path: str) -> Table:
-    """The table in a `.csv` (or `.tsv`) or `.parquet` file, with at least one row."""
+def read_table(path: str, drop: bool = False) -> Table:
+    """The table in a `.csv` (or `.tsv`) or `.parquet` file, with at least one row.
+
+    With `drop`, lines of a csv that are no row of it are left out; else the first is a DataError.
+    """
     file = existing(path)
     if file.is_dir():
         raise ConfigError("data.path", f"{file} is a folder", "name the csv or parquet file in it")
-    table = _read_parquet(file) if file.suffix in (".parquet", ".pq") else _read_csv(file)
+    table = _read_parquet(file) if file.suffix in (".parquet", ".pq") else _read_csv(file, drop)
     if not table.columns or not len(table):
         raise DataError(f"{file}: the table is empty")
     return table
@@ -81,6 +100,36 @@ def numbers(table: Table, name: str) -> np.ndarray | None:
     return found
 
 
+def bad_cells(table: Table, names: Sequence[str], most_bad: float) -> dict[int, str]:
+    """What is wrong with each row that has a cell which cannot be used, by the row's index.
+
+    A column holds numbers where no more than the share `most_bad` of its cells is anything else;
+    in one of texts only an empty cell is bad.
+    """
+    bad: dict[int, str] = {}
+    for name in names:
+        values = table.columns[name]
+        try:
+            found = np.asarray([np.nan if v == "" else v for v in values], dtype=np.float64)
+        except (ValueError, OverflowError):
+            found = np.array([_number(value) for value in values])
+            if np.isnan(found).sum() > most_bad * len(values):
+                found = np.array([np.nan if v is None or v == "" else 0.0 for v in values])
+        for row in np.flatnonzero(~np.isfinite(found)).tolist():
+            value = values[row]
+            missing = value is None or str(value).strip().lower() in MISSING
+            wrong = "is missing" if missing else f"{str(value)[:40]!r} is no finite number"
+            bad.setdefault(row, f"column {name!r}: the value {wrong}")
+    return bad
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan
+
+
 def _all_numbers(values: list[Any]) -> bool:
     try:
         np.asarray(values, dtype=np.float64)
@@ -89,9 +138,12 @@ def _all_numbers(values: list[Any]) -> bool:
     return True
 
 
-def _read_csv(path: Path) -> Table:
+def _read_csv(path: Path, drop: bool) -> Table:
+    problems: list[str] = []
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        # bytes that are no text come as lone surrogates, so that one line does not cost the file
+        errors = "surrogateescape" if drop else "strict"
+        with path.open(newline="", encoding="utf-8-sig", errors=errors) as file:
             first = file.readline()
             file.seek(0)
             # a header names columns, so the separator is what it has most of
@@ -101,16 +153,17 @@ def _read_csv(path: Path) -> Table:
             _check_names(path, header)
             rows: list[list[str]] = []
             lines: list[int] = []
-            for row in reader:
+            while (row := _next_row(reader, problems if drop else None)) is not None:
                 if not row:
                     continue
-                if len(row) != len(header):
-                    raise DataError(
-                        f"{path}: line {reader.line_num} has {len(row)} values, and the header "
-                        f"names {len(header)} columns"
-                    )
-                rows.append(row)
-                lines.append(reader.line_num)
+                wrong = _wrong(row, len(header), drop)
+                if not wrong:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+                elif drop:
+                    problems.append(f"line {reader.line_num} {wrong}")
+                else:
+                    raise DataError(f"{path}: line {reader.line_num} {wrong}")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})"
@@ -118,7 +171,30 @@ def _read_csv(path: Path) -> Table:
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: {error}") from None
     columns = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
-    return Table(path, columns, lambda row: f"line {lines[row]}")
+    return Table(path, columns, RowNames("line", np.array(lines)), problems)
+
+
+def _next_row(reader: Any, problems: list[str] | None) -> list[str] | None:
+    """The next row, empty where it was a bad one that `problems` takes note of; None at the end."""
+    begun = reader.line_num
+    try:
+        row: list[str] | None = next(reader, None)
+    except csv.Error as error:
+        # an open quote takes in whatever follows: more than the one row would be lost
+        if problems is None or reader.line_num != begun + 1 or "unexpected end" in str(error):
+            raise
+        problems.append(f"line {reader.line_num}: {error}")
+        return []
+    return row
+
+
+def _wrong(row: list[str], columns: int, drop: bool) -> str:
+    """What is wrong with a row as such."""
+    if len(row) != columns:
+        return f"has {len(row)} values, and the header names {columns} columns"
+    if drop and any(SURROGATE.search(value) for value in row if not value.isascii()):
+        return "is not UTF-8 text"
+    return ""
 
 
 def _read_parquet(path: Path) -> Table:
@@ -145,7 +221,7 @@ def _read_parquet(path: Path) -> Table:
                 "it, or leave it out when the file is written"
             )
         columns[name] = column.to_pylist()
-    return Table(path, columns, lambda row: f"row {row + 1}")
+    return Table(path, columns, RowNames("row", np.arange(1, table.num_rows + 1)))
 
 
 def _check_names(path: Path, names: list[str]) -> None:

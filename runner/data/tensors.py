@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Batch, Sizes
+from runner.batch import Batch, Column, RowNames, Sizes
 from runner.data.source import Source
 from runner.technique import Choice
 
@@ -21,14 +24,40 @@ class Tensors(Source):
         sizes: Sizes,
         parts: tuple[np.ndarray, np.ndarray],
         choices: tuple[Choice, ...] = (),
+        columns: tuple[Column, ...] = (),  # what the inputs are made of, where that has names
+        rows: RowNames | None = None,
+        ignore: str = "",  # the key that leaves out a column, where there is one
     ) -> None:
         self.inputs, self.target, self.sizes, self.choices = inputs, target, sizes, choices
         self.train, self.validation = parts
+        self.columns, self.rows, self.ignore = columns, rows or RowNames(), ignore
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """A copy of the rows."""
         rows = torch.from_numpy(indices)
         return self.inputs.index_select(0, rows), self.target.index_select(0, rows)
+
+    def named_columns(self) -> tuple[Column, ...]:
+        """The columns, if the samples are rows of a table; `x[3]` where they have no name."""
+        if self.inputs.ndim != 2 or self.inputs.dtype is not torch.float32:
+            return ()
+        return self.columns or tuple(Column(f"x[{i}]") for i in range(self.inputs.shape[1]))
+
+    def without(
+        self, columns: Sequence[int], rows: np.ndarray, choices: Sequence[Choice]
+    ) -> Tensors:
+        """The same table without those columns, and without those rows in validation."""
+        inputs, sizes, kept = self.inputs, self.sizes, self.named_columns()
+        if columns:
+            ends = np.cumsum([column.width for column in kept])
+            gone = [np.arange(ends[i] - kept[i].width, ends[i]) for i in columns]
+            stay = np.delete(np.arange(inputs.shape[1]), np.concatenate(gone))
+            inputs = inputs[:, torch.from_numpy(stay)]
+            sizes = replace(sizes, in_features=len(stay))
+            kept = tuple(column for i, column in enumerate(kept) if i not in set(columns))
+        parts = (self.train, np.setdiff1d(self.validation, rows))
+        choices = (*self.choices, *choices)
+        return Tensors(inputs, self.target, sizes, parts, choices, kept, self.rows, self.ignore)
 
 
 def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choice]:
@@ -38,13 +67,15 @@ def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choic
     return mean, deviation, Choice("data.target", "standardised", reason)
 
 
-def standardise(x: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Columns with mean 0 and standard deviation 1 over the rows `train`, as float32.
+def standardised(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Columns with mean 0 and deviation 1 over the rows `train`, as float32, and what these were.
 
     Only the training rows are looked at, so nothing is learned from those held out. A column that
     is constant there becomes 0 there.
     """
     mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
-    deviation[deviation == 0] = 1.0
+    # the mean of one value a million times is off by a rounding, and so is the deviation from it
+    constant = x[train].min(axis=0) == x[train].max(axis=0)
+    mean, deviation = np.where(constant, x[train[0]], mean), np.where(constant, 1.0, deviation)
     scaled: np.ndarray = ((x - mean) / deviation).astype(np.float32)
-    return scaled
+    return scaled, mean, deviation

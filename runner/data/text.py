@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runner.data.bad import dropping, left_out
 from runner.data.config import Text
 from runner.data.labels import check_classes, encode
 from runner.data.order import split
@@ -19,44 +20,60 @@ def text(config: Text) -> Passages:
     if config.sequence < 1:
         raise ConfigError("data.sequence", f"{config.sequence} is no length", "use 1 or more")
     path = existing(config.path)
-    names, texts, values = _from_folders(path) if path.is_dir() else _from_table(config)
-    for name, content in zip(names, texts, strict=True):
+    problems: list[str] = []
+    found = _from_folders(path) if path.is_dir() else _from_table(config, problems)
+    for name, content, _ in found:
         if not content.strip():
-            raise DataError(f"{name}: the text is empty")
-    labels, classes = encode(values)
+            if not dropping(config):
+                raise DataError(f"{name}: the text is empty")
+            problems.append(f"{name}: the text is empty")
+    found = [sample for sample in found if sample[1].strip()]
+    choices = left_out(problems, len(found) + len(problems), config, str(path))
+    texts = [content for _, content, _ in found]
+    labels, classes = encode([label for _, _, label in found])
     check_classes(classes, str(path))
     longer = sum(len(content) > config.sequence for content in texts)
-    choices: tuple[Choice, ...] = ()
     if longer:
         reason = f"{longer:,} of {len(texts):,} texts are longer; only their beginning is read"
-        choices = (Choice("data.sequence", config.sequence, reason),)
+        choices = (*choices, Choice("data.sequence", config.sequence, reason))
     parts = split(len(texts), config.validation, config.split_seed, str(path))
     return Passages(texts, labels, classes, config.sequence, parts, choices)
 
 
-def _from_table(config: Text) -> tuple[list[str], list[bytes], list[str]]:
-    """What a message calls each text, its bytes, and its label."""
-    table = read_table(config.path)
-    texts = table.column(config.text, "data.text")
-    labels = table.column(config.target, "data.target")
-    for name, column in ((config.text, texts), (config.target, labels)):
-        for row, value in enumerate(column):
-            if value is None or value == "":
-                raise table.missing(name, row)
-    names = [f"{table.path}: {table.where(row)}" for row in range(len(table))]
-    return names, [str(t).encode() for t in texts], [str(v) for v in labels]
+Sample = tuple[str, bytes, str]
+"""What a message calls a text, its bytes, and its label."""
 
 
-def _from_folders(root: Path) -> tuple[list[str], list[bytes], list[str]]:
-    names: list[str] = []
-    texts: list[bytes] = []
-    labels: list[str] = []
+def _from_table(config: Text, problems: list[str]) -> list[Sample]:
+    """The rows of a table; where bad ones are dropped, `problems` has a line for each."""
+    table = read_table(config.path, dropping(config))
+    used = (config.text, config.target)
+    table.column(config.text, "data.text")
+    table.column(config.target, "data.target")
+    empty = {
+        row: f"column {name!r}: the value is missing"
+        for name in used
+        for row, value in enumerate(table.columns[name])
+        if value is None or value == ""
+    }
+    if dropping(config):
+        table = table.without(empty)
+        problems += table.problems
+    elif empty:
+        row = min(empty)
+        raise table.missing(next(n for n in used if table.columns[n][row] in (None, "")), row)
+    texts, labels = (table.columns[name] for name in used)
+    return [
+        (f"{table.path}: {table.where(row)}", str(content).encode(), str(label))
+        for row, (content, label) in enumerate(zip(texts, labels, strict=True))
+    ]
+
+
+def _from_folders(root: Path) -> list[Sample]:
+    found: list[Sample] = []
     for folder in class_folders(root):
         files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
         if not files:
             raise DataError(f"{folder}: the class has no files")
-        for file in files:
-            names.append(str(file))
-            texts.append(file.read_bytes())
-            labels.append(folder.name)
-    return names, texts, labels
+        found += [(str(file), file.read_bytes(), folder.name) for file in files]
+    return found

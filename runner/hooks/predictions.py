@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch, call, rows
+from runner.checks.config import OutputsConfig
+from runner.checks.outputs import Changes, described, sanitise
 from runner.record import markdown
 from runner.run import Run
 
@@ -21,8 +23,9 @@ PROMPT, WRITTEN = 48, 96  # tokens; each one written is a forward pass of one sa
 class Predictions:
     """Always the same samples, so that TensorBoard's slider shows what is being learned."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: OutputsConfig | None = None) -> None:
         self.batch: Batch | None = None
+        self.outputs = outputs or OutputsConfig()
 
     def show(self, run: Run, step: int) -> None:
         """Write the samples and what the model, as it is now, says of them to the record.
@@ -46,15 +49,38 @@ class Predictions:
             return
         output, target = output.float().cpu(), target.cpu()
         if run.sizes.task == "regression":
-            run.recorder.text(
-                "val/predictions",
-                _regression(output * run.sizes.target_deviation + run.sizes.target_mean, target),
-                step,
-            )
+            said = output * run.sizes.target_deviation + run.sizes.target_mean
+            said, note = self._clean(run, step, said, "quantities")
+            run.recorder.text("val/predictions", _regression(said, target) + note, step)
         elif output.ndim == 2 and target.ndim == 1:
-            self._classes(run, step, inputs, output.softmax(1), target)
+            shares, note = self._clean(run, step, output.softmax(1), "probabilities")
+            self._classes(run, step, inputs, shares, target, note)
 
-    def _classes(self, run: Run, step: int, inputs: Any, shares: Tensor, target: Tensor) -> None:
+    def _clean(self, run: Run, step: int, values: Tensor, kind: str) -> tuple[Tensor, str]:
+        """What is fit to be shown, and a line about what had to be changed for that."""
+        limits = self.outputs
+        if not limits.enabled:
+            return values, ""
+        clean, changes = (
+            sanitise(values, kind)
+            if kind == "probabilities"
+            else sanitise(values, kind, nan=limits.nan, low=limits.low, high=limits.high)
+        )
+        return clean, self._note(run, step, changes)
+
+    def _note(self, run: Run, step: int, changes: Changes) -> str:
+        changed = described(changes.read())
+        if not changed:
+            return ""
+        run.history.add(
+            "outputs", f"predictions that are shown: {changed}", step=step, category="numerics",
+            action="put in order for show",
+        )  # fmt: skip
+        return f"\n\nPut in order for show: {changed}."
+
+    def _classes(
+        self, run: Run, step: int, inputs: Any, shares: Tensor, target: Tensor, note: str
+    ) -> None:
         sure, said = shares.max(1)
         true = [_name(run, int(i)) for i in target]
         predicted = [_name(run, int(i)) for i in said]
@@ -71,7 +97,7 @@ class Predictions:
             for i in range(len(true))
         ]  # fmt: skip
         header = (*(["text"] if texts else []), "true", "predicted", "confidence", "")
-        run.recorder.text("val/predictions", markdown.table(header, rows), step)
+        run.recorder.text("val/predictions", markdown.table(header, rows) + note, step)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from runner.checks.config import OutputsConfig
 from runner.device import memory
 from runner.device.resources import Machine
 from runner.errors import Interrupted
@@ -43,11 +44,12 @@ class Recording(Hook):
         config: MonitoringConfig,
         settings: Mapping[str, Any],
         machine: Machine | None = None,
+        outputs: OutputsConfig | None = None,
     ) -> None:
         self.config = config
         self.machine = machine or Machine(every_s=config.system_every_s)
         self.settings = settings
-        self.predictions = Predictions()
+        self.predictions = Predictions(outputs)
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
         self.epochs = Epochs(0, 1)

@@ -26,6 +26,7 @@ from runner.benchmark.statistics import Estimate
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
 from runner.measure.candidates import without_techniques
+from runner.record import provenance
 from runner.record.config import MonitoringConfig
 from runner.record.console import console, one_line
 from runner.report import comparison as comparing
@@ -88,7 +89,7 @@ def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
     about = HydraConfig.get()
     folders = [s.path for s in about.runtime.config_sources if s.provider == "command-line"]
     name = about.job.config_name or "config"
-    return list(about.overrides.task), [Path(folder) for folder in folders], name
+    return provenance.as_typed(about.overrides.task), [Path(folder) for folder in folders], name
 
 
 def _attribute(

@@ -71,6 +71,12 @@ class ScanConfig:
     """Which files job=scan looks at."""
 
     path: str | None = None  # a file, or a folder with all that is in it
+    deep: bool = True  # values too, and not only how the file is made
+    rows: int = 30  # shown on the screen, the worst first; scan.json has them all
+
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            raise ConfigError("scan.rows", f"{self.rows} is no number of rows", "use 0 or more")
 
 
 @dataclass

@@ -22,6 +22,8 @@ from runner.device.device import Device, select
 from runner.doctor import environment, packages
 from runner.doctor.environment import Check, Status, size
 from runner.errors import StorageError, UsageError
+from runner.record.console import one_line, plain_text
+from runner.storage import replace_text
 
 if TYPE_CHECKING:
     from runner.config import RunConfig
@@ -74,7 +76,7 @@ def main(config: RunConfig, folder: Path | None) -> Report:
     if folder is not None:
         path = folder / "doctor.json"
         try:
-            path.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+            replace_text(path, json.dumps(report.as_dict(), indent=2) + "\n")
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
         screen.print(Text(f"\nas JSON: {path}"), soft_wrap=True)
@@ -142,7 +144,7 @@ def show(report: Report) -> RenderableType:
         table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
         table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
-            table.add_row(Text(name), value if isinstance(value, Text) else Text(value))
+            table.add_row(plain_text(name), value if isinstance(value, Text) else plain_text(value))
         parts.extend([Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))])
 
     section(
@@ -184,7 +186,7 @@ def _outlook_line(row: Outlook) -> Text:
 
 def _check_line(check: Check) -> Text:
     status = check.status.value
-    line = Text.assemble((f"{status:4}", STYLES[status]), f"  {check.found}")
+    line = Text.assemble((f"{status:4}", STYLES[status]), f"  {one_line(check.found)}")
     if check.fix:
-        line.append(f"\n      fix: {check.fix}", style="italic")
+        line.append(f"\n      fix: {one_line(check.fix)}", style="italic")
     return line

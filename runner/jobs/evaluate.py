@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from runner.build import build
+from runner.checks.config import OutputsConfig
+from runner.checks.model.hook import ModelCheck
+from runner.checks.outputs import Changes, Watched, described, sanitise
 from runner.config import RunConfig
 from runner.errors import ConfigError, RunnerError
 from runner.evaluation import evaluate
+from runner.hook import Evaluation
 from runner.jobs.config import ExportKind
 from runner.jobs.export import check, export
 from runner.outcome import engagements, look, summarise
@@ -37,8 +44,11 @@ def main(config: RunConfig, folder: Path) -> Summary:
         given = resolved(config, search=False)
     with build(config, folder, given) as run:
         run.recorder.open(run.progress.step)
-        run.progress.metrics = evaluate(run).metrics
+        run.progress.metrics = _evaluate(run, config.checks.outputs).metrics
         run.progress.validated_step = run.progress.step
+        for hook in run.hooks:
+            if isinstance(hook, ModelCheck):  # the others are about training
+                hook.look(run, probe=True)
         _quantize(run)
         bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
         run.recorder.scalars(run.progress.step, "val", bare)
@@ -55,6 +65,36 @@ def main(config: RunConfig, folder: Path) -> Summary:
             summary.write(folder)
             report.write(summary, folder)
     return summary
+
+
+def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
+    """The metrics of the model's own outputs, and a fault that counts what is amiss in these.
+
+    A metric of outputs that were put in order first would flatter the model.
+    """
+    if not limits.enabled:
+        return evaluate(run)
+
+    def order(output: Any) -> Changes:
+        quantities = run.sizes.task == "regression" and isinstance(output, Tensor)
+        if not quantities:
+            return sanitise(output, "logits")[1]
+        said = output * run.sizes.target_deviation + run.sizes.target_mean
+        return sanitise(said, "quantities", nan=limits.nan, low=limits.low, high=limits.high)[1]
+
+    forward = run.forward
+    run.forward = watched = Watched(forward, order)
+    try:
+        evaluation = evaluate(run)
+    finally:
+        run.forward = forward
+    changed = described(watched.changes.read())  # the one time that the host waits for this
+    if changed:
+        run.history.add(
+            "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,
+            category="numerics", action="metrics are of the outputs as they are",
+        )  # fmt: skip
+    return evaluation
 
 
 def _quantize(run: Run) -> None:

@@ -19,11 +19,14 @@ from runner.captures.manifest import FOLDER, find
 from runner.captures.opening import open_capture
 from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
+from runner.masking import masked, masked_all
 from runner.record import provenance
 from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.look import Look
 from runner.replay.reopen import config_of, settled
+from runner.security.gate.policy import Policy
+from runner.security.gate.provenance import own_tree
 from runner.storage import HashedFile
 from runner.summary import Summary
 
@@ -39,7 +42,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
         raise ConfigError("replay.path", "is not there", "name a debug/captures/step_… folder")
     start = time.monotonic()
     where = find(Path(config.replay.path))
-    capture = open_capture(where)
+    capture = open_capture(where, Policy.of(config.security, [own_tree(folder)]))
     trusted = config.security.trusted
     config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
@@ -57,7 +60,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
         wall_seconds=time.monotonic() - start,
     ).write(folder)  # fmt: skip
     console = Console(highlight=False)
-    console.print(page.screen(replay))
+    console.print(page.screen(masked_all(replay)))
     console.print(Text(f"\nas a page: {folder / 'replay.md'}"), soft_wrap=True)
     if problem:
         raise NotVerified(f"{problem}: {page.reproduced(replay)}; {folder / 'replay.md'}")
@@ -68,8 +71,8 @@ def _write(replay: Replay, folder: Path, beside: Path) -> None:
     text = page.markdown(replay)
     data = json.dumps(page.as_dict(replay), indent=2) + "\n"
     try:
-        (folder / "replay.json").write_text(data, "utf-8")
-        (folder / "replay.md").write_text(text, "utf-8")
+        storage.replace_text(folder / "replay.json", data)
+        storage.replace_text(folder / "replay.md", text)
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error
     try:
@@ -85,7 +88,7 @@ def _put_beside(capture: Path, text: str) -> None:
     temporary = capture / f".tmp-replay-{secrets.token_hex(8)}.md"
 
     def fill(file: HashedFile) -> None:
-        file.write(text.encode("utf-8", "replace"))
+        file.write(masked(text).encode("utf-8", "replace"))
 
     try:
         storage.write_file(temporary, fill)  # fails where there is such a name, a link too

@@ -2,11 +2,114 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.text import Text
+
 from runner.config import RunConfig
+from runner.errors import Interrupted, SecurityError, StorageError, UsageError
+from runner.interrupts import Interrupts
+from runner.record.console import console, one_line
+from runner.report.scan import JSON, PAGE, Row, Scan, terminal
+from runner.security.gate.assessing import Assessor
+from runner.security.gate.folder import Thing, is_loadable, things
+from runner.security.gate.policy import Policy
+from runner.security.gate.provenance import own_tree
+from runner.security.trust import Severity
 
 
-def main(config: RunConfig, folder: Path) -> None:
-    """Assess `scan.path`; scan.json and scan.md in `folder`. SecurityError where it is refused."""
-    raise NotImplementedError
+def main(config: RunConfig, folder: Path) -> Scan:
+    """Assess `scan.path`; the list on the screen, scan.json and scan.md in `folder`.
+
+    Raises SecurityError where anything is refused or is less than the security level demands,
+    UsageError where there is nothing at that path, and Interrupted with what was found until then
+    written.
+    """
+    path = find(config.scan.path)
+    scan = Scan(str(path), config.security.level)
+    policy = Policy.of(config.security, own=[own_tree(folder)])
+    start = time.monotonic()
+    with Interrupts() as interrupts:
+        interrupts.waiting = True  # so that a signal cuts in at once
+        try:
+            _look(path, policy, scan, config)
+        except KeyboardInterrupt:
+            scan.interrupted = True
+        interrupts.waiting = False
+        scan.seconds = time.monotonic() - start
+        _leave(scan, folder, config.scan.rows)
+    files = f"{JSON} and {PAGE} lie in {folder}"
+    if scan.interrupted:
+        so_far = f" after {len(scan.rows)} of {scan.total}; what was found is in {folder / JSON}"
+        raise Interrupted(interrupts.received or signal.SIGINT, so_far)
+    if scan.refused:
+        raise SecurityError(f"{scan.verdict}; {files}")
+    with suppress(SystemExit):  # rich's answer to `| head`
+        Console(highlight=False).print(Text(f"{scan.verdict}; {files}"), soft_wrap=True)
+    return scan
+
+
+def find(name: str | None) -> Path:
+    """The file or folder to look at. Raises UsageError where there is nothing."""
+    path = Path(name or "")
+    if not path.exists():
+        raise UsageError(f"scan.path: there is nothing at {path} (looked from {Path.cwd()})")
+    return path
+
+
+def _look(path: Path, policy: Policy, scan: Scan, config: RunConfig) -> None:
+    """Fill `scan`, a thing at a time."""
+    worth = list(_worth(path, scan))
+    scan.total = len(worth)
+    with Assessor(policy, config.scan.deep) as assessor, _progress(config, worth) as told:
+        for thing in worth:
+            found = assessor.assess(thing, lambda size, thing=thing: told(thing, size))  # type: ignore[misc]
+            scan.rows.append(Row(thing.kind, found))
+
+
+def _worth(path: Path, scan: Scan) -> Iterator[Thing]:
+    """What is judged; the rest is counted."""
+    for thing in things(path):
+        alone = thing.kind == "file" and thing.path != path
+        if alone and thing.files and not is_loadable(thing.path):
+            scan.passed_over += 1
+        elif not thing.files and not _is_refused(thing):
+            scan.odd += thing.odd
+        else:
+            yield thing
+
+
+def _is_refused(thing: Thing) -> bool:
+    return any(reason.severity is Severity.REFUSAL for reason in thing.odd)
+
+
+def _leave(scan: Scan, folder: Path, rows: int) -> None:
+    try:
+        scan.write(folder)
+    except OSError as error:
+        raise StorageError(f"{folder / JSON}: {error.strerror}") from error
+    with suppress(SystemExit):
+        Console(highlight=False).print(terminal(scan, rows), crop=False)
+
+
+@contextmanager
+def _progress(config: RunConfig, worth: list[Thing]) -> Iterator[Callable[[Thing, int], None]]:
+    """How far it is, on a terminal; nothing elsewhere."""
+    screen = console()
+    if not config.monitoring.progress or not screen.is_terminal or screen.is_dumb_terminal:
+        yield lambda thing, size: None
+        return
+    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task("", total=sum(thing.size for thing in worth))
+
+        def told(thing: Thing, size: int) -> None:
+            progress.update(task, advance=size, description=one_line(thing.path.name))
+
+        yield told

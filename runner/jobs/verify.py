@@ -18,7 +18,9 @@ from runner.measure import continuation as resuming
 from runner.measure import parity as comparing
 from runner.measure.continuation import Continuation, continuation
 from runner.measure.parity import Agreement, Parity, Row, parity, without_techniques
+from runner.record.console import plain_text
 from runner.record.plain import plain
+from runner.storage import replace_text
 
 STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail: "bold red"}
 
@@ -40,7 +42,7 @@ def main(config: RunConfig, folder: Path) -> Parity | Continuation:
         complaint = f"resume: not exact: {', '.join(found.differing[:3])}"
     path = folder / "verify.json"
     try:
-        path.write_text(json.dumps(as_dict(config.verify.what, found), indent=2) + "\n", "utf-8")
+        replace_text(path, json.dumps(as_dict(config.verify.what, found), indent=2) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     console = Console(highlight=False)
@@ -87,7 +89,7 @@ def show_parity(found: Parity) -> RenderableType:
     about.add_column(ratio=1, overflow="fold")
 
     def line(name: str, value: str, style: str = "") -> None:
-        about.add_row(Text(name), Text(value, style=style))
+        about.add_row(plain_text(name), plain_text(value, style))
 
     line("verdict", found.verdict.value, STYLES[found.verdict])
     if found.first is not None:

@@ -78,7 +78,7 @@ class Assembly:
     asked_in_vain: set[str] = field(default_factory=set)  # of those left out
 
     def __post_init__(self) -> None:
-        check_model(self.who, self.model)
+        check_module(self.who, self.model)
         check_overrides(self.who, self.overrides)
         if self.optimizer is not None:
             check_optimizer(self.who, self.model, self.optimizer)
@@ -202,7 +202,7 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def check_model(who: str, model: Any) -> None:
+def check_module(who: str, model: Any) -> None:
     """Raise UsageError where the model is none."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"{who}: model is {batches.describe(model)}; give a torch.nn.Module")

@@ -23,7 +23,7 @@ from runner.captures.taking import fill, noise
 from runner.checkpoint.folder import step_name
 from runner.errors import CheckpointError
 from runner.library import batches
-from runner.library.assembly import Assembly, check_loss_fn, check_model
+from runner.library.assembly import Assembly, check_loss_fn, check_module
 from runner.library.step import Loss
 from runner.objectives.custom import Custom
 from runner.record.provenance import versions
@@ -104,7 +104,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Found:
     `loss_fn(output, target)` the loss as in the loop. Random numbers are those with which the step
     before had ended. Raises CheckpointError, SecurityError or UsageError.
     """
-    check_model(WHO, model)
+    check_module(WHO, model)
     check_loss_fn(WHO, loss_fn)
     capture = open_capture(Path(path))
     copy, inputs = deepcopy(model), capture.batch[0]

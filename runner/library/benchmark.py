@@ -32,7 +32,7 @@ from runner.errors import UsageError
 from runner.library import batches
 from runner.library.assembly import (
     check_loss_fn,
-    check_model,
+    check_module,
     check_optimizer,
     check_overrides,
     device_of,
@@ -124,7 +124,7 @@ def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -
 
 def _check(model: Any, arms: Any, loss_fn: Any, optimizer: Any, overrides: Any) -> None:
     """Raise UsageError for what cannot be trained."""
-    check_model(WHO, model)
+    check_module(WHO, model)
     check_overrides(WHO, overrides)
     if isinstance(arms, str):
         raise UsageError(f"{WHO}: arms is one string; give a list: [{arms!r}]")

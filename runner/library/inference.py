@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 
 from runner import modes
 from runner.batch import Inputs, call
+from runner.checks import outputs
 from runner.debug.gradcheck.observed import noise_kept
 from runner.device import memory
 from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches
-from runner.library.assembly import check_model, device_of
+from runner.library.assembly import check_module, device_of
 from runner.library.optimize import Optimized
 from runner.recovery import is_out_of_memory, let_go
 
@@ -47,6 +49,7 @@ class InferenceResult:
     device: str  # that it was computed on
     seconds: float  # wall time, until the output was there
     error: Exception | None = None  # what it failed with, where errors are returned
+    changed: dict[str, int] = field(default_factory=dict)  # values: nan, inf, limited, rescaled
 
 
 @dataclass
@@ -69,6 +72,9 @@ def safe_inference(
     sanitise: bool = True,
     nan: float = 0.0,
     inf: float | None = None,
+    kind: str = "values",
+    low: float | None = None,
+    high: float | None = None,
     raise_errors: bool = True,
     cpu_fallback: bool = True,
     transient: tuple[type[Exception], ...] = (),
@@ -79,8 +85,11 @@ def safe_inference(
     before. A batch that does not fit the memory is halved, as often as it takes, and the rows of
     the outputs are put together; one sample that does not fit an accelerator is tried on the CPU,
     on a copy (`cpu_fallback`). Errors that pass (time-outs, lost connections, and `transient`) are
-    tried again, `retries` times in all. NaN becomes `nan` and ±Inf becomes ±`inf`, or the largest
-    number of the type; what was replaced is counted in the result, and makes it not `ok`.
+    tried again, `retries` times in all. With `sanitise` the output is put in order as
+    `runner.sanitise` does it for its `kind`: NaN becomes `nan` and ±Inf becomes ±`inf`, or the
+    largest number of the type, probabilities sum to one along the last dimension, and quantities
+    and classes are within `low` and `high`. What was changed is counted in the result, and makes it
+    not `ok`.
 
     Raises UsageError, OutOfMemory, and what the model raises; with `raise_errors=False` these last
     are in the result. It makes the host wait for the device.
@@ -91,8 +100,10 @@ def safe_inference(
         raise UsageError(
             f"{WHO}: nan={nan} and inf={inf} stand for what is not finite; use numbers"
         )
+    in_order = partial(outputs.sanitise, kind=kind, nan=nan, inf=inf, low=low, high=high)
+    in_order(torch.zeros(1, 1))  # a mistake in these is told before the work
     module = model.model if isinstance(model, Optimized) else model
-    check_model(WHO, module)
+    check_module(WHO, module)
     samples = batches.samples(batch, f"{WHO}: batch")
     start = time.perf_counter()
     attempt = _Attempt(retries, samples, transient, device=str(device_of(module)))
@@ -101,6 +112,7 @@ def safe_inference(
         {t.device.index for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
     )
     output, pieces, non_finite = None, 0, 0
+    changed: dict[str, int] = {}
     failure: Exception | None = None
     try:
         with (
@@ -113,8 +125,10 @@ def safe_inference(
             output, pieces = _joined([part for part, _ in parts], [n for _, n in parts]), len(parts)
             non_finite, found = _count(output, "output")
             attempt.problems += found
-            if non_finite and sanitise:
-                output = batches.mapped(output, lambda t: _finite(t, nan, inf))
+            if sanitise:
+                output, changes = in_order(output)
+                changed = changes.read()
+                attempt.problems += _told(changed)
     except UsageError as error:
         if raise_errors or not isinstance(error, OutOfMemory):
             raise
@@ -127,8 +141,9 @@ def safe_inference(
     if failure is not None:
         attempt.problems.append(f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
     return InferenceResult(
-        output, failure is None and not non_finite, attempt.problems, pieces, attempt.retried,
-        non_finite, attempt.device, time.perf_counter() - start, failure,
+        output, failure is None and not non_finite and not any(changed.values()), attempt.problems,
+        pieces, attempt.retried, non_finite, attempt.device, time.perf_counter() - start, failure,
+        changed,
     )  # fmt: skip
 
 
@@ -231,34 +246,21 @@ def _joined(parts: list[Any], sizes: list[int]) -> Any:
 
 def _count(value: Any, name: str) -> tuple[int, list[str]]:
     """How many values are not finite, and where; read from the device in one go."""
-    tensors = [(n, t) for n, t in _named(value, name) if t.is_floating_point() or t.is_complex()]
-    if not tensors:
+    found = list(outputs.counts_of(value, name))
+    if not found:
         return 0, []
-    one = tensors[0][1].device
-    counts = [torch.stack([t.isnan().sum(), t.isinf().sum()]).to(one) for _, t in tensors]
-    total, found = 0, []
-    for (where, tensor), (nans, infs) in zip(tensors, torch.stack(counts).tolist(), strict=True):
+    one = found[0][1].device
+    counts = torch.stack([counts.to(one) for _, _, counts in found]).tolist()
+    total, told = 0, []
+    for (where, tensor, _), (nans, infs) in zip(found, counts, strict=True):
         total += nans + infs
         said = [f"{n:,} {what}" for n, what in ((nans, "NaN"), (infs, "Inf")) if n]
         if said:
-            found.append(f"{where}: {' and '.join(said)} of {tensor.numel():,} values")
-    return total, found
+            told.append(f"{where}: {' and '.join(said)} of {tensor.numel():,} values")
+    return total, told
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _named(item, f"{name}.{key}")
-    elif isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            yield from _named(item, f"{name}[{i}]")
-
-
-def _finite(tensor: Tensor, nan: float, inf: float | None) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_complex(_finite(torch.view_as_real(tensor), nan, inf))
-    if not tensor.is_floating_point():
-        return tensor
-    return torch.nan_to_num(tensor, nan, inf, None if inf is None else -inf)
+def _told(changed: dict[str, int]) -> list[str]:
+    """What was changed of values that were finite; the others have had their line."""
+    said = outputs.described({k: n for k, n in changed.items() if k in ("limited", "rescaled")})
+    return [f"output: {said}"] if said else []

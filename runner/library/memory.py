@@ -178,6 +178,8 @@ class Memory:
         from rich.console import Group
         from rich.table import Table
 
+        from runner.record.console import plain_text
+
         stats, trend = self.stats(), self.trend
         facts = Table.grid(padding=(0, 2))
         rows = [
@@ -194,7 +196,7 @@ class Memory:
             told = f"{size(abs(trend.slope))} a step {'more' if trend.slope >= 0 else 'less'}"
             rows.append(("leak" if trend.leaking else "no leak", f"{told}: {trend.reason}"))
         for row in rows:
-            facts.add_row(*row)
+            facts.add_row(*map(plain_text, row))
         if not self.phases:
             return facts
         table = Table(box=None, padding=(0, 2), pad_edge=False)
@@ -208,7 +210,7 @@ class Memory:
             cells = [phase.name, str(phase.times), f"{phase.seconds:.3f}"]
             cells += [size(phase.peak_process), size(phase.added_process)]
             cells += [size(phase.peak_device), size(phase.added_device)] if gpu else []
-            table.add_row(*cells)
+            table.add_row(*map(plain_text, cells))
         return Group(facts, "", table)
 
     def __str__(self) -> str:

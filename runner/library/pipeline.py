@@ -15,7 +15,7 @@ from runner.build import Given, build
 from runner.errors import UsageError
 from runner.evaluation import evaluate
 from runner.hook import Hook
-from runner.library.assembly import check_loss_fn, check_model, check_optimizer, check_overrides
+from runner.library.assembly import check_loss_fn, check_module, check_optimizer, check_overrides
 from runner.library.parts import config_of, source_of
 from runner.loop import train
 from runner.objectives.custom import Custom
@@ -52,7 +52,7 @@ def create_training_pipeline(
     It is recorded in `folder`, or in a new one under `outputs/runs/<name>/`; `record=False` writes
     nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
-    check_model(WHO, model)
+    check_module(WHO, model)
     check_overrides(WHO, overrides)
     if loss_fn is not None:
         check_loss_fn(WHO, loss_fn)

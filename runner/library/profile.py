@@ -14,7 +14,7 @@ from runner.config import compose
 from runner.device.device import Device, select
 from runner.errors import RunnerError, UsageError
 from runner.library import batches, measurements
-from runner.library.assembly import check_model, device_of
+from runner.library.assembly import check_module, device_of
 from runner.library.measurements import Memory, Operator, Subject
 from runner.library.optimize import Optimized
 from runner.library.report import show
@@ -103,7 +103,7 @@ def profile_model(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UsageError(f"profile_model: {name}={value!r}; use a whole number from {least} on")
     module = model.model if isinstance(model, Optimized) else model
-    check_model("profile_model", module)
+    check_module("profile_model", module)
     samples = batches.samples(example_input, "profile_model: example_input")
     if isinstance(model, Optimized):
         model.ready(example_input)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
+
+from runner.record.console import plain_text
 
 if TYPE_CHECKING:
     from runner.library.profile import Profile
@@ -33,17 +34,17 @@ def show(profile: Profile) -> RenderableType:
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
     for name, value in rows:
-        facts.add_row(name, Text(value))
+        facts.add_row(name, plain_text(value))
     operators = Table(box=None, padding=(0, 2), pad_edge=False)
     operators.add_column("operator", overflow="fold")
     for heading in ("calls", "ms", "share"):
         operators.add_column(heading, justify="right")
     for row in profile.operators:
-        operators.add_row(row.name, str(row.calls), f"{row.ms:.3f}", f"{row.share:.0%}")
+        operators.add_row(plain_text(row.name), str(row.calls), f"{row.ms:.3f}", f"{row.share:.0%}")
     title = f"{profile.model}: {what} of {profile.samples} samples in {profile.dtype}, "
     title += f"{profile.runs} runs on {profile.device}"
     return Group(
-        Text(title, style="bold"), Padding(facts, (0, 0, 1, 2)), Padding(operators, (0, 0, 0, 2))
+        plain_text(title, "bold"), Padding(facts, (0, 0, 1, 2)), Padding(operators, (0, 0, 0, 2))
     )
 
 

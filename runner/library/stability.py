@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.config import compose
 from runner.errors import UsageError
-from runner.library.assembly import check_model, check_optimizer, check_overrides
+from runner.library.assembly import check_module, check_optimizer, check_overrides
 from runner.library.guarded import Guarded
 from runner.library.optimize import Optimized
 from runner.library.step import check_loss
@@ -175,7 +175,7 @@ class Stability:
             raise UsageError(f"{WHO}: it was closed; make another one")
         if self.guarded is None:
             module = model.model if isinstance(model, Optimized) else model
-            check_model(WHO, module)
+            check_module(WHO, module)
             check_optimizer(WHO, module, optimizer)
             self.guarded = Guarded(model, optimizer, self.config, self.history, **self.options)
         elif model is not self.guarded.model or optimizer is not self.guarded.optimizer:

@@ -13,7 +13,7 @@ from runner.batch import Batch, call
 from runner.errors import UsageError
 from runner.hook import Step
 from runner.library import batches
-from runner.library.assembly import check_loss_fn, check_model, check_optimizer, entered
+from runner.library.assembly import check_loss_fn, check_module, check_optimizer, entered
 from runner.library.optimize import Optimized, placed
 from runner.optim.adopted import adopt, share_state
 from runner.optim.optimizer import Optimizer
@@ -69,7 +69,7 @@ class Stepper:
     def __init__(self, model: nn.Module | Optimized, optimizer: Optimizer, inputs: Any) -> None:
         self.model = model
         module = model.model if isinstance(model, Optimized) else model
-        check_model("train_step", module)
+        check_module("train_step", module)
         check_optimizer("train_step", module, optimizer)
         self.steps = 0
         self.scope = ExitStack()

@@ -89,11 +89,11 @@ class WholeStep:
                 f"{(self.targets.classes or 0) - 1}; the steps with such targets were skipped"
             )
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the step."""
+    def __call__(self, batch: Batch, veto: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Make the step; computed and not made where `veto` is 1."""
         if self.update.lr is None:
             self.update.follow_owner()
-        loss, norm, skipped, overflow = self._run(batch, self.never)
+        loss, norm, skipped, overflow = self._run(batch, self.never if veto is None else veto)
         self.steps += 1
         if self.graphed:  # the next replay writes over them, and they are read later
             loss, norm, skipped = loss.clone(), norm.clone(), skipped.clone()

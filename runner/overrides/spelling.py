@@ -26,6 +26,7 @@ STAYS = {
 """Keys of a group that mean the same when a class of the user's own takes the option's place."""
 EXCLUDE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 """Naming one of these takes the other one back, wherever that came from."""
+LISTS = ("security.trusted", "security.environment")
 MANY = 24  # values of a sweep that are looked at before it starts; Hydra looks at the rest
 
 Compose = Callable[[list[str]], DictConfig]
@@ -88,8 +89,8 @@ def spelled(overrides: Sequence[str], compose: Compose) -> list[str]:
     for text in overrides:
         typed = read(text)
         sign, key = typed.sign, ALIASES.get(typed.key, typed.key)
-        if key == "security.trusted" and typed.value.strip().isidentifier():
-            typed = read(f"{sign}{key}=[{typed.value.strip()}]")  # one package needs no brackets
+        if key in LISTS and typed.value.strip().isidentifier():
+            typed = read(f"{sign}{key}=[{typed.value.strip()}]")  # one name needs no brackets
         if sign == "+" and key in known:  # `+experiment=…`, as other applications need it
             sign = ""
         found.append(Typed(sign, key, typed.rest, typed.parsed))

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from runner.masking import masked
 from runner.record.history import alike
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
@@ -108,6 +109,14 @@ def one_line(text: str) -> str:
     )
 
 
+def plain_text(value: object, style: str = "") -> Text:
+    """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
+
+    A bare `str` in a table of rich's is markup, in which `[red]` vanishes and `[link=…]` is a link.
+    """
+    return Text(one_line(str(value)), style)
+
+
 def _lines(record: logging.LogRecord) -> list[str]:
     """The message on one line, then the traceback, each of its lines behind a bar."""
     try:
@@ -116,9 +125,9 @@ def _lines(record: logging.LogRecord) -> list[str]:
         message = f"{record.msg!r} (its arguments do not fit: {error})"
     if record.name == "py.warnings":
         message = message.strip().partition("\n")[0]  # the second line only quotes the source
-    lines = [one_line(message)]
+    lines = [one_line(masked(message))]
     if record.exc_info and record.exc_info[0] is not None:
-        trace = logging.Formatter().formatException(record.exc_info)
+        trace = masked(logging.Formatter().formatException(record.exc_info))
         lines += [f"  | {one_line(line)}" for line in trace.split("\n")]
     return lines
 
@@ -151,6 +160,8 @@ class _InFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.gone = False
+        if path.is_symlink():
+            raise OSError(f"{path} is a link")
         self.file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
 
     def emit(self, record: logging.LogRecord) -> None:

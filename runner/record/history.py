@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from runner.masking import masked
 from runner.storage import replace_text
 
 log = logging.getLogger("runner")
@@ -18,6 +19,7 @@ log = logging.getLogger("runner")
 FILE = "debug/history.json"
 LONGEST = 500  # different faults; what comes after is only counted
 STEPS = 20  # of one fault, that are named
+CAUSES = 256  # steps of which a cause is kept, until somebody asks
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # the digits of a name, such as `blocks.3.norm1`, are no number
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
@@ -54,6 +56,7 @@ class History:
         self.unwritten = False
         self.told: set[int] = set()  # steps of which a tool has said what went wrong in them
         self.said: set[tuple[str, str, str]] = set()  # faults that had their line
+        self.causes: dict[int, str] = {}  # by step, what is known of its batch; see `explain`
 
     def add(
         self,
@@ -69,6 +72,7 @@ class History:
         say: bool = True,
     ) -> Fault:
         """Take note, and say so the first time; nothing is written before `write`."""
+        message, action = masked(message), masked(action)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.unwritten = True
         key = (kind, action, alike(message))
@@ -76,7 +80,7 @@ class History:
         if fault is None:
             fault = Fault(kind, category, severity, message, action)
             if error is not None:
-                fault.traceback = "".join(traceback.format_exception(error))
+                fault.traceback = masked("".join(traceback.format_exception(error)))
             if len(self.faults) < LONGEST:
                 self.faults[key] = fault
         if say and key in self.faults and key not in self.said:
@@ -89,6 +93,13 @@ class History:
             fault.steps.append(step)
         fault.capture = fault.capture or capture
         return fault
+
+    def explain(self, step: int, cause: str) -> None:
+        """Keep what whoever finds that step bad should know of its batch; the newest few."""
+        self.causes[step] = cause
+        self.told.add(step)
+        if len(self.causes) > CAUSES:
+            del self.causes[next(iter(self.causes))]
 
     def write(self) -> None:
         """Replace `debug/history.json`, if there is anything new; a full disk is no fault of it."""

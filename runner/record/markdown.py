@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 
 
 def escape(text: object) -> str:

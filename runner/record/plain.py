@@ -8,6 +8,8 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from runner.masking import masked
+
 T = TypeVar("T")
 
 
@@ -23,11 +25,13 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Null for every number that JSON cannot say; keys as text."""
+    """Null for every number that JSON cannot say; keys as text, and no text with a secret."""
     if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {masked(str(key)): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
+    if isinstance(value, str):
+        return masked(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -100,7 +100,16 @@ def _job_of_a_sweep() -> list[str] | None:
     config = HydraConfig.get()
     if config.mode is None or config.mode.name != "MULTIRUN":
         return None
-    return list(config.overrides.task)
+    return as_typed(config.overrides.task)
+
+
+def as_typed(overrides: Any) -> list[str]:
+    """Hydra's list of overrides, in which each is a text that OmegaConf would work out: a secret
+    would then stand in it."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.to_container(overrides, resolve=False)
+    return [str(text) for text in found] if isinstance(found, list) else []
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -200,6 +201,8 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
 
 def _cut(path: Path, start_step: int, offset: int | None) -> None:
     """Drop the rows written after the checkpoint that the run goes on from."""
+    if path.is_symlink():  # a folder that is resumed may be another's work
+        raise OSError(errno.ELOOP, "is a link, which leads elsewhere", str(path))
     if not path.exists():
         return
     with path.open("r+b") as file:

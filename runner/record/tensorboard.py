@@ -23,6 +23,7 @@ from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_STRING
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
+from runner.masking import masked
 from runner.record.appending import Appender
 from runner.record.columns import Scalar
 from runner.record.tfrecord import framed
@@ -72,7 +73,7 @@ class TensorBoard:
         tensor = TensorProto(
             dtype=DT_STRING,
             tensor_shape=TensorShapeProto(),
-            string_val=[markdown.encode("utf-8", "replace")],
+            string_val=[_clean(markdown).encode()],
         )
         self._value(step, tag, "text", b"", tensor)
 
@@ -240,5 +241,5 @@ def _set(slot: Any, value: Scalar) -> None:
 
 
 def _clean(text: str) -> str:
-    """Text that protobuf takes: no lone surrogates, which file names may bring."""
-    return text.encode("utf-8", "replace").decode()
+    """Text that protobuf takes: no lone surrogates, which file names may bring; and no secrets."""
+    return masked(text).encode("utf-8", "replace").decode()

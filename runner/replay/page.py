@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.record.console import one_line
+from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.plain import plain
 from runner.replay.findings import Found, Phase, Ratio, Replay, Stats
@@ -73,7 +73,7 @@ def screen(replay: Replay) -> RenderableType:
     about.add_column(ratio=1, overflow="fold")
     for name, value in facts(replay):
         loud = name == "where" and replay.reproduced
-        about.add_row(Text(name), Text(one_line(value), style="bold red" if loud else ""))
+        about.add_row(Text(name), plain_text(value, "bold red" if loud else ""))
     parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
     rows = _rows(replay.found)
     if rows:
@@ -82,10 +82,10 @@ def screen(replay: Replay) -> RenderableType:
             grid.add_column(heading, justify="left" if heading == "what" else "right",
                             overflow="fold")  # fmt: skip
         for row in rows:
-            grid.add_row(*(Text(one_line(cell)) for cell in row))
+            grid.add_row(*map(plain_text, row))
         parts += [Text(), grid]
     for step in replay.advice:
-        parts += [Text(), Text(step)]
+        parts += [Text(), plain_text(step)]
     return Group(*parts)
 
 

@@ -172,6 +172,8 @@ def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing
         run.guardian.load(
             state["stability"], checkpoint.step
         )  # a learning rate lowered for a while
+        if run.inputs is not None and state.get("inputs") is not None:
+            run.inputs.load(state["inputs"])  # which samples are left out
         run.model.train()
         batches = run.train.batches(run.progress.step)
         set_random(state["random"])

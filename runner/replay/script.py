@@ -8,6 +8,7 @@ reproduce/model_code/      where the model is one of ours: the files it is made 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,9 +24,11 @@ from safetensors.torch import save_file
 
 from runner.captures.opening import Capture
 from runner.config import RunConfig
+from runner.masking import masked
 from runner.replay import watch
 from runner.replay.construction import loss_code, model_code
 from runner.run import Run
+from runner.security.secrets import STANDS
 from runner.seeds import mix
 
 FILES = "reproduce"
@@ -34,6 +37,7 @@ TEMPLATE = '''"""Makes step {step} of {name!r} again, without the runner; exits 
 {about}
 """
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -129,7 +133,7 @@ def write(
     autocast, cast = _precision(run, config)
     scale = 1.0 if run.update.scale is None else float(run.update.scale.value)
     path = folder / "reproduce.py"
-    path.write_text(
+    text = masked(
         TEMPLATE.format(
             step=int(capture.step), name=run.name, about=_about(capture, found), files=FILES,
             paths=f"sys.path += {paths}\n" if paths else "",
@@ -143,9 +147,10 @@ def write(
             unscaled="" if scale == 1.0 else f" / {scale}",
             found=f"bad: {found}",
             bad=_bad(capture),
-        ),
-        "utf-8",
+        )
     )  # fmt: skip
+    # what a config took from the environment, the script takes from there as well
+    path.write_text(re.sub(f"'{STANDS.pattern}'", r'os.environ["\1"]', text), "utf-8")
     return path
 
 

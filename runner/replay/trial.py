@@ -26,6 +26,7 @@ from runner.config import RunConfig
 from runner.replay.attempt import attempt, said
 from runner.replay.findings import Attempt
 from runner.replay.reopen import config_of, reopened
+from runner.security.secrets import door, permitted
 
 TAIL = 2000  # characters of what a process that ended without an answer had said
 
@@ -44,6 +45,7 @@ def tried(
             "path": str(path.absolute()),
             "answer": str(answer),
             "trusted": list(trusted),
+            "may_read": permitted(),
             "without": sorted(without),
             "settings": dict(settings),
         }
@@ -104,7 +106,9 @@ def _answer(asked: Mapping[str, object]) -> Attempt:
     trusted = [str(name) for name in _list(asked["trusted"])]
     without = [str(name) for name in _list(asked["without"])]
     capture = open_capture(Path(str(asked["path"])))
-    config = config_of(capture, trusted)
+    names = asked["may_read"]
+    with door(None if names is None else [str(name) for name in _list(names)]):
+        config = config_of(capture, trusted)
     settings = asked["settings"]
     if isinstance(settings, dict) and settings:
         config = changed(config, settings)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runner.benchmark.claims.statements import BETTER, FAILS, HOLDS, ClaimResult, Claims, Quantity
 from runner.errors import StorageError
-from runner.record.console import one_line
+from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
 from runner.storage import replace_text
 
@@ -67,11 +67,11 @@ def show(found: Claims) -> RenderableType:
         grid.add_column(heading, overflow="fold")
     for row in found.rows:
         grid.add_row(
-            Text(row.name), Text(row.said), Text(seen(row)),
+            plain_text(row.name), plain_text(row.said), plain_text(seen(row)),
             Text(row.verdict, style=STYLES.get(row.verdict, "yellow")),
         )  # fmt: skip
-    reasons = [f"· {row.name}: {one_line(row.reason)}" for row in found.rows if row.reason]
-    notes = [Text(note, style="dim") for note in (*reasons, about(found), *remarks(found))]
+    reasons = [f"· {row.name}: {row.reason}" for row in found.rows if row.reason]
+    notes = [plain_text(note, "dim") for note in (*reasons, about(found), *remarks(found))]
     title = Text("what is said, and what holds here", style="bold cyan")
     return Group(title, Text(), grid, Text(), *notes)
 

@@ -6,6 +6,7 @@ import logging
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -15,7 +16,7 @@ from rich.text import Text
 from runner.hook import Cost
 from runner.record import fault_rows
 from runner.record import markdown as md
-from runner.record.console import one_line
+from runner.record.console import one_line, plain_text
 from runner.record.history import History
 from runner.report.words import metric, seconds, size
 from runner.storage import replace_text
@@ -33,7 +34,8 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
     style = {"done": "green", "stopped": "green", "interrupted": "yellow"}.get(
         summary.status, "red"
     )
-    title = Text.assemble((one_line(summary.name) or "run", "bold"), "  ", (summary.status, style))
+    title = plain_text(summary.name or "run", "bold")
+    title.append("  ").append(one_line(summary.status), style)
     if summary.reason:
         title.append(f"  {one_line(summary.reason)}", style="dim")
     parts: list[RenderableType] = [Text(), title]
@@ -45,7 +47,7 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
         table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
             marked = "bold green" if heading == "result" and "best" in value else ""
-            table.add_row(one_line(name), Text(one_line(value), style=marked))
+            table.add_row(plain_text(name), plain_text(value, marked))
         parts += [Text(), Text(heading, style="bold cyan"), Padding(table, (0, 0, 0, 2))]
     if folder is not None:
         commands = [("look at it:    ", f"tensorboard --logdir {_logdir(folder)}")]
@@ -54,7 +56,8 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
         # a command that is broken over two lines cannot be copied
         parts.append(Text())
         for name, command in commands:
-            parts.append(Text.assemble((name, "dim"), command, no_wrap=True, overflow="ignore"))
+            said = (name, "dim"), one_line(command)
+            parts.append(Text.assemble(*said, no_wrap=True, overflow="ignore"))
     return Group(*parts)
 
 
@@ -178,10 +181,20 @@ def _result(summary: Summary, per_class: bool) -> list[Row]:
         rows.append((f"{name}/*", told))
     if best and summary.monitor not in summary.metrics:
         rows.insert(0, (summary.monitor, best))
+    if (check := summary.model_check) and not check.get("ok", True):
+        rows.append(("model check", _model_check(check)))
     took = (
         f"{summary.steps:,} steps, {summary.epochs:.2f} epochs in {seconds(summary.wall_seconds)}"
     )
     return [*rows, ("trained", took)]
+
+
+def _model_check(check: dict[str, Any]) -> str:
+    """How much was found, and the worst of it."""
+    counts = [f"{check.get(name, 0):,} {name}" for name in ("faults", "warnings")]
+    worst: dict[str, str] = next(iter(check.get("worst", ())), {})
+    where = f"{worst['where']}: " if worst.get("where") else ""
+    return f"{', '.join(counts)}; {where}{worst.get('evidence', '')}"
 
 
 def _speed(summary: Summary) -> list[Row]:

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from runner.record.console import one_line
+from runner.record.console import one_line, plain_text
 from runner.report import facts, verdicts, words
 from runner.report.columns import Column, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
@@ -121,7 +121,7 @@ def _cell(column: Column, row: Row) -> Text:
 def _verdict(row: Row, comparison: Comparison) -> Text:
     said = verdicts.verdict(row, comparison)
     style = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
-    return Text(said, style=style.get(said, "yellow" if row.finished else "red"))
+    return plain_text(said, style.get(said, "yellow" if row.finished else "red"))
 
 
 def _reasons(comparison: Comparison) -> Iterator[Text]:
@@ -136,7 +136,7 @@ def _reasons(comparison: Comparison) -> Iterator[Text]:
         if len(reason) > REASON:
             reason = reason[:REASON] + " …"
         who = one_line(words.listed(names))
-        yield Text.assemble((f"{who} ", "bold"), (status, "red"), f": {reason}")
+        yield Text.assemble((f"{who} ", "bold"), (one_line(status), "red"), f": {reason}")
 
 
 def _notes(comparison: Comparison) -> list[str]:

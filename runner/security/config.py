@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner.errors import ConfigError
+from runner.errors import ConfigError, SecurityError
 
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -49,7 +49,17 @@ class SecurityConfig:
     signers: list[str] = field(default_factory=list)  # files with public keys whose word counts
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
+    @property
+    def names(self) -> list[str]:
+        """Packages that a config may name classes of; `*` where nothing is looked at."""
+        return ["*"] if self.level is SecurityLevel.off else list(self.trusted)
+
     def __post_init__(self) -> None:
+        if "*" in self.trusted:
+            raise SecurityError(
+                "security.trusted: '*' is no package; name those whose code may run, or say that "
+                "anything may: security=off"
+            )
         for name in ("allow_pickle", "pinned"):
             for digest in getattr(self, name):
                 if not SHA256.fullmatch(digest):

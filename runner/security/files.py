@@ -1,17 +1,14 @@
-"""The door for files that hold tensors or a run's state: read, checked, and then parsed.
+"""Files that hold tensors, arrays or a run's state, through the gate; and plain data for them.
 
-Parsing never runs code from the file: safetensors holds none, and the rest is loaded as plain
-data (`weights_only`). What is parsed is the very bytes whose checksum was compared, so a file
-that changes under our hands is not read twice.
+What is parsed is the very bytes whose checksum was compared, so a file that changes under our
+hands is not read twice. Our own files go through the strict gate as well: a manifest that was
+made by hand fits its files, whatever is in them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import io
 import json
-import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors import torch as safetensors
 from torch import Tensor
 
 from runner.errors import CheckpointError, SecurityError
-from runner.storage import read_file
+from runner.security.config import SecurityLevel
+from runner.security.gate.door import Opened, open_file
+from runner.security.gate.policy import Policy
 
+STRICT = Policy(SecurityLevel.strict)  # no pickle, whatever a config allows
 TIED = "tied"  # in a safetensors file's metadata: names that share another name's tensor, as JSON
 
 _BASES: tuple[Any, ...] = (int, float, complex, str, bytes)
@@ -37,15 +35,16 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU; tied names get the same tensor.
 
-    Raises CheckpointError, in one line, for a file that is not there or not what it was.
+    Raises SecurityError for a file that the gate does not let through though its digest fits, and
+    CheckpointError, in one line, for one that is not there or not what it was.
     """
-    data = _read(path, sha256)
+    found = open_file(path, STRICT, sha256)
+    tensors: dict[str, Tensor] = found.content
+    _expect(found, path, "safetensors")
     try:
-        tensors = safetensors.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        for alias, name in json.loads(header.get("__metadata__", {}).get(TIED, "{}")).items():
+        for alias, name in json.loads(found.metadata.get(TIED, "{}")).items():
             tensors[alias] = tensors[name]
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: {_line(error)}") from error
     return tensors
 
@@ -56,17 +55,19 @@ def read_state(path: Path, sha256: str) -> Any:
     Raises SecurityError for a file that wants more than plain data, and CheckpointError for one
     that is not there or not what it was.
     """
-    data = _read(path, sha256)
-    try:
-        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise SecurityError(
-            f"{path}: refused: it holds more than plain data ({_unwanted(error)}); "
-            "remove that checkpoint, or continue from another one by its path"
-        ) from error
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
-        raise CheckpointError(f"{path}: not a state file: {_line(error)}") from error
+    found = open_file(path, STRICT, sha256)
+    _expect(found, path, "torch_zip", "torch_legacy")
+    return found.content
+
+
+def read_arrays(path: Path, policy: Policy) -> Any:
+    """A user's `.npy` as one array, or his `.npz` as a dict of them; never a pickle.
+
+    Raises SecurityError for what the gate does not let through.
+    """
+    found = open_file(path, policy, apart=False)
+    _expect(found, path, "npy", "npz")
+    return found.content
 
 
 def encode(
@@ -168,6 +169,9 @@ def _key(key: Any, place: str) -> Any:
 def _bare(value: Tensor, place: str) -> Tensor:
     if value.is_meta:
         raise TypeError(f"{place} is a tensor on the meta device, which holds no values")
+    if value.is_quantized or value.is_nested:
+        kind = "quantised" if value.is_quantized else "nested"
+        raise TypeError(f"{place} is {kind}, which a checkpoint cannot hold; keep a plain tensor")
     try:
         bare = value.detach()
     except ValueError:
@@ -198,21 +202,11 @@ def _from_numpy(
         ) from None
 
 
-def _read(path: Path, sha256: str) -> bytes:
-    data = read_file(path)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise CheckpointError(
-            f"{path}: damaged: its {len(data)} bytes do not match the recorded sha256"
-        )
-    return data
+def _expect(found: Opened, path: Path, *kinds: str) -> None:
+    kind = found.assessment.files[path.name].format
+    if kind not in kinds:
+        raise SecurityError(f"{path}: refused: it is {kind} and should be {kinds[0]}")
 
 
 def _line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-
-
-def _unwanted(error: BaseException) -> str:
-    """The line of torch's long message that names what was asked for."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    naming = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    return (naming or lines or [""])[0][:200] or type(error).__name__

@@ -6,11 +6,12 @@ of an argument is put into a script and into Hydra's language, where it could be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from keyword import iskeyword
 from typing import Any
 
 from runner.errors import SecurityError
+from runner.security.secrets import STANDS
 
 
 def check_name(name: Any, key: str) -> str:
@@ -26,11 +27,14 @@ def check_name(name: Any, key: str) -> str:
     return name
 
 
-def check_plain(value: Any, key: str = "", free: bool = False) -> None:
+def check_plain(
+    value: Any, key: str = "", free: bool = False, may_read: Collection[str] | None = ()
+) -> None:
     """Raise SecurityError where a key cannot be a name, or a value asks to be worked out.
 
     Below an argument (`free`) a mapping is a value, whose keys may be any text, unless its
-    `_target_` makes a call of it.
+    `_target_` makes a call of it. `${oc.env:NAME}` stands in a capture for what was not to be
+    written; it may be read where NAME is in `may_read` (None: any).
     """
     if isinstance(value, Mapping):
         called = not free or "_target_" in value
@@ -39,9 +43,16 @@ def check_plain(value: Any, key: str = "", free: bool = False) -> None:
             if called:
                 check_name(name, key or "config")
             check_plain(name, key, free)
-            check_plain(inner, f"{key}.{name}" if key else str(name), free)
+            check_plain(inner, f"{key}.{name}" if key else str(name), free, may_read)
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
-            check_plain(inner, f"{key}.{i}", free)
-    elif isinstance(value, str) and "${" in value:  # could read the environment
+            check_plain(inner, f"{key}.{i}", free, may_read)
+    elif isinstance(value, str) and "${" in STANDS.sub("", value):  # could be anything
         raise SecurityError(f"{key}: {value!r} is refused: it stands for another value")
+    elif isinstance(value, str) and may_read is not None:
+        for name in STANDS.findall(value):
+            if name not in may_read:
+                raise SecurityError(
+                    f"{key}: {value!r} is refused: it stands for a variable's value; if it may be "
+                    f"read, add security.environment=[{name}]"
+                )

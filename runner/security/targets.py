@@ -2,9 +2,10 @@
 
 Deny by default, and refuse before importing: an import already runs code. What passes is
 
-- a class of ours listed in `OURS`;
-- a public class defined under torch.nn, torch.optim or torch.utils.data;
+- a class of ours or of torch that the registry has by its exact name (`intent/registry.py`);
 - a class or function defined in a package that `security.trusted` names.
+
+What was imported is then looked at: it must be what its name says, defined where it may be.
 """
 
 from __future__ import annotations
@@ -20,33 +21,14 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from runner.errors import ConfigError, SecurityError
+from runner.security.intent import registry
 
-TORCH = ("torch.nn", "torch.optim", "torch.utils.data")
-OURS = frozenset(
-    f"runner.techniques.{name}"
-    for name in (
-        "accumulation.Accumulation",
-        "amp.Amp",
-        "attention.Attention",
-        "channels_last.ChannelsLast",
-        "chunked_loss.ChunkedLoss",
-        "compile.Compile",
-        "cuda_graphs.CudaGraphs",
-        "fused_optimizer.FusedOptimizer",
-        "pipeline.Pipeline",
-        "quantization.Quantization",
-        "recompute.Recompute",
-        "system.System",
-        "tf32.Tf32",
-        "whole_step.WholeStep",
-    )
-)
 NEVER_TRUSTED = sys.stdlib_module_names | {
     "hydra", "hydra_plugins", "omegaconf", "pip", "pkg_resources", "runner", "setuptools", "test",
     "torch", "yaml",
 }  # fmt: skip
-# Data pipes read files and unpickle; everything else there only holds and orders samples.
-NEVER_TORCH = ("torch.utils.data.datapipes",)
+EVERYTHING = "*"
+"""In place of a package, under security=off: any name passes."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
 
 
@@ -57,6 +39,8 @@ def resolve(target: str, key: str, trusted: list[str]) -> Any:
     allowed and ConfigError for what is allowed but not there.
     """
     root = permit(target, key, trusted)
+    if root == EVERYTHING:
+        return _walk(target, target.partition(".")[0], key, trusted)
     if root in trusted:
         found = _walk(target, root, key, trusted)
         defined_in = getattr(found, "__module__", None) or ""
@@ -68,32 +52,30 @@ def resolve(target: str, key: str, trusted: list[str]) -> Any:
             raise _refusal(key, target, f"it is defined in {defined_in or 'no module'}", defined_in)
         return found
     found = _walk(target, root, key, [root])
-    defined_in = getattr(found, "__module__", "")
-    private = any(part.startswith("_") for part in defined_in.split("."))
-    if target in OURS:
-        return found
-    if not isinstance(found, type) or private or not any(inside(defined_in, r) for r in TORCH):
-        raise _refusal(key, target, f"it is not a public class defined under {root}", "torch")
+    defined_in, name = getattr(found, "__module__", ""), target.rpartition(".")[2]
+    is_it = isinstance(found, type) and found.__name__ == name and inside(defined_in, root)
+    if not is_it:
+        raise _refusal(key, target, f"it is not the class {name} of {root}", "torch")
     return found
 
 
 def permit(target: str, key: str, trusted: list[str]) -> str:
     """The package from which `target` may be imported. Raises SecurityError, imports nothing."""
+    open_to_all = EVERYTHING in trusted
     for package in trusted:
-        _check_trusted(package)
+        if package != EVERYTHING:
+            _check_trusted(package)
     parts = target.split(".")
     if not NAME.fullmatch(target) or any(part.startswith("__") for part in parts):
         raise SecurityError(f"{key}: {target!r} is not a plain dotted name, such as package.Class")
     roots = [package for package in trusted if inside(target, package)]
     if roots:
         return min(roots, key=len)
-    if target in OURS:
-        return "runner"
-    root = next((root for root in TORCH if target.startswith(f"{root}.")), None)
-    if root is None or any(inside(target, name) for name in NEVER_TORCH):
+    root = registry.root_of(target)
+    if open_to_all and not root:
+        return EVERYTHING
+    if not root:
         raise _refusal(key, target, "it is not trusted", target)
-    if any(part.startswith("_") for part in parts):
-        raise _refusal(key, target, "only public classes of torch are trusted", "torch")
     return root
 
 
@@ -181,7 +163,9 @@ def _check_trusted(package: str) -> None:
 
 
 def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
-    top = source.partition(".")[0]
+    top, near = source.partition(".")[0], registry.nearest(target)
+    if near and near != target and (top in NEVER_TRUSTED or not top):
+        return SecurityError(f"{key}: {target} is refused: {why}; did you mean {near}?")
     if top in NEVER_TRUSTED or not top:
         way = "wrap it in a class or function of your own package and trust that: "
         top = "my_package"
@@ -207,7 +191,8 @@ def _walk(target: str, root: str, key: str, allowed: list[str]) -> Any:
         else:
             found = getattr(found, part)
         path = f"{path}.{part}"
-        if isinstance(found, ModuleType) and not any(inside(found.__name__, a) for a in allowed):
+        strays = not any(inside(getattr(found, "__name__", ""), a) for a in allowed)
+        if isinstance(found, ModuleType) and strays and EVERYTHING not in allowed:
             raise _refusal(key, target, f"it leads into {found.__name__}", found.__name__)
     return found
 

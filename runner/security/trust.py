@@ -7,16 +7,24 @@ about a file makes up for what is bad about it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from runner.errors import SecurityError
+from runner.record.console import one_line
 from runner.record.plain import finite
+from runner.security.config import SecurityLevel
+from runner.security.gate.policy import Policy
 from runner.storage import replace_text
 
+log = logging.getLogger("runner")
+
 SCHEMA = 1
+OTHER = "other"  # the format of a file that nothing here ever loads
 
 
 class Severity(IntEnum):
@@ -35,6 +43,17 @@ class Trust(IntEnum):
     CHECKED = 2  # its digest is in a manifest that this runner wrote
     PINNED = 3  # its digest is in security.pinned
     SIGNED = 4  # somebody of security.signers vouches for it
+
+
+SCORES = {
+    Trust.REFUSED: 0,
+    Trust.UNTRUSTED: 40,
+    Trust.CHECKED: 80,
+    Trust.PINNED: 90,
+    Trust.SIGNED: 100,
+}
+"""What the gate of provenance gives; the other gates give what their worst finding leaves."""
+LEFT = {Severity.NOTE: 100, Severity.WARNING: 60, Severity.REFUSAL: 0}
 
 
 @dataclass(frozen=True)
@@ -94,6 +113,16 @@ class Assessment:
         if self.refusals:
             self.trust, self.score = Trust.REFUSED, 0
 
+    def least(self) -> int:
+        """The score: the least that any gate gives."""
+        return min([SCORES[self.trust], *(LEFT[reason.severity] for reason in self.reasons)])
+
+    @property
+    def digest(self) -> str:
+        """What to put into security.pinned to vouch for it: of the file, or of the folder."""
+        alone = next(iter(self.files.values())).sha256 if len(self.files) == 1 else ""
+        return alone or self.root
+
     def as_dict(self) -> dict[str, Any]:
         """In plain values; enums by their names."""
         found = asdict(self)
@@ -105,3 +134,35 @@ class Assessment:
     def write(self, path: Path) -> None:
         """As JSON, whole. Raises OSError."""
         replace_text(path, json.dumps(finite(self.as_dict()), indent=2, allow_nan=False) + "\n")
+
+
+def enough(found: Assessment, level: SecurityLevel) -> bool:
+    """Whether it may be loaded at that level; CHECKED is only ever what this run tree wrote."""
+    if level is SecurityLevel.off:
+        return True
+    return found.trust >= (Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED)
+
+
+def require(found: Assessment, policy: Policy) -> None:
+    """Raise SecurityError where the policy does not let it in; one warning where nobody vouches."""
+    path = one_line(found.path)
+    if enough(found, policy.level):
+        if found.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
+            log.warning(
+                "%s: nobody vouches for it; it was looked at in a limited process and is loaded as "
+                "plain data; %s", path, way_in(found),
+            )  # fmt: skip
+        return
+    if found.refused:
+        first = next(iter(found.refusals), None)
+        why = one_line(str(first)) if first is not None else "nothing of it may be loaded"
+        raise SecurityError(f"{path}: refused: {why}")
+    raise SecurityError(
+        f"{path}: refused: security=strict loads only what this run tree wrote, or what is pinned "
+        f"or signed, and nobody vouches for it; {way_in(found)}"
+    )
+
+
+def way_in(found: Assessment) -> str:
+    """What to type once one has made sure of it."""
+    return f"if you know where it comes from, add security.pinned=[{found.digest}]"

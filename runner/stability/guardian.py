@@ -217,6 +217,8 @@ class Guardian:
             run.progress.consecutive_skips += 1
             self.streak = self.streak or found.step
         message = what(kind, found, self.spikes)
+        if (cause := run.history.causes.get(found.step)) is not None:
+            message += f", and it comes from the batch: {cause}"
         fatal = self.raises and kind in FATAL
         free = self.decision is None and found.step > self.settled
         row: int | None = None

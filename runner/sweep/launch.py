@@ -17,6 +17,8 @@ from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
 from runner.overrides.spelling import quoted
 from runner.record.console import close_logging, set_up_logging
+from runner.security.config import SecurityLevel
+from runner.security.folders import keep_private
 from runner.summary import Summary
 from runner.sweep import command
 from runner.sweep.child import Child
@@ -49,6 +51,7 @@ def launch(
     session = current()
     folder = session.folder
     folder.mkdir(parents=True, exist_ok=True)
+    keep_private(folder, SecurityLevel[getattr(config.security.level, "name", "standard")])
     set_up_logging("info", None)
     try:
         with lock(folder):

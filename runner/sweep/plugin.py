@@ -19,7 +19,12 @@ def make_known() -> None:
 
 
 def make_known_to_others() -> None:
-    """For processes that other launchers start, which read back the list of plugins."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if FOLDER not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), FOLDER])
+    """For processes that other launchers start, which read back the list of plugins.
+
+    They look for them on a path without the current folder, which `python -m` would put first.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = Path(FOLDER).parents[1]
+    ours = [FOLDER, *([str(root)] if root == Path.cwd().resolve() else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *ours]))
+    os.environ["PYTHONSAFEPATH"] = "1"

@@ -61,7 +61,6 @@ def ask(*typed: str) -> Request:
         ("debug.hooks={a:b}", "debug.hooks: is a list; write debug.hooks=[…]"),
         ("seed=null", "seed: null is no value for it"),
         ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
-        ("seed=${oc.env:RUNNER_NOT_SET}", "RUNNER_NOT_SET"),
         ("data=tabular", "data.path: has no value"),
         ("seed=0,1", "add -m to run one after the other"),
         ("device.affinity=0,1", "device.affinity=[0,1] for a list"),
@@ -142,12 +141,9 @@ def test_other_spellings_reach_hydra_as_it_knows_them(typed: list[str], handed: 
 def test_a_foreign_class_from_an_experiment_gets_its_arguments_too(folder: Path) -> None:
     mine = folder / "mine" / "experiment"
     mine.mkdir(parents=True)
-    (mine / "own.yaml").write_text(
-        "# @package _global_\nmodel:\n  _target_: my_package.Net\n"
-        "security:\n  trusted: [my_package]\n"
-    )
-    handed = ask("-cd", "mine", "experiment=own", "+model.width=3").arguments
-    assert handed == ["--config-dir=mine", "experiment=own", "+model.arguments.width=3"]
+    (mine / "own.yaml").write_text("# @package _global_\nmodel:\n  _target_: my_package.Net\n")
+    handed = ask("-cd", "mine", "experiment=own", "+model.width=3", TRUSTED).arguments
+    assert handed == ["--config-dir=mine", "experiment=own", "+model.arguments.width=3", TRUSTED]
     with pytest.raises(ConfigError, match="did you mean experiment=own"):
         ask("-cd", "mine", "experiment=onw")
 

@@ -21,20 +21,20 @@ from runner.sweep.command import domains
 from runner.sweep.plan import before
 from runner.sweep.record import Sweep
 
-from .conftest import environment, only, statuses, sweep, told
+from .conftest import NET, environment, only, statuses, sweep, told
 
 JOB = {"number": 0, "overrides": ["seed=0"], "folder": "0"}
 
 
 def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(folder: Path) -> None:
-    typed = ["seed=0,1", "hydra.launcher.jobs=2", "+hydra.job.env_set.TOKEN=${oc.env:HIDDEN}",
-             "hydra.sweep.subdir='g/${hydra.job.num}'"]  # fmt: skip
+    typed = ["seed=0,1", "hydra.launcher.jobs=2", *NET, "security.environment=[HIDDEN]",
+             "+model.how=${oc.env:HIDDEN}", "hydra.sweep.subdir='g/${hydra.job.num}'"]  # fmt: skip
     done = sweep(folder, *typed, HIDDEN="hunter-2")
     assert done.returncode == 0, done.stderr
     assert statuses(only(folder)) == ["done", "done"]
     files = [path for path in only(folder).rglob("*") if path.is_file()]
     assert not [path for path in files if b"hunter-2" in path.read_bytes()]
-    assert "${oc.env:HIDDEN}" in told(only(folder))["jobs"][0]["command"]
+    assert "oc.env" in told(only(folder))["jobs"][0]["command"]
     (only(folder) / "sweep.json").write_text("[")
     assert [one.folder for one in before(only(folder))] == ["g/0", "g/1"]
 

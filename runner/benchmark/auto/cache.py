@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.auto.tried import Found, Tried
+from runner.masking import masked_all
 from runner.record.console import one_line
 from runner.record.plain import finite, made
 
@@ -44,7 +45,8 @@ def remember(key: str, found: Found) -> None:
     temporary = folder / f".{key}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.write_text(json.dumps(as_dict(found), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(as_dict(masked_all(found)), indent=1)
+        temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, folder / f"{key}.json")
     except OSError as error:
         with suppress(OSError):

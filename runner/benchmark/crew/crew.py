@@ -55,7 +55,7 @@ class Crew:
         self.settings, self.folder = settings, folder
         for arm in arms:
             for name in settings.metrics:
-                permit(name, "benchmark.metrics", arm.config.security.trusted)
+                permit(name, "benchmark.metrics", arm.config.security.names)
         parts = {} if given is None else {f.name: getattr(given, f.name) for f in fields(given)}
         self.parcel = packed({**parts, "metrics": dict(metrics or {})})
         self.members: dict[str, ArmProcess] = {}

@@ -22,6 +22,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.answers import Over, Ready
 from runner.config import RunConfig
 from runner.errors import Interrupted, RunnerError, StorageError
+from runner.security import hidden
 
 if TYPE_CHECKING:
     from runner.benchmark.crew.gate import Gate
@@ -41,6 +42,7 @@ class Order:
     folder: Path | None
     command: str  # trains the same by itself
     started: float  # time.perf_counter() of the parent, which counts from the same moment
+    secrets: Mapping[str, Any] = field(default_factory=hidden.told)  # what it is not to show
     safe_path: bool = field(default_factory=lambda: bool(sys.flags.safe_path))  # as it has it
 
 
@@ -65,6 +67,7 @@ def main(order: Order, pipe: Connection, lifeline: Connection) -> None:
         os.environ.pop("PYTHONSAFEPATH", None)  # was for the start alone
     if order.command:
         sys.argv[:] = ["runner", *_arguments(order.command)]  # what the record shows
+    hidden.take(order.secrets)
     code = 0
     try:
         _train(order, pipe)
@@ -92,7 +95,7 @@ def _train(order: Order, pipe: Connection) -> None:
     config = benchmarked(order.config)
     set_up_logging(config.monitoring.log_level, order.folder)
     given, metrics = _given(opened(pipe.recv_bytes()))
-    metrics |= ending.resolved(order.settings.metrics, config.security.trusted)
+    metrics |= ending.resolved(order.settings.metrics, config.security.names)
     with build(config, order.folder, given) as run:
         gate = Gate(
             order.settings.warmup_steps,

@@ -21,6 +21,7 @@ from runner.debug.gradients.layers import (
     measure,
     norms,
 )
+from runner.record.console import one_line, plain_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +43,7 @@ class GradientReport:
 
     def __str__(self) -> str:
         rows = [gradient_flow.HEADER, *(gradient_flow.cells(layer) for layer in self.layers)]
+        rows = [[one_line(cell) for cell in row] for row in rows]
         wide = [max(len(row[i]) for row in rows) for i in range(len(gradient_flow.HEADER))]
         lines = [
             "  ".join(
@@ -55,9 +57,8 @@ class GradientReport:
     def __rich__(self) -> Table:
         """The same for 80 columns, with some numbers left out."""
         from rich.table import Table
-        from rich.text import Text
 
-        caption = summed_up(states(self.layers), {})
+        caption = plain_text(summed_up(states(self.layers), {}))
         found = Table(box=None, padding=(0, 1), pad_edge=False, caption=caption)
         found.add_column("layer", overflow="fold")
         for heading in ("norm", "largest", "zeros", "/ weight", "update"):
@@ -66,7 +67,7 @@ class GradientReport:
         for layer in self.layers:
             row = gradient_flow.cells(layer)
             style = "" if layer.state is State.FINE else "red"
-            found.add_row(*(Text(row[i], style) for i in (0, 1, 4, 5, 7, 8, 9)))
+            found.add_row(*(plain_text(row[i], style) for i in (0, 1, 4, 5, 7, 8, 9)))
         return found
 
 

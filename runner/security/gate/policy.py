@@ -17,6 +17,8 @@ class Bounds:
 
     members: int = 100_000  # of an archive
     ratio: float = 4.0  # of bytes in memory to bytes in the file
+    inflated: float = 32.0  # of bytes in memory to bytes in a compressed .npz
+    free: int = 1 << 20  # bytes in memory that are nobody's concern, whatever the ratio
     depth: int = 64  # of containers within containers
     items: int = 10_000_000  # of containers together, tensors counted as one
     text: int = 1 << 24  # characters of all text together

@@ -1,0 +1,107 @@
+"""What the first batches are like, and what is so far from them that it counts as drift."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Any
+
+from runner.checks.inputs.measure import STATS, Plan
+
+# Least robust deviation, in deviations of the data: what is less is real, and of no consequence.
+FLOOR = {"mean": 0.02, "deviation": 0.02, "low": 0.1, "high": 0.1}
+FEW = 16  # samples of a batch below which its numbers have long tails
+LEAST_SHARE = 0.4  # of 1 / sqrt(samples), what the shares of labels vary by in fair draws
+TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
+FAR = 85.0  # sinh of it is a float32 still
+
+
+class Baseline:
+    """The rows of the first batches; from the last of them on, limits.
+
+    A value x is held against the others as asinh(x / d), where d is the data's usual deviation:
+    a distance within one deviation and a ratio beyond it, so that heavy tails are no drift; a
+    batch's mean is in its own deviations, since one value of a heavy tail moves both. The
+    robust deviation is the largest of 1.48 times the median absolute deviation, a quarter of the
+    range, and a floor: fifty batches tell the first only to a sixth.
+    """
+
+    def __init__(self, batches: int, threshold: float) -> None:
+        self.batches, self.threshold = batches, threshold
+        self.rows: list[list[float]] = []
+        self.samples = 0  # of a usual batch
+        self.reach = threshold  # robust deviations that count as drift
+        self.limits: list[tuple[float, float] | None] = []  # of each entry
+        self.ranges: dict[str, tuple[float, float]] = {}  # of each leaf, with as much on each side
+        self.shares: list[float] = []  # of each class
+        self.most_apart = math.inf  # of shares, times sqrt(samples)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are limits."""
+        return len(self.rows) >= self.batches
+
+    def add(self, row: list[float], samples: int, plan: Plan) -> bool:
+        """Take a sound batch in; True where it was the last that was missing."""
+        if self.full:
+            return False
+        if samples > self.samples:  # the first may have been a small one
+            self.samples, self.rows = samples, []
+        if samples < self.samples:
+            return False
+        self.rows.append(row)
+        complete = len(self.rows) >= self.batches
+        if complete:
+            self.settle(plan)
+        return complete
+
+    def settle(self, plan: Plan) -> None:
+        """Make limits of the rows."""
+        columns = list(zip(*self.rows, strict=True))
+        self.reach = self.threshold * max(1.0, math.sqrt(FEW / self.samples))
+        self.limits = [None] * plan.width
+        for leaf in plan.learned:
+            at = {e.stat: i for i, e in enumerate(plan.entries) if e.leaf == leaf}
+            usual = median(columns[at["deviation"]]) or 1.0
+            for stat in STATS:
+                unit = 1.0 if stat == "mean" else usual
+                self.limits[at[stat]] = self._limits(columns[at[stat]], unit, FLOOR[stat])
+            low, high = min(columns[at["low"]]), max(columns[at["high"]])
+            width = max(high - low, 1e-6)
+            self.ranges[leaf] = (low - width, high + width)
+        if plan.shares:
+            counts = [sum(c) for c in columns[plan.width : plan.width + plan.shares]]
+            self.shares = [c / max(1.0, sum(counts)) for c in counts]
+            apart = [self.apart(row, plan) for row in self.rows]
+            middle, scale = _spread(apart, LEAST_SHARE)
+            self.most_apart = middle + self.reach * scale
+
+    def apart(self, row: list[float], plan: Plan) -> float:
+        """Half the summed difference of the label shares, times the root of the sample count."""
+        counts = row[plan.width : plan.width + plan.shares]
+        total = max(1.0, sum(counts))
+        differ = sum(abs(c / total - p) for c, p in zip(counts, self.shares, strict=True))
+        return 0.5 * differ * math.sqrt(total)
+
+    def _limits(self, values: Any, usual: float, floor: float) -> tuple[float, float]:
+        middle, scale = _spread([math.asinh(v / usual) for v in values], floor)
+        ends = (middle - self.reach * scale, middle + self.reach * scale)
+        low, high = (usual * math.sinh(max(-FAR, min(FAR, end))) for end in ends)
+        return low, high
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"rows": [list(row) for row in self.rows], "samples": self.samples}
+
+    def load(self, state: dict[str, Any], plan: Plan | None) -> None:
+        """Go on from there; limits are made anew, of the same rows."""
+        self.rows, self.samples = [list(row) for row in state["rows"]], state["samples"]
+        if self.full and plan is not None:
+            self.settle(plan)
+
+
+def _spread(values: list[float], floor: float) -> tuple[float, float]:
+    """Median, and the robust deviation that drift is counted in."""
+    middle = median(values)
+    mad = TO_SIGMA * median(abs(v - middle) for v in values)
+    return middle, max(mad, (max(values) - min(values)) / 4, floor)

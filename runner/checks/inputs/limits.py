@@ -1,0 +1,65 @@
+"""Between what the numbers of a batch must lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.checks.config import InputsConfig, Policy
+from runner.checks.inputs.baseline import Baseline
+from runner.checks.inputs.measure import LARGEST, Labels, Plan
+
+CHECKS = ("not_finite", "labels", "range", "drift")  # the worst first
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Between what one number of a row must lie, and which check says so."""
+
+    check: str
+    at: int
+    low: float
+    high: float
+
+
+def limits(
+    plan: Plan, config: InputsConfig, known: Labels, baseline: Baseline | None
+) -> list[Limit]:
+    """Of each number of a row; in float32, as the rows are. A `baseline` is a complete one."""
+    found: list[Limit] = []
+    for check in CHECKS:
+        if getattr(config, check) is Policy.off:
+            continue
+        for at in range(plan.width):
+            bounds = _bounds(check, plan, at, config, known, baseline)
+            if bounds is not None:
+                low, high = (float(np.float32(max(-LARGEST, min(LARGEST, x)))) for x in bounds)
+                found.append(Limit(check, at, low, high))
+    return found
+
+
+def _bounds(
+    check: str,
+    plan: Plan,
+    at: int,
+    config: InputsConfig,
+    known: Labels,
+    baseline: Baseline | None,
+) -> tuple[float, float] | None:
+    entry = plan.entries[at]
+    ends = entry.stat in ("low", "high")
+    if check == "not_finite":
+        return (-LARGEST, LARGEST) if entry.leaf in plan.values and ends else None
+    if check == "labels":
+        if entry.leaf == plan.labels:
+            return 0, (known.classes or 1) - 1
+        return (0, (known.vocab or 1) - 1) if entry.leaf == plan.tokens and ends else None
+    if check == "range":
+        if not ends or not entry.leaf.startswith("inputs") or entry.leaf == plan.tokens:
+            return None
+        learned = {} if baseline is None else baseline.ranges
+        low, high = learned.get(entry.leaf, (-LARGEST, LARGEST))
+        asked = config.schema
+        return low if asked.low is None else asked.low, high if asked.high is None else asked.high
+    return None if baseline is None else baseline.limits[at]

@@ -1,0 +1,216 @@
+"""One row of numbers that says of a batch all that is looked at, computed where the batch lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.batch import Batch
+
+LARGEST = torch.finfo(torch.float32).max
+MOST_LEAVES = 8  # tensors of a batch that are looked at
+MOST_FEATURES = 4096  # of a sample that its projection is of
+MOST_COUNTED = 2**18  # labels times classes that are counted
+MOST_CLASSES = 256
+TINY = 1e-30
+MARKS = 8  # order statistics of a batch's projections
+STATS = ("low", "high", "mean", "deviation")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is known of labels and tokens."""
+
+    classes: int | None = None  # labels are below it
+    ignored: int | None = None  # a label that stands for none
+    vocab: int | None = None  # token ids are below it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one number of a row is."""
+
+    leaf: str
+    stat: str  # one of STATS
+
+
+@dataclass
+class Plan:
+    """Which numbers are taken of batches of one form."""
+
+    key: tuple[Any, ...]
+    form: str  # the same as text, for checkpoints
+    entries: list[Entry] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)  # leaves of which STATS are taken
+    learned: list[str] = field(default_factory=list)  # those that have a usual: no masks, no types
+    labels: str | None = None  # leaf of classes
+    tokens: str | None = None  # leaf of token ids
+    main: str | None = None  # leaf that the batch is known again by
+    shares: int = 0  # classes that are counted
+
+    @property
+    def width(self) -> int:
+        """Numbers before the counts and the marks."""
+        return len(self.entries)
+
+
+def leaves(batch: Batch) -> dict[str, Tensor]:
+    """The dense tensors of a batch by name: inputs, inputs.key, inputs[1], target."""
+    found: dict[str, Tensor] = {}
+    _walk(batch[0], "inputs", found)
+    _walk(batch[1], "target", found)
+    return found
+
+
+def _walk(value: Any, name: str, found: dict[str, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.ndim and value.numel():
+            found[name] = value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _walk(item, f"{name}.{key}", found)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            _walk(item, f"{name}[{i}]", found)
+
+
+def mapped(value: Any, change: dict[str, Tensor], name: str) -> Any:
+    """The same nest with the leaves that `change` names replaced."""
+    if isinstance(value, dict):
+        return {key: mapped(item, change, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(mapped(item, change, f"{name}[{i}]") for i, item in enumerate(value))
+    return change.get(name, value)
+
+
+def exchanged(batch: Batch, change: dict[str, Tensor]) -> Batch:
+    """The batch with the leaves that `change` names replaced."""
+    return mapped(batch[0], change, "inputs"), mapped(batch[1], change, "target")
+
+
+def key_of(found: dict[str, Tensor]) -> tuple[Any, ...]:
+    """What batches of one plan have in common."""
+    return tuple((name, tensor.dtype, tensor.ndim) for name, tensor in found.items())
+
+
+def is_index(tensor: Tensor) -> bool:
+    """Whether it holds integers."""
+    kind = tensor.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+
+
+def plan_of(found: dict[str, Tensor], known: Labels) -> Plan:
+    """Which numbers are worth taking of batches like this one."""
+    key = key_of(found)
+    plan = Plan(key, str(key))
+    inputs = [name for name in found if name.startswith("inputs")]
+    if inputs:
+        plan.main = "inputs.input_ids" if "inputs.input_ids" in found else inputs[0]
+    for name, tensor in list(found.items())[:MOST_LEAVES]:
+        if tensor.dtype is torch.bool or tensor.dtype.is_complex:
+            continue
+        if name == "target" and is_index(tensor):
+            if known.classes:
+                plan.labels = name
+                plan.entries += [Entry(name, "low"), Entry(name, "high")]
+            if known.classes and known.classes <= MOST_CLASSES and tensor.ndim == 1:
+                counted = len(tensor) * known.classes <= MOST_COUNTED
+                plan.shares = known.classes if counted else 0
+            continue
+        plan.values.append(name)
+        if name == plan.main or not is_index(tensor):
+            plan.learned.append(name)
+        plan.entries += [Entry(name, stat) for stat in STATS]
+        if name == plan.main and is_index(tensor) and known.vocab:
+            plan.tokens = name
+    return plan
+
+
+class Measure:
+    """Takes the numbers. On an accelerator nothing is read; a dozen small kernels are queued."""
+
+    def __init__(self, known: Labels) -> None:
+        self.known = known
+        self.directions: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+        self.places: dict[tuple[int, torch.device], Tensor] = {}
+        self.classes: Tensor | None = None
+
+    @torch.no_grad()
+    def row(self, found: dict[str, Tensor], plan: Plan) -> Tensor:
+        """[width + shares + marks + 1] numbers: float32, where the batch lies."""
+        scalars: list[Tensor] = []
+        marks: list[Tensor] = []
+        for name in dict.fromkeys(entry.leaf for entry in plan.entries):
+            tensor = found[name]
+            if name == plan.labels:
+                scalars += self._of_labels(tensor)
+                continue
+            values = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+            flat = values.reshape(-1)
+            low, high = torch.aminmax(flat)  # NaN and Inf come through, in one pass
+            mean = flat.sum() / flat.numel()
+            square = torch.dot(flat, flat) / flat.numel()
+            deviation = (square - mean * mean).clamp(min=0).sqrt()
+            # in deviations: one value of a heavy tail moves both
+            scalars += [low, high, mean / (deviation + TINY), deviation]
+            if name == plan.main:
+                marks = self._marks(values)
+        parts = [torch.stack(scalars)] if scalars else []
+        if plan.shares and plan.labels is not None:
+            parts.append(self._counts(found[plan.labels], plan.shares))
+        parts += marks
+        return torch.cat(parts).to(torch.float32) if parts else torch.zeros(0)
+
+    def _of_labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        ignored = self.known.ignored
+        if ignored is not None:
+            target = torch.where(target == ignored, 0, target)
+        low, high = torch.aminmax(target)
+        return low, high
+
+    def _counts(self, target: Tensor, classes: int) -> Tensor:
+        """How often there is each class; by comparing, which repeats on every device."""
+        if self.classes is None or self.classes.device != target.device:
+            self.classes = torch.arange(classes, device=target.device)
+        return (target.unsqueeze(1) == self.classes).sum(0)
+
+    def _marks(self, values: Tensor) -> list[Tensor]:
+        """Order statistics of the samples' projections on a random direction, and how many differ.
+
+        Whatever the order of the samples, a batch has the same ones each time.
+        """
+        samples = values.reshape(len(values), -1)
+        step = -(-samples.shape[1] // MOST_FEATURES)
+        samples = samples[:, ::step] if step > 1 else samples
+        shadow, _ = torch.mv(samples, self._direction(samples)).sort()
+        chosen = shadow.index_select(0, self._places(shadow))
+        wide = (shadow[-1] - shadow[0]) * 1e-6
+        distinct = (shadow[1:] - shadow[:-1] > wide).sum() + 1
+        return [chosen, distinct.reshape(1)]
+
+    def _places(self, shadow: Tensor) -> Tensor:
+        kind = len(shadow), shadow.device
+        if kind not in self.places:
+            last = kind[0] - 1
+            places = [round(i * last / (MARKS - 1)) for i in range(MARKS)]
+            self.places[kind] = torch.tensor(places).to(shadow.device)  # waits, once
+        return self.places[kind]
+
+    def _direction(self, samples: Tensor) -> Tensor:
+        kind = samples.shape[1], samples.device, samples.dtype
+        if kind not in self.directions:
+            own = torch.Generator().manual_seed(20_14)  # apart from the run's own generators
+            drawn = torch.randn(kind[0], generator=own) / max(1, kind[0]) ** 0.5
+            self.directions[kind] = drawn.to(samples.device, samples.dtype)
+        return self.directions[kind]
+
+
+def bad_samples(tensor: Tensor, low: float, high: float, ignored: int | None = None) -> Tensor:
+    """Which samples hold a value that is outside, or no number; one flag a sample."""
+    bad = ~((tensor >= low) & (tensor <= high))
+    if ignored is not None:
+        bad &= tensor != ignored
+    return bad.reshape(len(tensor), -1).any(1)

@@ -1,0 +1,96 @@
+"""Batches that lie on an accelerator: flags stay there, and numbers come to the host later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.checks.config import Policy
+from runner.checks.inputs.look import InputChecks, Look
+
+VETOES = (Policy.drop, Policy.skip, Policy.stop)  # policies under which no update is made there
+
+
+@dataclass
+class Underway:
+    """The numbers of a batch that lies on an accelerator, on their way to the host."""
+
+    number: int
+    form: str
+    samples: int
+    values: int
+    row: Tensor
+    ready: torch.Event | None
+
+
+class There:
+    """What is on its way from one device. Nothing is waited for but in `arrived`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.never = torch.zeros((), device=device)
+        self.always = torch.ones((), device=device)
+        self.underway: deque[Underway] = deque()
+        self.limits: tuple[Tensor, Tensor, Tensor] | None = None
+        self.limits_of: object = None
+
+    def send(self, number: int, seen: Look, row: Tensor) -> None:
+        """Let the numbers of that step's batch follow."""
+        ready = None
+        if row.device.type != "cpu":
+            cuda = row.device.type == "cuda"
+            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=cuda)
+            row = host.copy_(row, non_blocking=True)
+            ready = torch.Event(self.device)
+            ready.record()
+        self.underway.append(
+            Underway(number, seen.plan.form, seen.samples, seen.values, row, ready)
+        )
+
+    def arrived(self, last: int) -> Iterator[Underway]:
+        """Those of steps up to that one; waits for the start of that step, long since made."""
+        while self.underway and self.underway[0].number <= last:
+            entry = self.underway.popleft()
+            if entry.ready is not None:
+                entry.ready.synchronize()
+            yield entry
+
+    def veto(self, row: Tensor, checks: InputChecks) -> Tensor | None:
+        """1.0 if a number is outside limits whose policy keeps the update from being made."""
+        if self.limits_of is not checks.limits:
+            self.limits_of, self.limits = checks.limits, None
+        wanted = [x for x in checks.limits + checks.usual if vetoes(checks, x.check)]
+        if not wanted:
+            return None
+        if self.limits is None:  # once, and once more when the baseline is complete
+            columns = [[x.at for x in wanted], [x.low for x in wanted], [x.high for x in wanted]]
+            at, low, high = (torch.tensor(column) for column in columns)
+            self.limits = at.to(row.device), low.to(row.device), high.to(row.device)
+        at, low, high = self.limits
+        values = row.index_select(0, at)
+        good = ((values >= low) & (values <= high)).all()
+        return torch.where(good, self.never, self.always)
+
+    def state(self) -> list[list[Any]]:
+        """What a checkpoint keeps; waits for the device, as a checkpoint does anyway."""
+        for entry in self.underway:
+            if entry.ready is not None:
+                entry.ready.synchronize()
+        return [[e.number, e.form, e.samples, e.values, e.row.tolist()] for e in self.underway]
+
+    def load(self, rows: list[list[Any]]) -> None:
+        """Go on from there."""
+        self.underway = deque(
+            Underway(number, form, samples, values, torch.tensor(row), None)
+            for number, form, samples, values, row in rows
+        )
+
+
+def vetoes(checks: InputChecks, check: str) -> bool:
+    """Whether a finding of this check keeps an update from being made."""
+    return checks.policy(check) in VETOES

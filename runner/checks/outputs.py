@@ -1,0 +1,239 @@
+"""Outputs for people and programs: finite, in range, shares that sum to one; changes are counted.
+
+Training and validation never see this: a loss must show what a model really puts out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.errors import UsageError
+
+WHO = "sanitise"
+COUNTED = ("nan", "inf", "limited", "rescaled")
+
+
+class OutputKind(Enum):
+    """What numbers stand for, and so what may be made of them."""
+
+    values = "values"  # anything: NaN and Inf become numbers
+    logits = "logits"  # the same; -Inf, with which a class is masked, is the least number
+    probabilities = "probabilities"  # shares from 0 to 1 that sum to one
+    quantities = "quantities"  # regression: within stated limits
+    classes = "classes"  # whole numbers from 0, or between stated limits
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How many values were changed, and why: on the device until they are read.
+
+    `counts` is int64 [4]: values that were NaN; that were ±Inf; finite ones that were beyond a
+    limit (or no whole number); rows of probabilities that were made to sum to one.
+    """
+
+    counts: Tensor | None = None  # None: none
+
+    def __add__(self, other: Changes) -> Changes:
+        if self.counts is None or other.counts is None:
+            return other if self.counts is None else self
+        return Changes(self.counts + other.counts.to(self.counts.device, non_blocking=True))
+
+    def read(self) -> dict[str, int]:
+        """The counts by name: nan, inf, limited, rescaled. The host waits for the device."""
+        found = [0] * len(COUNTED) if self.counts is None else self.counts.tolist()
+        return dict(zip(COUNTED, found, strict=True))
+
+
+def sanitise(
+    output: Any,
+    kind: str | OutputKind = "values",
+    *,
+    nan: float = 0.0,
+    inf: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    classes: int | None = None,
+    dim: int | None = -1,
+) -> tuple[Any, Changes]:
+    """The output with nothing in it that a consumer could choke on, and what was changed.
+
+    `values` and `logits` may be nests of tensors; of these every tensor of floats is looked at.
+    NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the type.
+    `quantities` are kept from `low` to `high`, NaN being `nan` within these. `classes` are whole
+    numbers (in their own type) from `low` to `high`, or below `classes`; NaN is the least.
+    `probabilities` are kept from 0 to 1, and each row along `dim` is divided by its sum where that
+    is not one within the rounding of its type; a row of nothing becomes equal shares, and with
+    `dim=None` each value is a probability by itself. What is in order comes back bit for bit.
+
+    Queues work on the device and waits for nothing. Raises UsageError for what cannot be meant.
+    """
+    kind = _known(kind)
+    _check(kind, nan, inf, low, high, classes)
+    if isinstance(output, Tensor):
+        if kind is OutputKind.probabilities:
+            return _probabilities(output, dim)
+        if kind is OutputKind.classes:
+            return _classes(output, low or 0.0, _highest(high, classes))
+        if kind is OutputKind.quantities:
+            return _numbers(output, nan, inf, low, high)
+        return _numbers(output, nan, inf, None, None)
+    if kind not in (OutputKind.values, OutputKind.logits):
+        raise UsageError(
+            f"{WHO}: kind={kind.value} is for one tensor, and the output is a "
+            f"{type(output).__name__}; name the tensor in it"
+        )
+    changes = Changes()
+
+    def change(value: Any) -> Any:
+        nonlocal changes
+        if isinstance(value, Tensor):
+            clean, found = _numbers(value, nan, inf, None, None)
+            changes = changes + found
+            return clean
+        if isinstance(value, dict):
+            items = {key: change(item) for key, item in value.items()}
+            return items if type(value) is dict else type(value)(items)
+        if isinstance(value, tuple | list):
+            parts = [change(item) for item in value]
+            named = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
+            return type(value)(*parts) if named else type(value)(parts)
+        return value
+
+    clean = change(output)
+    return clean, changes
+
+
+def counts_of(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each tensor of floats in a nest: its name, itself, and int64 [2] of NaN and of ±Inf."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield name, value, torch.stack([value.isnan().sum(), value.isinf().sum()])
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from counts_of(item, f"{name}.{key}")
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from counts_of(item, f"{name}[{i}]")
+
+
+class Watched:
+    """A model's forward whose outputs are counted, and passed on as they are."""
+
+    def __init__(self, forward: Callable[..., Any], order: Callable[[Any], Changes]) -> None:
+        self.forward, self.order = forward, order
+        self.changes = Changes()
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the forward puts out."""
+        output = self.forward(*inputs, **named)
+        self.changes = self.changes + self.order(output)
+        return output
+
+
+def described(changes: Mapping[str, int]) -> str:
+    """In words, such as `2 NaN, 1 beyond its limits`; empty where nothing was changed."""
+    words = {"nan": "NaN", "inf": "Inf", "limited": "beyond their limits",
+             "rescaled": "rows that did not sum to one"}  # fmt: skip
+    return ", ".join(f"{changes[name]:,} {words[name]}" for name in COUNTED if changes.get(name))
+
+
+def _known(kind: str | OutputKind) -> OutputKind:
+    try:
+        return OutputKind(kind)
+    except ValueError:
+        known = ", ".join(k.value for k in OutputKind)
+        raise UsageError(f"{WHO}: no kind {kind!r}; one of {known}") from None
+
+
+def _check(
+    kind: OutputKind, nan: float, inf: float | None, low: float | None, high: float | None,
+    classes: int | None,
+) -> None:  # fmt: skip
+    for name, value in (("nan", nan), ("inf", inf), ("low", low), ("high", high)):
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"{WHO}: {name}={value} is no number that could stand for another")
+    if inf is not None and inf <= 0:
+        raise UsageError(f"{WHO}: inf={inf} is not above 0")
+    limited = kind in (OutputKind.quantities, OutputKind.classes)
+    if (low is not None or high is not None) and not limited:
+        raise UsageError(f"{WHO}: low and high are for kind=quantities and classes")
+    if low is not None and high is not None and low > high:
+        raise UsageError(f"{WHO}: low={low} is above high={high}")
+    if kind is OutputKind.classes and _highest(high, classes) < (low or 0.0):
+        raise UsageError(f"{WHO}: kind=classes needs classes= or high=, not below the least")
+
+
+def _highest(high: float | None, classes: int | None) -> float:
+    if classes is not None:
+        return classes - 1 if high is None else min(high, classes - 1)
+    return -math.inf if high is None else high
+
+
+def _numbers(
+    x: Tensor, nan: float, inf: float | None, low: float | None, high: float | None
+) -> tuple[Tensor, Changes]:
+    """Finite, and within the limits where there are some."""
+    if x.is_complex():
+        clean, changes = _numbers(torch.view_as_real(x.resolve_conj()), nan, inf, low, high)
+        return torch.view_as_complex(clean), changes
+    if not x.is_floating_point():
+        if low is None and high is None or x.dtype is torch.bool:
+            return x, Changes()
+        clean = x.clamp(None if low is None else math.ceil(low),
+                        None if high is None else math.floor(high))  # fmt: skip
+        return clean, _changes(x, limited=(clean != x).sum())
+    largest = torch.finfo(x.dtype).max
+    # a number that the type does not hold would be Inf again
+    nan = min(max(nan, -largest), largest)
+    inf = largest if inf is None else min(inf, largest)
+    clean = torch.nan_to_num(x, nan, inf, -inf)
+    if low is not None or high is not None:
+        kept = clean.clamp(low, high)
+        clean = torch.where(kept == clean, clean, kept)
+    return clean, _changes(x, limited=((clean != x) & x.isfinite()).sum())
+
+
+def _probabilities(x: Tensor, dim: int | None) -> tuple[Tensor, Changes]:
+    if not x.is_floating_point():
+        raise UsageError(f"{WHO}: probabilities are floats, not {x.dtype}")
+    limited = torch.nan_to_num(x, 0.0, 1.0, 0.0).clamp(0.0, 1.0)
+    limited = torch.where(limited == x, x, limited)  # -0 is in order
+    beyond = ((limited != x) & x.isfinite()).sum()
+    if dim is None or not x.ndim:
+        return limited, _changes(x, limited=beyond)
+    if not x.shape[dim]:
+        return x, Changes()
+    # 16 bits would round the sum of many shares by more than the shares
+    exact = limited.float() if x.element_size() < 4 else limited
+    total = exact.sum(dim, keepdim=True)
+    allowed = x.shape[dim] * torch.finfo(x.dtype).eps
+    off = (total - 1).abs() > allowed
+    shares = torch.where(total > 0, exact / total, 1.0 / x.shape[dim])
+    clean = torch.where(off, shares.to(x.dtype), limited)
+    return clean, _changes(x, limited=beyond, rescaled=off.sum())
+
+
+def _classes(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
+    if x.is_complex():
+        raise UsageError(f"{WHO}: classes are whole numbers, not {x.dtype}")
+    if x.dtype is torch.bool:
+        return x, Changes()
+    low, high = math.ceil(low), math.floor(high)
+    if not x.is_floating_point():
+        clean = x.clamp(low, high)
+        return clean, _changes(x, limited=(clean != x).sum())
+    clean = torch.nan_to_num(x, low, high, low).round().clamp(low, high)
+    return clean, _changes(x, limited=((clean != x) & x.isfinite()).sum())
+
+
+def _changes(x: Tensor, limited: Tensor, rescaled: Tensor | None = None) -> Changes:
+    none = limited.new_zeros(())
+    nan, inf = (x.isnan().sum(), x.isinf().sum()) if x.is_floating_point() else (none, none)
+    return Changes(torch.stack([nan, inf, limited, none if rescaled is None else rescaled]))

@@ -1,0 +1,107 @@
+"""`security.limits`: a run that has taken what it may is saved and ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from runner.device import numerics
+from runner.hook import Hook, Step, Verdict
+from runner.run import Run
+from runner.security import limits
+from runner.security.config import LimitsConfig
+from runner.security.limits import MB, Exceeded
+
+log = logging.getLogger("runner")
+
+KEY = "security.limits"
+LOOK_S = 1.0  # between two looks at memory, time and the device
+SCAN_S = 5.0  # between two counts of the folder
+
+
+class Limits(Hook):
+    """Ends the run, with a checkpoint, as soon as a limit is reached; `stopped`, exit code 0.
+
+    0.1 µs a step; once a second 10 µs (0.1 ms for each data worker), every five seconds a count
+    of the folder's files. The accelerator's allocator is told its limit, too, so that what is
+    beyond it is an out-of-memory error at the spot, for which a run has its own answers.
+    """
+
+    def __init__(self, config: LimitsConfig) -> None:
+        self.config = config
+        self.before = 0  # bytes in the run's folder when the run began or went on
+        self.next_look = self.next_scan = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any limit."""
+        return any(value is not None for value in vars(self.config).values())
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Begin to count, and tell the allocator."""
+        if self.config.disk_mb is not None and run.folder is not None:
+            self.before = limits.folder_bytes(run.folder)
+        with ExitStack() as scope:
+            if self.config.device_memory_mb is not None:
+                _tell(run, self.config.device_memory_mb, scope)
+            yield
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        """Look, if it is time."""
+        now = time.monotonic()
+        if now < self.next_look or step.number >= run.total_steps:
+            return None
+        self.next_look = now + LOOK_S
+        found = self._exceeded(run, now)
+        if found is None:
+            return None
+        told = f"{found.told} ({KEY}.{found.key})"
+        again = f" with checkpoint.resume={run.folder}" if run.folder is not None else ""
+        run.stop_reason = f"{told}; go on{again}, and a higher limit or {found.way_out}"
+        run.history.add(
+            f"limit_{found.key}", told, step=step.number, category="resources", severity="error",
+            action="a checkpoint is saved and the run ends",
+        )  # fmt: skip
+        return Verdict.STOP
+
+    def _exceeded(self, run: Run, now: float) -> Exceeded | None:
+        config = self.config
+        found: Exceeded | None = None
+        if config.hours is not None:
+            found = limits.over_time(config.hours, now - run.started)
+        if found is None and config.memory_mb is not None:
+            found = limits.over_memory(config.memory_mb)
+        if found is None and config.device_memory_mb is not None:
+            found = limits.over_device(config.device_memory_mb, _held(run))
+        if found is None and config.disk_mb is not None and run.folder is not None:
+            if now >= self.next_scan:
+                self.next_scan = now + SCAN_S
+                found = limits.over_disk(config.disk_mb, run.folder, self.before)
+        return found
+
+
+def _held(run: Run) -> int:
+    if run.device.kind == "cuda":
+        return torch.cuda.memory_reserved(run.device.torch)
+    return torch.mps.driver_allocated_memory() if run.device.kind == "mps" else 0
+
+
+def _tell(run: Run, limit_mb: float, scope: ExitStack) -> None:
+    """Let the allocator refuse what is beyond the limit."""
+    where = run.device.torch
+    if run.device.kind == "cuda":
+        total = torch.cuda.get_device_properties(where).total_memory
+        before = torch.cuda.get_per_process_memory_fraction(where)
+    elif run.device.kind == "mps":
+        total, before = torch.mps.recommended_max_memory(), run.device.memory_fraction or 1.0
+    else:
+        log.info("%s.device_memory_mb has nothing to limit: the model is on the CPU", KEY)
+        return
+    share = limit_mb * MB / total
+    if share < before:
+        numerics.set_memory_fraction(share, where, scope)

@@ -1,0 +1,97 @@
+"""What must not be shown: values that a config took from the environment, told by their names.
+
+Everything that writes text asks here: log, summary, reports, TensorBoard, manifests, messages. The
+values are in the memory of this process alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+T = TypeVar("T")
+
+SHORTEST = 8  # characters; what is shorter would be found, and put out, in honest words
+LONG_NUMBER = 16  # digits; a shorter one may be a count
+NUMBER = re.compile(r"[-+]?[\d.,_eE+-]+")
+MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~!&])")  # as record.markdown escapes
+
+_spellings: dict[str, str] = {}  # of every value, as it is written in any kind of file: its name
+_pattern: re.Pattern[str] | None = None
+
+
+def stands_for(name: str) -> str:
+    """What is written in place of that variable's value; a config reads the value with it."""
+    return f"${{oc.env:{name}}}"
+
+
+def learn(name: str, value: str) -> None:
+    """From here on `masked` puts the name where the value is; not for what is too short."""
+    global _pattern
+    for piece in (value, value.strip(), *map(str.strip, value.splitlines())):
+        least = LONG_NUMBER if NUMBER.fullmatch(piece) else SHORTEST
+        if len(piece) >= least:
+            for once in set(_spelled(piece)):  # and an error that quotes it, within JSON
+                _spellings.update(dict.fromkeys(_spelled(once), name))
+    longest_first = sorted(_spellings, key=len, reverse=True)
+    _pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _spelled(value: str) -> Iterator[str]:
+    """The value as JSON, Python, HTML, Markdown, shells, addresses and our own log write it."""
+    yield value
+    yield " ".join(value.split())
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield repr(value)[1:-1]
+    yield value.encode("unicode_escape", "surrogatepass").decode()
+    yield html.escape(value)
+    yield html.escape(value, quote=False)
+    yield MARKDOWN.sub(r"\\\1", value)
+    yield shlex.quote(value).strip("'")
+    yield quote(value, safe="", errors="replace")
+    yield quote(value, errors="replace")
+
+
+def masked(text: str) -> str:
+    """`text` with `${oc.env:NAME}` wherever a value that was learned stood."""
+    if _pattern is None:
+        return text
+    return _pattern.sub(lambda found: stands_for(_spellings[found[0]]), text)
+
+
+def masked_all(value: T) -> T:
+    """The same value with all text in it masked, at any depth of dicts, lists and dataclasses."""
+    return value if _pattern is None else _walk(value)
+
+
+def _walk(value: Any) -> Any:
+    if isinstance(value, str):
+        found = masked(value)
+        return value if found == value else found
+    if isinstance(value, dict):
+        return {_walk(key): _walk(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_walk(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: _walk(item) for name, item in own.items()}
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+def known() -> Mapping[str, str]:
+    """Names by the spellings of their values: for a process of ours, through its pipe."""
+    return dict(_spellings)
+
+
+def adopt(spellings: Mapping[str, str]) -> None:
+    """Mask what the parent of this process does."""
+    for value, name in spellings.items():
+        learn(name, value)

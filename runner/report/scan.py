@@ -1,0 +1,221 @@
+"""What job=scan found: a list for the terminal, scan.md and scan.json for the folder."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from runner.record import markdown as md
+from runner.record.console import one_line
+from runner.record.plain import finite
+from runner.report.words import size
+from runner.security.config import SecurityLevel
+from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
+from runner.storage import replace_text
+
+JSON, PAGE = "scan.json", "scan.md"
+SCHEMA = 1
+ROWS = 1000  # of scan.md; scan.json has them all
+STYLES = {
+    Trust.REFUSED: "bold red",
+    Trust.UNTRUSTED: "yellow",
+    Trust.CHECKED: "green",
+    Trust.PINNED: "green",
+    Trust.SIGNED: "green",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was judged."""
+
+    kind: str  # file | checkpoint | capture | run | dcp | signed | folder
+    found: Assessment
+
+    @property
+    def first(self) -> Reason | None:
+        """The worst of what was found."""
+        reasons = sorted(self.found.reasons, key=lambda reason: -reason.severity)
+        return reasons[0] if reasons else None
+
+    @property
+    def formats(self) -> str:
+        """What it is made of, without what nobody loads."""
+        kinds = {facts.format for facts in self.found.files.values()} - {OTHER}
+        return ", ".join(sorted(kinds)) or OTHER
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(facts.size for facts in self.found.files.values())
+
+
+@dataclass
+class Scan:
+    """All of it."""
+
+    path: str
+    level: SecurityLevel
+    total: int = 0  # things that there are to judge
+    rows: list[Row] = field(default_factory=list)  # those that were
+    passed_over: int = 0  # files that nothing loads as a model or as arrays
+    odd: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def worst_first(self) -> list[Row]:
+        """In the order they are shown."""
+        return sorted(self.rows, key=lambda row: (row.found.trust, row.found.score, row.found.path))
+
+    @property
+    def refused(self) -> list[Row]:
+        """Those that are refused at any level, and those that this one does not load."""
+        return [
+            row
+            for row in self.worst_first
+            if row.found.refused or not enough(row.found, self.level)
+        ]
+
+    @property
+    def verdict(self) -> str:
+        """In one line."""
+        refused = self.refused
+        if not refused:
+            counts = Counter(row.found.trust for row in self.rows)
+            told = ", ".join(f"{counts[t]} {t.name}" for t in sorted(counts))
+            return f"nothing refused of {_things(len(self.rows))}{f': {told}' if told else ''}"
+        first = refused[0]
+        head = f"{len(refused)} of {_things(len(self.rows))} refused"
+        why = _why(first, self.level)
+        return one_line(f"{head}, the worst {first.found.path}: {why}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values, the worst first."""
+        return {
+            "schema": SCHEMA,
+            "path": self.path,
+            "security": self.level.value,
+            "verdict": "refused" if self.refused else "accepted",
+            "complete": not self.interrupted,
+            "counts": {t.name: sum(r.found.trust is t for r in self.rows) for t in Trust},
+            "things": self.total,
+            "passed_over": self.passed_over,
+            "seconds": self.seconds,
+            "odd": [{**vars(reason), "severity": reason.severity.name} for reason in self.odd],
+            "rows": [
+                {
+                    "kind": row.kind,
+                    "accepted": not row.found.refused and enough(row.found, self.level),
+                    "size": row.size,
+                    "digest": row.found.digest,
+                    **row.found.as_dict(),
+                }
+                for row in self.worst_first
+            ],
+        }
+
+    def write(self, folder: Path) -> None:
+        """scan.json and scan.md. Raises OSError."""
+        text = json.dumps(finite(self.as_dict()), indent=2, allow_nan=False) + "\n"
+        replace_text(folder / JSON, text)
+        replace_text(folder / PAGE, markdown(self))
+
+
+def terminal(scan: Scan, most: int) -> RenderableType:
+    """The worst first, `most` of them; made for 80 columns."""
+    parts: list[RenderableType] = [
+        Text.assemble(("\nscan of ", "dim"), (one_line(scan.path), "bold"))
+    ]
+    for row in scan.worst_first[:most]:
+        head = Text(f"{row.found.trust.name:9}", STYLES[row.found.trust], no_wrap=True)
+        head.overflow = "ignore"  # as for the digest: what is broken cannot be copied
+        head.append(f" {one_line(row.found.path)}", style="bold")
+        about = Text(one_line(f"{row.kind}, {row.formats}, {size(row.size)}"), style="dim")
+        kind = "sha256" if len(row.found.files) == 1 else "root"
+        told = one_line(f"  {kind:6} {row.found.digest}")
+        digest = Text(told, "dim", no_wrap=True, overflow="ignore")
+        lines = Text("\n").join(Text(one_line(line)) for line in _lines(row, scan.level))
+        parts += [head, *([digest] if row.found.files else [])]
+        parts.append(Padding(Group(about, lines), (0, 0, 0, 9)))
+    if len(scan.rows) > most:
+        parts.append(Text(f"… and {_things(len(scan.rows) - most)} more, in {JSON}", style="dim"))
+    for reason in scan.odd[:most]:
+        parts.append(Text(f"not opened: {one_line(str(reason))}", style="dim"))
+    if scan.passed_over:
+        told = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
+        parts.append(Text(f"{told} of other kinds, which nothing here loads", style="dim"))
+    return Group(*parts)
+
+
+def markdown(scan: Scan) -> str:
+    """The same as a document."""
+    lines = [f"# Scan of {md.escape(scan.path)}", "", f"**{md.escape(scan.verdict)}**", ""]
+    lines.append(f"security: {scan.level.value}. Trust is the lowest that any gate allows.")
+    if scan.interrupted:
+        lines += ["", f"Interrupted after {len(scan.rows)} of {_things(scan.total)}."]
+    rows = [
+        (
+            row.found.trust.name,
+            row.found.score,
+            row.found.path,
+            f"{row.kind}, {row.formats}",
+            size(row.size),
+            row.found.digest if row.found.files else "",
+            row.found.written_by,
+            row.found.signer,
+            "; ".join(_lines(row, scan.level)),
+        )
+        for row in scan.worst_first[:ROWS]
+    ]
+    if rows:
+        header = ("trust", "score", "what", "format", "size", "sha256 or root", "says it was "
+                  "written by", "signed by", "why, and the way out")  # fmt: skip
+        lines += ["", md.table(header, rows)]
+    if len(scan.rows) > ROWS:
+        lines += ["", f"… and {_things(len(scan.rows) - ROWS)} more, in {JSON}."]
+    if scan.odd:
+        lines += ["", "## Not opened", "", *(f"- {md.escape(str(r))}" for r in scan.odd[:ROWS])]
+    if scan.passed_over:
+        lines += ["", f"{scan.passed_over:,} files of other kinds, which nothing here loads."]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(row: Row, level: SecurityLevel) -> Iterator[str]:
+    """Why, and the way out; of notes only the first."""
+    yield _why(row, level)
+    if row.found.signer:
+        yield f"signed: {row.found.signer}"
+    if row.found.written_by and not row.found.refused:
+        yield f"says it was written by {row.found.written_by}"
+
+
+def _why(row: Row, level: SecurityLevel) -> str:
+    first = row.first
+    worst = first is not None and first.severity is not Severity.NOTE
+    if not row.found.refused and not enough(row.found, level):
+        way = way_in(row.found)
+        if row.kind == "run":  # what is loaded, and pinned, is one of its checkpoints
+            way = f"scan.path={row.found.path}/checkpoints shows what to pin"
+        told = f"nobody vouches for it, as security={level.value} demands; {way}"
+        return f"{first}; {told}" if worst else told
+    if first is not None and (worst or row.found.trust is Trust.UNTRUSTED):
+        return str(first)
+    return {
+        Trust.UNTRUSTED: "nothing is wrong with it, and nobody vouches for it",
+        Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
+        Trust.PINNED: "its digest is in security.pinned",
+        Trust.SIGNED: "signed by one of security.signers",
+    }.get(row.found.trust, "refused")
+
+
+def _things(count: int) -> str:
+    return "1 thing" if count == 1 else f"{count:,} things"

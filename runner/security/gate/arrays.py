@@ -1,0 +1,89 @@
+"""numpy's files: a header of three known keys, a plain type, and bytes that fit it exactly."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from runner.security.gate.archive import DEFLATED, STORED, inflate, read_archive
+from runner.security.gate.format import Buffer
+from runner.security.gate.policy import Bounds
+from runner.security.gate.refused import Refused
+from runner.security.gate.wanted import WAY_OUT, NeedsPickle
+
+MAGIC = b"\x93NUMPY"
+LONGEST = 10_000  # characters of a header, as numpy has it
+TYPE = re.compile(r"[<>|=](?:[biufcSUV])([0-9]{1,9})|[<>|=][mM](8)(?:\[[A-Za-z0-9]{1,16}\])?")
+OBJECTS = re.compile(r"[<>|=]?O[0-9]*")
+MOST = 1 << 62
+
+
+def check_npy(data: Buffer, bounds: Bounds, own: bool, where: str = "") -> None:
+    """Raises Refused, and NeedsPickle for an array of objects."""
+    header, begin = _header(data, where)
+    shape, kind = header["shape"], header["descr"]
+    if type(kind) is not str or not (match := TYPE.fullmatch(kind)):
+        if type(kind) is str and not OBJECTS.fullmatch(kind):
+            raise Refused("npy.dtype", where, f"is of the unknown type {kind!r}", "")
+        if "O" not in str(kind):
+            raise Refused(
+                "npy.dtype", where, f"has columns of several types: {kind!r}",
+                "save each column as an array of its own",
+            )  # fmt: skip
+        raise NeedsPickle(
+            "npy.object", where, f"holds objects ({kind}), which are a pickle",
+            f"save numbers: array.astype(float); {WAY_OUT}",
+        )  # fmt: skip
+    if (
+        type(shape) is not tuple or type(header["fortran_order"]) is not bool or len(shape) > 64
+        or any(type(n) is not int or not 0 <= n < MOST for n in shape)
+    ):  # fmt: skip
+        raise Refused("npy.header", where, f"has a shape or an order that is none: {shape!r}")
+    item = int(match[1] or match[2]) * (4 if kind[1] == "U" else 1)
+    size, largest = item, max(item, 1)
+    for n in shape:
+        size, largest = size * n, largest * max(n, 1)
+    if largest >= MOST or item == 0 and shape.count(0) == 0 and largest > 1:
+        raise Refused("npy.size", where, f"of {kind} and shape {shape} is no array that could be")
+    if size != len(data) - begin:
+        raise Refused(
+            "npy.size", where,
+            f"of {kind} and shape {shape} takes {size:,} bytes, not {len(data) - begin:,}",
+        )  # fmt: skip
+
+
+def check_npz(data: Buffer, bounds: Bounds, own: bool) -> None:
+    """Raises Refused, and NeedsPickle where an array holds objects."""
+    members = read_archive(data, bounds, (STORED, DEFLATED))
+    total = sum(member.size for member in members)
+    if total > len(data) * bounds.inflated + bounds.free:
+        raise Refused(
+            "zip.ratio", "", f"says that its {len(data):,} bytes become {total:,}",
+            "save it with np.savez, which does not compress",
+        )  # fmt: skip
+    for member in members:
+        if not member.name.endswith(".npy"):
+            raise Refused("npz.member", member.name, "is no array")
+    for member in members:
+        check_npy(inflate(data, member), bounds, own, member.name)
+
+
+def _header(data: Buffer, where: str) -> tuple[dict[str, Any], int]:
+    """The three things that it says, and where the values begin."""
+    version = bytes(data[6:8])
+    if bytes(data[:6]) != MAGIC or version not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+        raise Refused("npy.header", where, "is no array of numpy's")
+    width = 2 if version[0] == 1 else 4
+    begin = 8 + width
+    length = int.from_bytes(data[8:begin], "little")
+    if length > LONGEST or begin + length > len(data):
+        raise Refused("npy.header", where, f"says that its header has {length:,} characters")
+    try:
+        text = bytes(data[begin : begin + length]).decode("utf-8" if version[0] == 3 else "latin1")
+        header = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise Refused("npy.header", where, "is no table of numpy's") from None
+    if type(header) is not dict or set(header) != {"descr", "fortran_order", "shape"}:
+        raise Refused("npy.header", where, "has other than descr, fortran_order and shape")
+    return header, begin + length

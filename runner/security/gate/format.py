@@ -1,0 +1,113 @@
+"""What a file is: its first bytes and its name have to say the same."""
+
+from __future__ import annotations
+
+from runner.security.gate.refused import DAMAGED, SAVE_AGAIN, Refused
+
+Buffer = bytes | memoryview
+
+TORCH_NAMES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".pt.tar")
+NAMES = {
+    "safetensors": (".safetensors",),
+    "torch_zip": TORCH_NAMES,
+    "torch_legacy": TORCH_NAMES,
+    "pickle": (".pkl", ".pickle", *TORCH_NAMES),
+    "npy": (".npy",),
+    "npz": (".npz",),
+}
+# the first pickle of a file by torch.save as it was before 1.6: its magic number
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+CONVERT = "load it where it was made, and save its state_dict as safetensors"
+# By name: what is code, or is read by code that unpickles.
+CODE_NAMES = {
+    ".pt2": ("program.export", "an exported program (torch.export), which is code", CONVERT),
+    ".ptl": ("program.torchscript", "a TorchScript program, which is code", CONVERT),
+    ".metadata": (
+        "dcp.unsupported", "a distributed checkpoint (DCP), which torch's own reader unpickles",
+        "turn it into one file with torch.distributed.checkpoint.format_utils.dcp_to_torch_save "
+        "where you trust it",
+    ),
+    ".distcp": (
+        "dcp.unsupported", "part of a distributed checkpoint (DCP), which torch's reader unpickles",
+        "turn it into one file with torch.distributed.checkpoint.format_utils.dcp_to_torch_save "
+        "where you trust it",
+    ),
+    ".keras": ("format.unsupported", "a Keras model, which can hold code", CONVERT),
+    ".joblib": ("format.unsupported", "a joblib file, which is a pickle", CONVERT),
+    ".npk": ("format.unsupported", "not a format that the runner reads", CONVERT),
+    ".onnx": ("format.unsupported", "an ONNX graph, which is not a file of tensors", CONVERT),
+}  # fmt: skip
+# By first bytes: known, and not read here.
+OTHERS = (
+    (b"GGUF", "a GGUF file"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (b"PK\x05\x06", "an empty zip archive"),
+    (b"PK\x07\x08", "part of a zip archive"),
+    (b"\x1f\x8b", "compressed with gzip"),
+    (b"BZh", "compressed with bzip2"),
+    (b"\xfd7zXZ\x00", "compressed with xz"),
+    (b"(\xb5/\xfd", "compressed with zstandard"),
+    (b"7z\xbc\xaf", "a 7z archive"),
+    (b"\x7fELF", "a program"),
+    (b"MZ", "a program"),
+    (b"#!", "a script"),
+)
+KNOWN = "the runner reads safetensors, torch.save (.pt .pth .ckpt .bin), .npy and .npz"
+
+
+def identify(data: Buffer, name: str) -> str:
+    """The format. Raises Refused for one that is not read, or that the name denies."""
+    lower = name.lower()
+    for suffix, (code, what, way_out) in CODE_NAMES.items():
+        if lower.endswith(suffix):
+            raise Refused(code, "", f"is {what}", way_out)
+    kind = _by_content(data, lower)
+    if not lower.endswith(NAMES[kind]):
+        raise Refused(
+            "format.name", name, f"its content is {_words(kind)}, and its name says otherwise",
+            f"if that is what it should be, rename it to end in {NAMES[kind][0]}",
+        )  # fmt: skip
+    return kind
+
+
+def _by_content(data: Buffer, name: str) -> str:
+    head = bytes(data[:512])
+    if not head:
+        raise Refused("format.empty", "", "the file is empty", DAMAGED)
+    if head.startswith(b"PK\x03\x04"):
+        first = _first_member(head)
+        is_npz = first.endswith(b".npy") or name.endswith(".npz") and b"data.pkl" not in first
+        return "npz" if is_npz else "torch_zip"
+    if head.startswith(b"\x93NUMPY"):
+        return "npy"
+    for magic, what in OTHERS:
+        if head.startswith(magic):
+            raise Refused("format.unsupported", "at 0", f"is {what}", f"{KNOWN}; {CONVERT}")
+    if head[257:262] == b"ustar":
+        raise Refused("format.unsupported", "at 257", "is a tar archive", f"{KNOWN}; {SAVE_AGAIN}")
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= len(data):
+        return "safetensors"
+    if head.startswith(LEGACY):
+        return "torch_legacy"
+    # 0 to 5 are the protocols that there are; below 2 a pickle has no beginning of its own
+    if head[:1] == b"\x80" and head[1:2] <= b"\x05" or _is_old_pickle(data):
+        return "pickle"
+    raise Refused("format.unknown", "at 0", f"its first bytes are {head[:8].hex(' ')}", KNOWN)
+
+
+def _first_member(head: bytes) -> bytes:
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")]
+
+
+def _is_old_pickle(data: Buffer) -> bool:
+    """Whether it could be of protocol 0 or 1: it ends in STOP and begins with an opcode."""
+    return bytes(data[-1:]) == b"." and bytes(data[:1]) in b"(]})cIFLSVUX[K"
+
+
+def _words(kind: str) -> str:
+    return {
+        "torch_zip": "a zip archive (torch.save)",
+        "torch_legacy": "torch.save's old format",
+        "pickle": "a pickle",
+    }.get(kind, kind)

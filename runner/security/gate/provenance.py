@@ -1,0 +1,173 @@
+"""Where a file comes from, and who vouches for it: a manifest of ours, a digest, a signature.
+
+A manifest's own digest shows damage and not who wrote it, so it counts only within the folders of
+this run tree (`Policy.own`): whoever can write there need not forge anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.errors import CheckpointError
+from runner.record.console import one_line
+from runner.record.provenance import versions
+from runner.security.gate.policy import Policy
+from runner.security.gate.signing import Signature, signature_of
+from runner.security.sealed import read_sealed
+from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity, Trust
+from runner.storage import Written
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of checkpoints and captures
+LIMIT = 1 << 24  # bytes of a manifest that is read
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a folder's manifest says of the files beside it."""
+
+    files: dict[str, Written] = field(default_factory=dict)
+    written_by: str = ""
+    fault: str = ""  # in what way it is not good
+
+
+def root_of(files: Mapping[str, FileFacts]) -> str:
+    """One sha256 over the names and digests of all files, whatever their order."""
+    rows = {os.fsencode(name): facts.sha256.encode() for name, facts in files.items()}
+    text = b"".join(name + b"\0" + rows[name] + b"\n" for name in sorted(rows))
+    return hashlib.sha256(text).hexdigest()
+
+
+def is_own(path: Path, policy: Policy) -> bool:
+    """Whether it lies, once links are followed, in a folder of this run tree."""
+    try:
+        place = path.resolve()
+        return any(place.is_relative_to(folder.resolve()) for folder in policy.own)
+    except (OSError, RuntimeError):  # a loop of links
+        return False
+
+
+def own_tree(folder: Path) -> Path:
+    """The tree that a run's folder is part of: the nearest `outputs` above it, or itself."""
+    place = folder.absolute()
+    return next((p for p in (place, *place.parents) if p.name == "outputs"), place)
+
+
+def recorded(folder: Path) -> Recorded | None:
+    """The manifest of a checkpoint or capture of ours; None where there is none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > LIMIT:
+            return Recorded(fault=f"{MANIFEST} has more than {LIMIT >> 20} MiB")
+        body = read_sealed(path, FORMAT)
+        files = {str(name): Written(**entry) for name, entry in body["files"].items()}
+        if not all(type(w.size) is int and type(w.sha256) is str for w in files.values()):
+            raise TypeError
+        written_by = _writer(body, folder)
+    except CheckpointError as error:
+        return Recorded(fault=str(error))
+    except (OSError, LookupError, TypeError, AttributeError):
+        return Recorded(fault=f"{path}: not a manifest of the runner")
+    return Recorded(files, written_by)
+
+
+def _writer(body: Mapping[str, Any], folder: Path) -> str:
+    """What it says of the run that wrote it; a checkpoint's run is named by its folders."""
+    above = [place.name for place in folder.resolve().parents]
+    run = "/".join(reversed(above[1:3])) if above[:1] == ["checkpoints"] else body.get("name", "")
+    maker = body.get("created_by") or body.get("versions", {}).get("runner", "")
+    parts = {"run": run, "config": str(body.get("config_hash", ""))[:12], "runner": maker}
+    return " ".join(f"{k} {one_line(str(value))[:100]}" for k, value in parts.items() if value)
+
+
+def vouch(found: Assessment, path: Path, policy: Policy) -> None:
+    """Raise the trust of a file or folder, unless it is refused, as far as somebody vouches for it.
+
+    `found.files` must be complete: by their path in the folder, or the one name of a file. Whoever
+    vouches must do so for all of them that are ever loaded, and a file that is not what its
+    manifest says is refused. Raises UsageError where a signature cannot be checked at all.
+    """
+    found.policy, found.versions = policy.digest, versions()
+    found.root = root_of(found.files)
+    checked = _recorded(found, path if path.is_dir() else path.parent, policy)
+    pinned = _pinned(found, policy)
+    _sum_up(found, checked, pinned, signature_of(path, found.files, policy))
+
+
+def _recorded(found: Assessment, folder: Path, policy: Policy) -> bool:
+    """Whether manifests of ours vouch for every file that is loaded; what they deny is refused."""
+    loaded: dict[Path, list[str]] = {}
+    for name, facts in found.files.items():
+        if facts.format != OTHER:
+            loaded.setdefault((folder / name).parent, []).append(name)
+    own = is_own(folder, policy)
+    checked = own
+    for place, names in loaded.items():
+        record = recorded(place)
+        if record is None:
+            checked = False
+        elif record.fault:
+            checked = False
+            found.reasons.append(Reason(
+                "manifest.damaged", Severity.WARNING, f"{place.name}/{MANIFEST}",
+                one_line(record.fault), "it vouches for nothing; take a whole copy",
+            ))  # fmt: skip
+        else:
+            found.written_by = record.written_by
+            checked = _fits(found, record, names) and checked
+            if not own:
+                found.reasons.append(Reason(
+                    "manifest.foreign", Severity.NOTE, f"{place.name}/{MANIFEST}",
+                    "it lies outside this run tree, where anybody can write one",
+                ))  # fmt: skip
+    return checked
+
+
+def _fits(found: Assessment, record: Recorded, names: list[str]) -> bool:
+    """Whether it vouches for each of these files beside it."""
+    fits = True
+    for name in names:
+        facts, written = found.files[name], record.files.get(Path(name).name)
+        if written is None:
+            fits = False
+            found.reasons.append(Reason(
+                "manifest.stray", Severity.NOTE, name, f"{MANIFEST} beside it does not name it"
+            ))  # fmt: skip
+        elif (facts.sha256, facts.size) != (written.sha256, written.size):
+            fits = False
+            found.refuse([Reason(
+                "manifest.digest", Severity.REFUSAL, name,
+                f"it is not what {MANIFEST} says: its sha256 is {facts.sha256[:16]}… and should "
+                f"be {one_line(written.sha256)[:16]}…",
+                "take a whole copy, or the checkpoint before it",
+            )])  # fmt: skip
+    return fits
+
+
+def _pinned(found: Assessment, policy: Policy) -> bool:
+    files = [facts for facts in found.files.values() if facts.format != OTHER]
+    known = set(policy.pinned)
+    return found.root in known or (bool(files) and all(f.sha256 in known for f in files))
+
+
+def _sum_up(found: Assessment, checked: bool, pinned: bool, signature: Signature) -> None:
+    found.reasons += signature.reasons
+    if found.refusals:
+        found.refuse([])
+        return
+    if signature.signer:
+        found.trust, found.signer = Trust.SIGNED, signature.signer
+    elif pinned:
+        found.trust = Trust.PINNED
+    elif checked:
+        found.trust = Trust.CHECKED
+    else:
+        found.trust = Trust.UNTRUSTED
+    found.score = found.least()

@@ -1,0 +1,53 @@
+"""Numbers that no training leaves behind, seen in one pass at the speed of memory.
+
+`aminmax` reads each value once and hands on NaN; an infinity or an absurd size is at either end.
+It is about nine times as fast as asking for each value whether it is finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from runner.security.gate.walk import Place
+from runner.security.trust import Reason, Severity
+
+ABSURD = 1e10  # weights and their statistics are many powers of ten smaller
+MOST = 20  # tensors that are named
+WAY_OUT = "check where it comes from before you use it: job=scan, check_model"
+
+
+def value_reasons(tensors: Iterable[tuple[Place, Tensor]]) -> list[Reason]:
+    """A warning for each tensor with such values; none for whole numbers."""
+    found: list[Reason] = []
+    for place, tensor in tensors:
+        if reason := _look(place, tensor.detach()):
+            found.append(reason)
+    if len(found) > MOST:
+        more = len(found) - MOST
+        found[MOST:] = [
+            Reason("weights.more", Severity.WARNING, "", f"{more:,} more tensors like these")
+        ]
+    return found
+
+
+def _look(place: Place, tensor: Tensor) -> Reason | None:
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.element_size() == 1:  # float8 has no such kernel
+        tensor = tensor.to(torch.float32)
+    low, high = (float(end) for end in torch.aminmax(tensor))
+    if math.isnan(low) or math.isnan(high):
+        what, code = "holds NaN", "weights.not_finite"
+    elif math.isinf(low) or math.isinf(high):
+        what, code = "holds an infinity", "weights.not_finite"
+    elif max(-low, high) > ABSURD:
+        what, code = f"goes from {low:.3g} to {high:.3g}", "weights.magnitude"
+    else:
+        return None
+    return Reason(code, Severity.WARNING, str(place), what, WAY_OUT)

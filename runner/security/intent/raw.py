@@ -1,0 +1,182 @@
+"""Config files of other folders, looked at as YAML before anything is made of them.
+
+What is read here is what Hydra gets: `Reading` stands in for its own reader of files, for those
+that are not ours. It may be shown the same file twice, but not two files of one name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+
+from runner.errors import ConfigError, SecurityError
+from runner.security.intent import bounds
+from runner.security.intent.names import check_any
+
+PLAIN = {"str", "int", "float", "bool", "null", "map", "seq"}
+PLAIN_TAGS = {None, "!", *(f"tag:yaml.org,2002:{name}" for name in PLAIN)}
+VARIABLES = ("env_set", "env_copy")
+
+
+@dataclass
+class Reading:
+    """How config files are read in this process; `trusted` as it was typed."""
+
+    ours: Sequence[Path]
+    trusted: Sequence[str] = ()
+    seen: dict[str, str] = field(default_factory=dict)  # sha256 by path
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While entered, Hydra reads no file that was not looked at."""
+        Plugins.instance()
+        sources = cast(list[type[ConfigSource]], Plugins.instance().discover(ConfigSource))
+        file: Any = next(one for one in sources if one.scheme() == "file")
+        before, reading = file.load_config, self
+
+        def load_config(source: Any, config_path: str) -> ConfigResult:
+            path = os.path.join(source.path, source._normalize_file_name(config_path))
+            path = os.path.realpath(path)
+            if reading._is_ours(path) or not os.path.exists(path):
+                found: ConfigResult = before(source, config_path)
+                return found
+            text = reading.read(path)
+            return ConfigResult(
+                provider=source.provider, path=f"file://{source.path}",
+                config=OmegaConf.load(io.StringIO(text)),
+                header=ConfigSource._get_header_dict(text[:512]),
+            )  # fmt: skip
+
+        file.load_config = load_config
+        try:
+            yield
+        finally:
+            file.load_config = before
+
+    def read(self, path: str) -> str:
+        """The text of a file that may be composed. Raises SecurityError or ConfigError."""
+        try:
+            with open(path, "rb") as file:
+                data = file.read(bounds.ALL_TEXT + 1)
+        except OSError as error:
+            raise ConfigError(path, f"cannot be read: {error.strerror}") from error
+        if len(data) > bounds.ALL_TEXT:
+            raise SecurityError(f"{path}: is larger than {bounds.ALL_TEXT} bytes: no config is")
+        digest = hashlib.sha256(data).hexdigest()
+        if self.seen.setdefault(path, digest) != digest:
+            raise SecurityError(
+                f"{path}: has changed since it was checked; start again once it stays as it is"
+            )
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(path, f"is no text: {error}", "save it as UTF-8") from error
+        look(text, path, self.trusted)
+        return text
+
+    def _is_ours(self, path: str) -> bool:
+        return any(Path(path).is_relative_to(folder) for folder in self.ours)
+
+
+@dataclass
+class _Level:
+    """A mapping or a list that is being read."""
+
+    mapping: bool
+    anchor: str | None
+    key: str | None = None  # of the value that comes next; None: a key comes next
+    nodes: int = 1
+    text: int = 0
+
+
+def look(text: str, where: str, trusted: Sequence[str]) -> None:
+    """Raise SecurityError for what no config file may hold; what is no YAML is for others to say.
+
+    Events come one by one, so that neither depth nor aliases cost more than the file's length.
+    """
+    levels = [_Level(False, None)]
+    anchors: dict[str, tuple[int, int]] = {}
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            _step(event, levels, anchors, where, trusted)
+    except yaml.YAMLError:
+        return
+
+
+def _step(
+    event: Any,
+    levels: list[_Level],
+    anchors: dict[str, tuple[int, int]],
+    where: str,
+    trusted: Sequence[str],
+) -> None:
+    here = f"{where}:{event.start_mark.line + 1}"
+    if getattr(event, "tag", None) not in PLAIN_TAGS:
+        raise SecurityError(
+            f"{here}: the tag {event.tag!r} is refused: it could make any object; "
+            "write the value without it"
+        )
+    if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+        if len(levels) > bounds.DEPTH:
+            raise SecurityError(f"{here}: is nested deeper than {bounds.DEPTH}; make it flat")
+        levels.append(_Level(isinstance(event, yaml.MappingStartEvent), event.anchor))
+    elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+        done = levels.pop()
+        if done.anchor is not None:
+            anchors[done.anchor] = done.nodes, done.text
+        _add(levels, done.nodes, done.text, None, here)
+    elif isinstance(event, yaml.AliasEvent):
+        if event.anchor not in anchors:
+            raise SecurityError(f"{here}: *{event.anchor} refers to itself, or to nothing")
+        _add(levels, *anchors[event.anchor], None, here)
+    elif isinstance(event, yaml.ScalarEvent):
+        if event.anchor is not None:
+            anchors[event.anchor] = 1, len(event.value)
+        _check_value(event.value, levels, here, trusted)
+        _add(levels, 1, len(event.value), event.value, here)
+
+
+def _add(levels: list[_Level], nodes: int, text: int, scalar: str | None, here: str) -> None:
+    level = levels[-1]
+    level.nodes, level.text = level.nodes + nodes, level.text + text
+    if level.nodes > bounds.NODES or level.text > bounds.EXPANDED_TEXT:
+        raise SecurityError(
+            f"{here}: grows beyond {bounds.NODES} values or {bounds.EXPANDED_TEXT} characters, "
+            "each counted as often as an alias repeats it; write it without them"
+        )
+    if level.mapping:
+        level.key = (scalar or "") if level.key is None else None
+
+
+def _check_value(value: str, levels: list[_Level], here: str, trusted: Sequence[str]) -> None:
+    if len(value) > bounds.TEXT or value.count("${") > bounds.REFERENCES:
+        raise SecurityError(f"{here}: a value of {len(value)} characters is no setting")
+    level = levels[-1]
+    path = [one.key for one in levels if one.key is not None]
+    if level.mapping and level.key is None:  # a key
+        if value in VARIABLES and (not path or path[-1] == "job"):
+            raise SecurityError(
+                f"{here}: {value} is refused: a config sets and reads no variables of processes; "
+                "set them where you start the runner"
+            )
+        if value == "searchpath":
+            raise SecurityError(
+                f"{here}: searchpath is refused: a config file brings no other folders along; "
+                "type hydra.searchpath=[file://FOLDER], or --config-dir=FOLDER"
+            )
+        return
+    if path == ["hydra"] and "${" in value:
+        raise SecurityError(f"{here}: hydra is refused: it stands for another value")
+    if path and path[-1] == "_target_" and value not in ("", "null", "~") and "${" not in value:
+        check_any(value, f"{here} _target_", trusted)

@@ -1,0 +1,105 @@
+"""How much a run has taken of what `security.limits` allows: memory, disk and time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.device import memory
+
+MB = 1e6
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Exceeded:
+    """A limit that was reached, and what to do about it."""
+
+    key: str  # below security.limits
+    told: str  # what was taken, and of how much
+    way_out: str
+
+
+def over_memory(limit_mb: float) -> Exceeded | None:
+    """Whether this process and its workers hold more; 4 µs, and 0.1 ms a worker."""
+    held = memory_bytes()
+    if held <= limit_mb * MB:
+        return None
+    told = f"this process and its workers hold {held / MB:,.0f} MB of {limit_mb:,.0f}"
+    return Exceeded("memory_mb", told, "a smaller training.batch_size, fewer data.workers")
+
+
+def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
+    """Whether `folder` has grown so much that two more checkpoints would be too much.
+
+    One may be on its way to the disk, and one is the last that the run writes, so the limit holds.
+    """
+    grown = folder_bytes(folder) - before
+    last = max((folder_bytes(p) for p in folder.glob(f"{CHECKPOINTS}/step_*")), default=0)
+    if grown + 2 * last <= limit_mb * MB:
+        return None
+    told = (
+        f"the run's folder has grown by {grown / MB:,.1f} MB of {limit_mb:,.1f}, and a checkpoint "
+        f"takes {last / MB:,.1f}"
+    )
+    return Exceeded("disk_mb", told, "a smaller checkpoint.keep, less to debug")
+
+
+def over_time(limit_hours: float, seconds: float) -> Exceeded | None:
+    """Whether the run has had its time."""
+    if seconds < limit_hours * 3600:
+        return None
+    told = f"{seconds / 3600:.3g} hours have passed of {limit_hours:.3g}"
+    return Exceeded("hours", told, "nothing else: it has as much time again")
+
+
+def over_device(limit_mb: float, held: int) -> Exceeded | None:
+    """Whether the allocator holds more of the accelerator."""
+    if held <= limit_mb * MB:
+        return None
+    told = f"{held / MB:,.0f} MB of the device's memory are held, of {limit_mb:,.0f}"
+    return Exceeded("device_memory_mb", told, "a smaller training.batch_size")
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process and of its data workers, what they share counted once."""
+    workers = [child.pid for child in multiprocessing.active_children()]
+    own = memory.process_bytes()
+    if not workers:
+        return own
+    shares = [_share(pid) for pid in (os.getpid(), *workers) if pid is not None]
+    return max(own, sum(shares))
+
+
+def _share(pid: int) -> int:
+    """What the kernel puts down to that process of the memory that several have; Linux."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):  # it has ended, or this is another system
+        return 0
+    return 0
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes on the disk of all files in a folder; a hard-linked one counts once. 5 µs a file."""
+    seen: set[tuple[int, int]] = set()
+    total, waiting = 0, [str(folder)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                        continue
+                    status = entry.stat(follow_symlinks=False)
+                    if (status.st_dev, status.st_ino) not in seen:
+                        seen.add((status.st_dev, status.st_ino))
+                        total += status.st_size
+        except OSError:  # it has just been removed or renamed
+            continue
+    return total

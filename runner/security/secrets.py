@@ -1,0 +1,227 @@
+"""The door for the environment: which variables a config may read, and what is written in place.
+
+`${oc.env:NAME}` reads a variable only if `security.environment` names it, as it is typed: a file
+that could say so for itself would need no leave. Its value is for the memory of the run alone.
+What is written down, logged or shown has `${oc.env:NAME}` there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from runner.errors import ConfigError, SecurityError
+from runner.masking import learn, stands_for
+
+KEY = "security.environment"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+READS = re.compile(r"\$\{\s*oc\s*\.\s*env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)?", re.ASCII)
+STANDS = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
+
+
+@dataclass
+class Door:
+    """Who may come through; `names` None: all, under security=off."""
+
+    names: frozenset[str] | None = frozenset()
+    shows: bool = False  # the config is only printed: with names in place of values
+    reads: int = 0
+
+
+_door: Door | None = None
+origin: dict[str, str] = {}  # values that were read, whatever their length, and their names
+
+
+@contextmanager
+def door(names: Sequence[str] | None, shows: bool = False) -> Iterator[Door]:
+    """While entered, a config reads the variables of these names, and no others; None: any.
+
+    What a config is refused is raised as it is, a SecurityError, and not as OmegaConf wraps it.
+    """
+    global _door
+    before, _door = _door, Door(None if names is None else frozenset(names), shows)
+    for name in names or ():
+        if not NAME.fullmatch(name):
+            _door = before
+            raise ConfigError(KEY, f"{name!r} is no name of a variable", "letters, digits, _")
+        if (value := os.environ.get(name)) is not None:
+            learn(name, value)  # the user's own code may read it, too
+    try:
+        yield _door
+    except OmegaConfBaseException as error:
+        raise refusal_in(error) or error from None
+    finally:
+        _door = before
+
+
+@contextmanager
+def a_door(names: Sequence[str]) -> Iterator[Door]:
+    """The door that is there; where there is none, a config of another application, one of its."""
+    if _door is not None:
+        yield _door
+        return
+    with door(names) as made:
+        yield made
+
+
+def current() -> Door | None:
+    """The door that is there now."""
+    return _door
+
+
+def is_open_to(name: str) -> bool:
+    """Whether a config may read that variable now."""
+    return _door is not None and (_door.names is None or name in _door.names)
+
+
+def permitted() -> list[str] | None:
+    """The names that may be read now; None: any."""
+    if _door is None:
+        return []
+    return None if _door.names is None else sorted(_door.names)
+
+
+def typed_names(overrides: Sequence[str]) -> list[str] | None:
+    """The names that overrides permit, all that a sweep does; None, any, under security=off.
+
+    An override that cannot be read permits nothing; what is wrong with it is for others to say.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    names: list[str] = []
+    for text in overrides:
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException:
+            continue
+        key, value = parsed.key_or_group, parsed.value()
+        if key in ("security", "security.level") and str(value) == "off":
+            return None
+        if key == KEY:
+            several = parsed.is_sweep_override() and parsed.is_discrete_sweep()
+            for one in parsed.sweep_iterator() if several else [value]:
+                names += [str(n) for n in one] if isinstance(one, list) else [str(one)]
+    return [name.strip("'\"[] ") for name in names if name]
+
+
+def check_text(text: str, key: str) -> None:
+    """Raise SecurityError where `text`, of a file or an override, asks for what it may not read.
+
+    Nothing is resolved. Names that are put together only then are refused when they are read.
+    """
+    for found in READS.finditer(text):
+        if found[1] and not is_open_to(found[1]):
+            raise _refusal(key, found[1])
+
+
+def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
+    """What this door said, if that is what the error is about."""
+    seen: set[int] = set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        if isinstance(inner, SecurityError | ConfigError):
+            return inner
+        seen.add(id(inner))
+        inner = inner.__cause__ or inner.__context__
+    return None
+
+
+# -- what OmegaConf calls ----------------------------------------------------------------------
+
+
+def install() -> None:
+    """Stand in for OmegaConf's own resolvers; without a door they answer as those do."""
+    for name, resolver in (("oc.env", _env), ("oc.decode", _decode), ("oc.create", _create)):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _env(name: Any, *default: Any, _node_: Any) -> Any:
+    if _door is None:
+        return oc.env(name, *default)
+    where = _node_._get_full_key(None) or "config"
+    where = "defaults" if where == "_dummy_" else where
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise SecurityError(f"{where}: {name!r} is refused: it is no name of a variable")
+    if not is_open_to(name):
+        raise _refusal(where, name)
+    _door.reads += 1
+    value = os.environ.get(name)
+    if value is None:
+        if default:
+            return None if default[0] is None else str(default[0])
+        raise ConfigError(where, f"the environment variable {name} is not set", f"set {name}")
+    learn(name, value)
+    origin[value] = name
+    if _door.shows and _node_._metadata.ref_type in (Any, str):
+        return stands_for(name)
+    return value
+
+
+def _decode(expr: Any, _parent_: Any, _node_: Any) -> Any:
+    made = oc.decode(expr, _parent_=_parent_, _node_=_node_)
+    _learn_parts(expr, made)
+    return made
+
+
+def _create(obj: Any, _parent_: Any) -> Any:
+    made = oc.create(obj, _parent_=_parent_)
+    _learn_parts(obj, made)
+    return made
+
+
+def _learn_parts(source: Any, made: Any) -> None:
+    """A text that was taken apart: its parts are as secret as it was."""
+    if isinstance(source, str) and _door is not None:
+        for value, name in [(v, n) for v, n in origin.items() if v and v in source]:
+            for part in _leaves(made):
+                if part in value:
+                    learn(name, part)
+                    origin.setdefault(part, name)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, DictConfig | ListConfig):
+        value = OmegaConf.to_container(value, resolve=False)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from (*_leaves(key), *_leaves(inner))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str) and value:
+        yield value
+
+
+def _refusal(key: str, name: str) -> SecurityError:
+    return SecurityError(
+        f"{key}: ${{oc.env:{name}}} is refused: {KEY} does not name {name}; if the config may "
+        f"read that variable, add {KEY}=[{name}] to the command line"
+    )
+
+
+def place(config: DictConfig, key: str, of_a_job: bool = False) -> Path:
+    """The folder that a key names. SecurityError where its name would show what a variable holds.
+
+    A job's own cannot be worked out before the job is there; its text is looked at.
+    """
+    raw = OmegaConf.to_container(config, resolve=False)
+    for part in key.split("."):
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    before = _door.reads if _door is not None else 0
+    found = str(raw) if of_a_job else str(OmegaConf.select(config, key))
+    if (_door is not None and _door.reads > before) or (of_a_job and READS.search(found)):
+        raise SecurityError(
+            f"{key}: would show in the folder's name what the environment holds ({raw}); "
+            f"type a name: name=…, or {key}=…"
+        )
+    return Path(found)

@@ -1,0 +1,390 @@
+"""What is done about a bad batch: its effect on weights, on the record and on how a run ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, compose, train
+from runner.batch import Batch
+from runner.build import Given
+from runner.errors import DataError, Interrupted
+from runner.hook import Hook, Step, Verdict
+from runner.run import Run
+from runner.step import make_step
+from tests.checks.inputs.spoiled import (
+    BATCH,
+    FEATURES,
+    Spoiled,
+    faults,
+    same,
+    spoiled,
+    weights,
+)
+
+
+class Past(Hook):
+    """Weights, buffers and optimizer after each step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, Any]] = {}
+        self.skipped: dict[int, float] = {}
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        optimizer = run.update.state()["optimizer"]["state"]
+        state = {f"{i}.{k}": v.clone() for i, s in optimizer.items() for k, v in s.items()}
+        updates = {"updates": run.update.updates.clone()}
+        self.after[step.number] = {**weights(run), **state, **updates}
+        self.skipped[step.number] = float(step.skipped)
+        return None
+
+
+def trained(data: Spoiled, folder: Path | None, *overrides: str) -> tuple[Run, Past]:
+    past = Past()
+    with spoiled(data, folder, *overrides) as run:
+        run.hooks.append(past)
+        train(run)
+    return run, past
+
+
+def poison(value: float, *samples: int) -> Spoiled:
+    data = Spoiled()
+    for sample in samples:
+        data.x[sample, 3] = value
+    return data
+
+
+def mislabelled(label: int, *samples: int) -> Spoiled:
+    data = Spoiled()
+    data.y[list(samples)] = label
+    return data
+
+
+def odd(batch: Tensor) -> Spoiled:
+    data = Spoiled()
+    data.odd = (16 * 12, batch)  # step 13
+    return data
+
+
+def twice() -> Spoiled:
+    data = Spoiled()
+    data.x[192:208] = data.x[32:48]  # step 13 is step 3 once more
+    return data
+
+
+def one_class() -> Spoiled:
+    data = Spoiled()
+    data.x[192:208] += 40.0
+    return data
+
+
+@pytest.mark.parametrize("extra", [[], ["data.workers=2"], ["training.micro_batch=5"]])
+def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks(
+    extra: list[str],
+) -> None:
+    on, _ = trained(Spoiled(), None, *extra)
+    off, _ = trained(Spoiled(), None, "checks=off", *extra)
+    assert on.inputs is not None and off.inputs is None
+    assert same(weights(on), weights(off))
+    assert dict(on.history.counts) == {}
+
+
+SKIPS = {
+    "not_finite": (poison(math.nan, 193, 200), []),
+    "infinite": (poison(math.inf, 193), []),
+    "labels": (mislabelled(99, 195), ["checks.inputs.labels=skip"]),
+    "range": (poison(1e5, 199), ["checks.inputs.range=skip"]),
+    "form": (odd(torch.zeros(16, 5)), ["checks.inputs.form=skip"]),
+    "dtype": (odd(torch.zeros(16, FEATURES, dtype=torch.float64)), ["checks.inputs.form=skip"]),
+    "constant": (odd(torch.ones(16, FEATURES)), ["checks.inputs.constant=skip"]),
+    "duplicates": (twice(), ["checks.inputs.duplicates=skip"]),
+    "drift": (one_class(), ["checks.inputs.drift=skip", "checks.inputs.range=off"]),
+    "whole batch to drop": (poison(math.nan, *range(192, 208)), ["checks.inputs.not_finite=drop"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "guard"),
+    [(what, "default") for what in SKIPS] + [("not_finite", "off")],
+)
+def test_after_a_skipped_batch_all_is_bit_equal_to_before_it(what: str, guard: str) -> None:
+    data, overrides = SKIPS[what]
+    run, past = trained(data, None, *overrides, f"stability={guard}", "schedule=cosine")
+    bad = [step for step, flag in past.skipped.items() if flag]
+    assert bad == [13, 33]  # an epoch has 20 steps
+    for step in bad:
+        assert same(past.after[step], past.after[step - 1])
+    assert not same(past.after[14], past.after[13])
+    assert run.progress.skipped == 2
+    assert any(kind.startswith("input_") for kind in run.history.counts)
+    assert all(torch.isfinite(value).all() for value in weights(run).values())
+
+
+def test_the_finding_names_the_samples_and_is_counted(tmp_path: Path) -> None:
+    run, _ = trained(poison(math.nan, 193, 200), tmp_path)
+    (found,) = [fault for fault in faults(tmp_path) if fault["kind"] == "input_not_finite"]
+    assert (found["category"], found["steps"], found["action"]) == ("data", [13, 33], "skipped")
+    assert "in 2 of 16 samples (of the data set: 193,200)" in found["message"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["faults"]["input_not_finite"] == 2
+    assert summary["skipped_steps"] == 2
+
+
+def test_a_loss_that_is_nan_because_of_the_batch_is_said_to_be(tmp_path: Path) -> None:
+    trained(poison(math.nan, 193), tmp_path)
+    (found,) = [fault for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
+    assert found["message"].startswith("the loss was nan, and it comes from the batch: inputs: ")
+    assert "193" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "check", "extra"),
+    [
+        (poison(math.nan, 193, 200), "not_finite", ["data.workers=2"]),
+        (mislabelled(99, 193, 200), "labels", []),
+        (poison(1e5, 193, 200), "range", ["training.micro_batch=5"]),
+    ],
+    ids=["not_finite, workers", "labels", "range, micro-batches"],
+)
+def test_a_step_with_samples_left_out_is_the_step_over_the_others(
+    data: Spoiled, check: str, extra: list[str]
+) -> None:
+    own = [f"checks.inputs.{check}=drop", "training.steps=13", *extra]
+    run, past = trained(data, None, *own)
+    assert past.skipped[13] == 0
+    with spoiled(data, None, *own, "checks=off") as other:
+        for step, batch in zip(range(1, 14), batches_of(other), strict=False):
+            if step == 13:
+                keep = [i for i in range(BATCH) if 192 + i not in (193, 200)]
+                batch = batch[0][keep], batch[1][keep]
+            make_step(other, batch)
+            other.progress.step += 1
+        assert same(weights(run), weights(other))
+    (found,) = run.history.faults.values()
+    assert (found.kind, found.action) == (f"input_{check}", "left out")
+
+
+def batches_of(run: Run) -> Iterator[Batch]:
+    return run.train.batches(0)
+
+
+def test_samples_with_different_faults_are_all_left_out() -> None:
+    data = poison(math.nan, 193)
+    data.x[197, 1] = 1e6
+    data.y[199] = -3
+    policies = [f"checks.inputs.{level}=drop" for level in ("not_finite", "range", "labels")]
+    run, past = trained(data, None, *policies)
+    assert past.skipped[13] == 0
+    assert run.history.counts == {"input_not_finite": 2, "input_range": 2, "input_labels": 2}
+    assert all(torch.isfinite(value).all() for value in weights(run).values())
+
+
+STOPS = {
+    "not_finite": (poison(math.nan, 193), "not_finite=stop", "193"),
+    "labels": (mislabelled(99, 195), "labels=stop", "195"),
+    "form": (odd(torch.zeros(16, 5)), "form=stop", r"\[5\]"),
+    "duplicates": (twice(), "duplicates=stop", "step 3"),
+}
+
+
+@pytest.mark.parametrize("what", STOPS)
+def test_stop_ends_the_run_with_a_checkpoint_of_before_and_says_how_to_go_on(
+    what: str, tmp_path: Path
+) -> None:
+    data, policy, named = STOPS[what]
+    with (
+        spoiled(data, tmp_path, f"checks.inputs.{policy}") as run,
+        pytest.raises(DataError, match=named) as caught,
+    ):
+        train(run)
+    assert (DataError.exit_code, run.progress.step) == (2, 12)
+    message = str(caught.value)
+    assert message.startswith("step 13: ") and f"checks.inputs.{policy}" in message
+    assert "\n" not in message and "checkpoint.resume=" in message
+    assert (tmp_path / "checkpoints/last").resolve().name == "step_00000012"
+    assert json.loads((tmp_path / "summary.json").read_text())["faults"] == {f"input_{what}": 1}
+
+
+def test_a_stopped_run_goes_on_under_another_policy_as_if_it_had_had_it(tmp_path: Path) -> None:
+    data = poison(math.nan, 193)
+    with spoiled(data, tmp_path / "a", "checks.inputs.not_finite=stop") as run:
+        with pytest.raises(DataError):
+            train(run)
+    drop = "checks.inputs.not_finite=drop"
+    with spoiled(data, tmp_path / "a", drop, "checkpoint.resume=auto") as run:
+        train(run)
+    whole, _ = trained(data, None, drop)
+    assert same(weights(run), weights(whole))
+    assert run.history.counts["input_not_finite"] == 3  # the stop, and two steps
+
+
+class Leave(Hook):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        if step.number == self.step:
+            raise Interrupted(2)
+        return None
+
+
+@pytest.mark.parametrize("at", [5, 14])
+def test_a_resumed_run_finds_what_one_that_never_stopped_finds(at: int, tmp_path: Path) -> None:
+    data = twice()
+    data.x[224:240] += 40.0  # step 15: drift
+    data.x[100, 2] = math.nan
+    own = ["checks.inputs.drift=skip", "checks.inputs.range=off", "checks.inputs.duplicates=skip",
+           "checks.inputs.baseline=11", "checkpoint.every=4"]  # fmt: skip
+    whole, _ = trained(data, None, *own)
+    with spoiled(data, tmp_path / "cut", *own) as run:
+        run.hooks.append(Leave(at))
+        with pytest.raises(Interrupted):
+            train(run)
+    with spoiled(data, tmp_path / "cut", *own, "checkpoint.resume=auto") as run:
+        train(run)
+    assert same(weights(run), weights(whole))
+    assert run.history.counts == whole.history.counts
+    assert {"input_drift", "input_duplicates", "input_not_finite"} <= set(run.history.counts)
+
+
+def test_the_schema_that_was_learned_can_be_given_to_another_run(tmp_path: Path) -> None:
+    trained(Spoiled(), tmp_path / "first")
+    written = json.loads((tmp_path / "first/debug/schema.json").read_text())
+    assert written["tensors"]["inputs"]["shape"] == [FEATURES]
+    given = written["overrides"]
+    with spoiled(poison(1e5, 3), None, *given, "checks.inputs.range=stop") as run:
+        with pytest.raises(DataError, match=r"step 1: inputs: values such as 100000, outside"):
+            train(run)
+    data = Spoiled()
+    data.x = data.x[:, :7]
+    data.sizes = type(data.sizes)("classification", in_features=7, classes=4)
+    with spoiled(data, None, *given) as run:
+        with pytest.raises(DataError, match=r"step 1: inputs is float32 of shape \[7\]"):
+            train(run)
+
+
+def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
+    own = ["checks.inputs.range=skip", "checks.inputs.schema.high=-50", "training.steps=300"]
+    with spoiled(Spoiled(), None, *own) as run:
+        with pytest.raises(DataError, match="100 batches in a row"):
+            train(run)
+
+
+def test_a_batch_fetched_again_is_what_its_step_had() -> None:
+    with spoiled(poison(math.nan, 193), None, "checks.inputs.not_finite=drop") as run:
+        inputs, target = run.train.at(12)
+        assert (len(inputs), len(target)) == (BATCH - 1, BATCH - 1)
+        assert inputs.isfinite().all()
+        assert dict(run.history.counts) == {}  # a look besides
+
+
+# -- where the batch lies on an accelerator: nothing is read before two steps later ----------------
+
+
+class Elsewhere:
+    """The same loader, whose batches come past no inspector."""
+
+    def __init__(self, run: Run) -> None:
+        self.own, self.steps_per_epoch = run.train, run.train.steps_per_epoch
+        self.choices = run.train.choices
+        run.train.inspector = None  # type: ignore[attr-defined]
+        self.at, self.peek = run.train.at, run.train.peek
+        self.batches, self.indices = run.train.batches, run.train.indices
+        self.samples, self.close = run.train.samples, run.train.close
+
+
+class Told(Hook):
+    """At which step a kind of fault was first in the history."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, int] = {}
+
+    def on_step(self, run: Run, step: Step) -> Verdict | None:
+        for kind in run.history.counts:
+            self.first.setdefault(kind, step.number)
+        return None
+
+
+def far(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
+    """A run that treats the CPU's batches as it does those of an accelerator."""
+    run = spoiled(data, folder, *overrides)
+    run.train = Elsewhere(run)
+    assert run.inputs is not None
+    run.inputs.at_once = "none"
+    return run
+
+
+@pytest.mark.parametrize("what", ["not_finite", "labels", "range", "constant", "drift"])
+def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_later(
+    what: str,
+) -> None:
+    data, overrides = SKIPS[what]
+    if what == "constant":  # no number of a row says it before the host has two
+        overrides = ["checks.inputs.drift=skip"]
+    near, _ = trained(data, None, *overrides)
+    told, past = Told(), Past()
+    with far(data, None, *overrides) as run:
+        run.hooks += [told, past]
+        train(run)
+    assert same(past.after[13], past.after[12])
+    if what != "constant":
+        assert same(weights(run), weights(near))
+        kind = f"input_{what}"
+        assert run.history.counts[kind] == near.history.counts[kind] == 2
+        assert told.first[kind] == 15
+    assert run.progress.skipped == 2
+
+
+def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_update(
+    tmp_path: Path,
+) -> None:
+    past = Past()
+    with far(poison(math.nan, 193), tmp_path, "checks.inputs.not_finite=stop") as run:
+        run.hooks.append(past)
+        with pytest.raises(DataError, match="step 13: inputs: values that are NaN"):
+            train(run)
+    assert max(past.after) == 14 and same(past.after[13], past.after[12])
+    assert (tmp_path / "checkpoints/last").resolve().name == "step_00000014"
+
+
+@pytest.mark.parametrize("steps", [13, 14])
+def test_a_stop_found_among_the_last_steps_still_ends_the_run(steps: int) -> None:
+    own = ["checks.inputs.not_finite=stop", f"training.steps={steps}"]
+    with far(poison(math.nan, 193), None, *own) as run:
+        with pytest.raises(DataError, match="step 13"):
+            train(run)
+
+
+@pytest.mark.gpu
+def test_nothing_is_read_from_the_gpu_while_batches_there_are_looked_at() -> None:
+    own = ["device=cuda", "data=cancer", "model=mlp", "training.batch_size=16"]
+    with build(compose(own), None, Given(data=Spoiled())) as run:
+        assert run.inputs is not None
+        batches = [next(iter([run.train.at(i)])) for i in range(20)]
+        run.inputs.admit(1, batches[0])  # caches
+        run.device.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for number, batch in enumerate(batches[1:], 2):
+                run.inputs.admit(number, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+def test_a_skipped_batch_leaves_a_compiled_whole_step_as_it_was(tmp_path: Path) -> None:
+    data = poison(1e5, 199)
+    own = ["optimization=none", "optimization.whole_step.enabled=true", "checks.inputs.range=skip"]
+    run, past = trained(data, tmp_path, *own)
+    assert run.whole is not None, run.fallen
+    assert [step for step, flag in past.skipped.items() if flag] == [13, 33]
+    assert same(past.after[13], past.after[12])
+    assert np.isfinite(run.progress.skipped) and run.progress.skipped == 2

@@ -1,0 +1,299 @@
+"""A table with planted flaws: each is found, named and acted on; honest columns are left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner import build, compose, train
+from runner.batch import Sizes
+from runner.checks.config import Policy, TableConfig
+from runner.checks.table import Looked
+from runner.data.config import Cancer, Tabular
+from runner.data.embedded import cancer
+from runner.data.order import split
+from runner.data.source import Source
+from runner.data.tabular import tabular
+from runner.data.tensors import Tensors
+from runner.errors import ConfigError, DataError
+from runner.record.history import History
+from runner.summary import Summary
+from runner.tables import look_at
+
+
+def looked_at(source: Tensors, **policies: Any) -> tuple[Source, Looked]:
+    found, (report,) = look_at(source, TableConfig(**policies))
+    assert report.looked is not None
+    return found, report.looked
+
+
+def table(
+    columns: dict[str, Sequence[Any]], target: Sequence[Any], folder: Path, **changes: Any
+) -> Tensors:
+    rows = zip(*columns.values(), target, strict=True)
+    text = [",".join([*columns, "label"]), *(",".join(map(str, row)) for row in rows)]
+    path = folder / "flows.csv"
+    path.write_text("\n".join(text) + "\n")
+    return tabular(Tabular(path=str(path), target="label", **changes))
+
+
+def codes(looked: Looked) -> list[tuple[str, str]]:
+    return [(reason.code, reason.where) for reason in looked.reasons]
+
+
+N = 600
+RNG = np.random.default_rng(0)
+Y = (RNG.random(N) < 0.3).astype(int)
+HONEST = {
+    "bytes": RNG.lognormal(0, 3, N).round(6),
+    "packets": (Y + RNG.normal(0, 1, N)).round(6),
+    "proto": RNG.choice(["tcp", "udp", "icmp"], N),
+}
+NAMES = np.array(["benign", "attack"])[Y]
+
+LEAKS = {
+    "the label in numbers": Y * 3 + 1,
+    "the label in words": np.array(["no", "yes"])[Y],
+    "the label with noise": (Y + RNG.normal(0, 0.05, N)).round(6),
+    "any of several values for each label": np.where(
+        Y, RNG.choice([1, 5, 9], N), RNG.choice([2, 4, 7], N)
+    ),
+    "a quantity that only one label has": np.where(Y, RNG.lognormal(0, 2, N).round(6) + 1, 0),
+}
+
+
+def test_an_honest_table_is_left_alone(tmp_path: Path) -> None:
+    source = table(HONEST, NAMES, tmp_path)
+    found, looked = looked_at(source, constant=Policy.drop, leak=Policy.drop, shared=Policy.drop)
+    assert codes(looked) == []
+    assert found is source
+
+
+def test_the_strong_columns_of_an_easy_data_set_are_not_accused() -> None:
+    """One column of cancer alone is right for some 92 % of biopsies."""
+    _, looked = looked_at(cancer(Cancer()))
+    assert codes(looked) == []
+    best = max(column["skill"] for column in looked.facts["columns"])
+    assert 0.6 < best < 0.9
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_a_column_that_gives_the_label_away_is_named_and_can_be_dropped(
+    kind: str, tmp_path: Path
+) -> None:
+    source = table({**HONEST, "after": LEAKS[kind]}, NAMES, tmp_path)
+    _, looked = looked_at(source)
+    assert codes(looked) == [("table.leak", "column 'after'")]
+    assert "the next best column, 'packets'" in looked.reasons[0].evidence
+    assert "data.ignore=[after]" in looked.reasons[0].way_out
+    dropped, looked = looked_at(source, leak=Policy.drop)
+    honest = table(HONEST, NAMES, tmp_path)
+    assert dropped.sizes == honest.sizes
+    every = np.arange(N)
+    for a, b in zip(dropped.fetch(every, None), honest.fetch(every, None), strict=True):
+        assert torch.equal(a, b)
+    assert [c.value for c in looked.choices] == ["without after"]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.001])
+def test_a_column_that_gives_a_quantity_away_is_named(noise: float, tmp_path: Path) -> None:
+    price = RNG.lognormal(0, 1, N)
+    columns = {
+        "area": (price * RNG.lognormal(0, 0.5, N)).round(6),
+        "net": (price * 0.8 * RNG.lognormal(0, noise, N)).round(6),
+        "rooms": RNG.integers(1, 9, N),
+    }
+    _, looked = looked_at(table(columns, price.round(6), tmp_path))
+    assert codes(looked) == [("table.leak", "column 'net'")]
+    del columns["net"]
+    _, looked = looked_at(table(columns, price.round(6), tmp_path))
+    assert codes(looked) == []
+
+
+def test_a_row_number_is_accused_where_the_rows_are_sorted_by_the_label(tmp_path: Path) -> None:
+    order = np.argsort(Y, kind="stable")
+    for columns in (HONEST, {"first": Y * 2, **HONEST}):  # also beside a worse leak
+        sorted_columns = {name: np.asarray(x)[order] for name, x in columns.items()}
+        source = table({"id": range(1000, 1000 + N), **sorted_columns}, NAMES[order], tmp_path)
+        _, looked = looked_at(source)
+        assert ("table.leak", "column 'id'") in codes(looked)
+    assert "it is a number of the row" in looked.reasons[0].evidence
+    _, looked = looked_at(table({"id": range(N), **HONEST}, NAMES, tmp_path))
+    assert codes(looked) == []  # rows in any other order tell nothing
+
+
+def test_where_many_columns_give_the_label_the_data_are_easy(tmp_path: Path) -> None:
+    noisy = {f"x{i}": (Y + RNG.normal(0, 0.03, N)).round(6) for i in range(3)}
+    _, looked = looked_at(table({**HONEST, **noisy}, NAMES, tmp_path))
+    assert codes(looked) == []
+    copy = {"copy": Y + 5}  # but the label itself is the label itself
+    _, looked = looked_at(table({**HONEST, **noisy, **copy}, NAMES, tmp_path))
+    assert codes(looked) == [("table.leak", "column 'copy'")]
+
+
+def test_too_few_rows_accuse_nobody(tmp_path: Path) -> None:
+    few = {"x": Y[:40], "z": RNG.random(40).round(6)}
+    _, looked = looked_at(table(few, NAMES[:40], tmp_path))
+    assert codes(looked) == []
+    assert [column["skill"] for column in looked.facts["columns"]] == [None, None]
+
+
+def test_constant_columns_are_named_with_their_value_and_dropped(tmp_path: Path) -> None:
+    rare = np.zeros(N, int)
+    train = split(N, 0.2, 0)[0]
+    rare[train[5]] = 1
+    columns = {**HONEST, "flag": [0.1] * N, "version": ["v4"] * N, "rare": rare}
+    source = table(columns, NAMES, tmp_path)
+    dropped, looked = looked_at(source, constant=Policy.drop, nearly=0.99)
+    assert codes(looked) == [
+        ("table.constant", "column 'flag'"),
+        ("table.constant", "column 'version'"),
+        ("table.nearly_constant", "column 'rare'"),
+    ]
+    assert looked.reasons[0].evidence == "is 0.1 in all 480 training rows"
+    assert "'v4'" in looked.reasons[1].evidence
+    assert "is 0 in 99.8% of" in looked.reasons[2].evidence
+    assert dropped.sizes.in_features == (source.sizes.in_features or 0) - 2  # `rare` is kept
+    assert "flag" not in {c.name for c in dropped.named_columns()}  # type: ignore[attr-defined]
+
+
+def test_a_constant_column_is_0_however_its_mean_is_rounded(tmp_path: Path) -> None:
+    source = table({**HONEST, "flag": [0.1] * N}, NAMES, tmp_path)
+    assert source.inputs[:, -1].unique().tolist() == [0.0]
+
+
+def with_copies(other_label: bool) -> tuple[dict[str, Any], Any, np.ndarray, np.ndarray]:
+    """The table with five validation rows that are training rows."""
+    train, validation = split(N, 0.2, 0)
+    columns = {name: np.array(x) for name, x in HONEST.items()}
+    labels = NAMES.copy()
+    for theirs, ours in zip(train[:5], validation[:5], strict=True):
+        for x in columns.values():
+            x[ours] = x[theirs]
+        same = labels[theirs]
+        labels[ours] = ("attack" if same == "benign" else "benign") if other_label else same
+    return columns, labels, train, validation
+
+
+@pytest.mark.parametrize("other_label", [False, True])
+def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
+    other_label: bool, tmp_path: Path
+) -> None:
+    columns, labels, train, validation = with_copies(other_label)
+    columns["id"] = np.arange(7, 7 + N)  # makes every row another one, and is looked past
+    source = table(columns, labels, tmp_path)
+    found, looked = looked_at(source, shared=Policy.drop)
+    assert codes(looked) == [("table.shared", "")]
+    said = looked.reasons[0].evidence
+    assert "5 of 120 validation rows (4.2%)" in said
+    counts = "0 with their label, 5 with another" if other_label else "5 with their label, 0 with"
+    assert counts in said
+    assert f"line {validation[0] + 2} is line {train[0] + 2}" in said  # below the header
+    assert "row numbers ('id') not counted" in said
+    assert found.validation.tolist() == validation[5:].tolist()
+    assert found.train.tolist() == train.tolist()
+    warned, _ = looked_at(source)
+    assert warned.validation.tolist() == validation.tolist()
+
+
+def test_the_same_inputs_with_another_quantity_are_no_finding(tmp_path: Path) -> None:
+    columns, _, _, _ = with_copies(other_label=False)
+    _, looked = looked_at(table(columns, RNG.normal(0, 1, N).round(6), tmp_path))
+    assert codes(looked) == []
+
+
+def test_nothing_left_to_validate_with_is_an_error() -> None:
+    x = torch.ones(200, 3)
+    x[:, 0] = torch.arange(200) % 2
+    sizes = Sizes("classification", 3, classes=2)
+    source = Tensors(x, torch.arange(200) % 3 % 2, sizes, split(200, 0.2, 0))
+    with pytest.raises(DataError, match="leaves nothing to validate with"):
+        looked_at(source, shared=Policy.drop)
+    source = Tensors(torch.ones(200, 3), torch.arange(200) % 2, sizes, split(200, 0.2, 0))
+    with pytest.raises(DataError, match="nothing would be left to learn from"):
+        looked_at(source, constant=Policy.drop)
+
+
+def test_stop_names_every_finding_and_off_finds_nothing(tmp_path: Path) -> None:
+    source = table({**HONEST, "flag": [1] * N, "after": Y + 1}, NAMES, tmp_path)
+    with pytest.raises(DataError, match=r"'flag'.*'after'.*checks.table.constant=warn goes on"):
+        looked_at(source, constant=Policy.stop, leak=Policy.stop)
+    with pytest.raises(DataError) as caught:
+        looked_at(source, leak=Policy.stop)
+    assert "'flag'" not in str(caught.value)
+    _, looked = looked_at(source, constant=Policy.off, leak=Policy.off)
+    assert codes(looked) == []
+    assert look_at(source, TableConfig(enabled=False)) == (source, [])
+    with pytest.raises(ConfigError, match=r"checks.table.leak: a table has no batch to skip"):
+        TableConfig(leak=Policy.skip)
+
+
+def test_a_large_table_is_judged_by_a_sample_that_is_always_the_same() -> None:
+    n = 60_000
+    rng = np.random.default_rng(1)
+    y = (rng.random(n) < 0.01).astype(np.int64)
+    x = rng.lognormal(0, 3, (n, 40)).astype(np.float32)
+    x[:, 7] = y * 2 + rng.random(n)
+    x[:, 8] = 5
+    x[100, 8] = 6  # in no sample: only a look at every row shows that it is not constant
+    train, validation = split(n, 0.2, 0)
+    assert 100 in train
+    sizes = Sizes("classification", 40, classes=2)
+    source = Tensors(torch.from_numpy(x), torch.from_numpy(y), sizes, (train, validation))
+    found = [looked_at(source)[1] for _ in range(2)]
+    assert found[0].facts["columns_judged_by_rows"] == 37_500
+    assert codes(found[0]) == [
+        ("table.nearly_constant", "column 'x[8]'"), ("table.leak", "column 'x[7]'"),
+    ]  # fmt: skip
+    assert found[0].reasons == found[1].reasons
+
+
+def flows(folder: Path) -> list[str]:
+    columns, labels, _, _ = with_copies(other_label=False)
+    table({**columns, "flag": [0] * N, "<b>after": Y + 1}, labels, folder)
+    return [
+        "data=tabular", f"data.path={folder / 'flows.csv'}", "data.target=label", "model=mlp",
+        "training.steps=4", "checkpoint=off", "monitoring.progress=false", "optimization=none",
+    ]  # fmt: skip
+
+
+def test_a_run_tells_of_it_everywhere_and_once(tmp_path: Path) -> None:
+    config = compose([*flows(tmp_path), "checks.table.leak=drop", "checks.table.shared=drop"])
+    folder = tmp_path / "run"
+    with build(config, folder) as run:
+        assert run.sizes.in_features == 6
+        validated = [i for b in range(run.validation.steps_per_epoch)
+                     for i in run.validation.indices(b)]  # fmt: skip
+        assert len(validated) == 115
+        train(run)
+    kinds = {fault.kind: fault for fault in History.read(folder)}
+    assert {"table_constant", "table_leak", "table_shared"} <= set(kinds)
+    assert kinds["table_leak"].category == "data"
+    assert kinds["table_leak"].action == "left out of the inputs"
+    assert kinds["table_shared"].count == 1
+    summary = Summary.read(folder)
+    assert {c.key for c in summary.choices} >= {"checks.table.leak", "checks.table.shared"}
+    assert summary.faults["table_leak"] == 1
+    facts = json.loads((folder / "debug" / "table.json").read_text())
+    assert [f["code"] for f in facts["findings"]] == [
+        "table.constant", "table.leak", "table.shared",
+    ]  # fmt: skip
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    text = events.Tensors("data/table")[0].tensor_proto.string_val[0].decode()
+    assert "\\<b\\>after" in text and "<b>" not in text
+
+
+def test_a_run_is_not_begun_where_a_finding_is_to_stop_it(tmp_path: Path) -> None:
+    config = compose([*flows(tmp_path), "checks=strict"])
+    with pytest.raises(DataError, match="column '<b>after'"):
+        build(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runner.config import compose
+from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
+from runner.jobs.scan import main
+from runner.security.gate.assessing import Assessor
+from runner.security.gate.held import digest
+from tests.security.planted import Mark, checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Of the scan."""
+    made = tmp_path / "outputs/scans/scan/now"
+    made.mkdir(parents=True)
+    return made
+
+
+def scan(path: Path, folder: Path, *overrides: str):
+    return main(compose(["job=scan", f"scan.path='{path}'", *overrides]), folder)
+
+
+def written(folder: Path):
+    return json.loads((folder / "scan.json").read_text())
+
+
+def pinned(*paths: Path) -> str:
+    """Known, so that no process is started for them: tests of other things are quick so."""
+    return f"security.pinned=[{','.join(digest(path)[0] for path in paths)}]"
+
+
+def test_a_folder_is_told_apart_hostile_first_and_nothing_runs(tmp_path, folder, capsys):
+    theirs = tmp_path / "theirs"
+    checkpoint(theirs / "deep/step_00000007")
+    torch.save({"w": Mark(tmp_path / "mark")}, theirs / "evil.pt")
+    np.save(theirs / "good.npy", np.arange(3))
+    (theirs / "renamed.dat").write_bytes((theirs / "good.npy").read_bytes())
+    (theirs / "README.md").write_text("hello")
+    os.mkfifo(theirs / "pipe")
+    os.mkfifo(theirs / "pipe.safetensors")
+    (theirs / "out").symlink_to(tmp_path / "outputs")
+    (theirs / "again.pt").symlink_to("evil.pt")
+    with pytest.raises(SecurityError, match="3 of 5 things refused, the worst .*evil.pt"):
+        scan(theirs, folder)
+    assert not (tmp_path / "mark").exists()
+    found = written(folder)
+    rows = {Path(row["path"]).name: row["trust"] for row in found["rows"]}
+    assert rows == {
+        "evil.pt": "REFUSED",
+        "pipe.safetensors": "REFUSED",  # where a loader would wait for ever
+        "renamed.dat": "REFUSED",  # its content is an array and its name denies it
+        "good.npy": "UNTRUSTED",
+        "step_00000007": "UNTRUSTED",
+    }
+    assert list(rows.values()) == ["REFUSED"] * 3 + ["UNTRUSTED"] * 2
+    assert {reason["where"] for reason in found["odd"]} == {"pipe", "out"}
+    assert found["passed_over"] == 1 and found["complete"] and found["verdict"] == "refused"
+    (step,) = [row for row in found["rows"] if row["kind"] == "checkpoint"]
+    assert len(step["files"]) == 3 and step["digest"] == step["root"]
+    shown = capsys.readouterr().out
+    assert shown.index("evil.pt") < shown.index("good.npy")
+    assert step["root"] in shown and "renamed.dat" in (folder / "scan.md").read_text()
+
+
+def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder):
+    run = tmp_path / "outputs/runs/digits/one"
+    checkpoint(run / "checkpoints/step_00000007")
+    (run / ".hydra").mkdir()
+    (run / ".hydra/config.yaml").write_text("a: 1")
+    found = scan(run, folder, "security=strict")
+    assert [(row.kind, row.found.trust.name) for row in found.rows] == [("run", "CHECKED")]
+    assert "nothing refused of 1 thing: 1 CHECKED" in found.verdict
+    os.rename(run, tmp_path / "moved")
+    known = pinned(*(tmp_path / "moved/checkpoints/step_00000007").glob("[ms]*[st]"))
+    assert scan(tmp_path / "moved", folder, "security=strict", known).rows[0].found.trust.name == (
+        "PINNED"
+    )
+    one = pinned(tmp_path / "moved/checkpoints/step_00000007/state.pt")
+    model = tmp_path / "moved/checkpoints/step_00000007/state.pt"
+    assert scan(model, folder, "security=strict", one).rows[0].found.trust.name == "PINNED"
+
+
+def test_what_strict_would_not_load_is_an_error_that_names_the_digest(tmp_path, folder):
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(3))
+    with pytest.raises(SecurityError, match=rf"security\.pinned=\[{digest(path)[0]}\]"):
+        scan(path, folder, "security=strict")
+    assert scan(path, folder, "security=strict", pinned(path)).verdict.startswith("nothing refused")
+
+
+def test_a_dcp_folder_is_one_thing_refused_with_the_way_out(tmp_path, folder):
+    dcp = tmp_path / "dcp"
+    dcp.mkdir()
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (dcp / name).write_bytes(b"\x80\x02.")
+    files = pinned(dcp / ".metadata")
+    with pytest.raises(SecurityError, match="1 of 1 thing refused"):
+        scan(dcp, folder, files)
+    (row,) = written(folder)["rows"]
+    assert row["kind"] == "dcp" and row["score"] == 0
+    assert "dcp_to_torch_save" in json.dumps(row["reasons"])
+
+
+def test_a_path_with_nothing_there_is_a_usage_error(tmp_path, folder):
+    with pytest.raises(UsageError, match="scan.path: there is nothing at"):
+        scan(tmp_path / "gone", folder)
+    with pytest.raises(ConfigError, match="scan.rows"):
+        scan(tmp_path, folder, "scan.rows=-1")
+
+
+def test_so_many_rows_are_shown_and_the_record_has_all(tmp_path, folder, capsys):
+    for number in range(5):
+        np.save(tmp_path / f"{number}.npy", np.arange(number))
+    known = pinned(*tmp_path.glob("*.npy"))
+    scan(tmp_path, folder, "scan.rows=2", known)
+    shown = capsys.readouterr().out
+    assert shown.count(".npy") == 2 and "and 3 things more, in scan.json" in shown
+    assert len(written(folder)["rows"]) == 5
+
+
+def test_names_of_files_can_forge_nothing(tmp_path, folder, capsys):
+    name = "a\n\x1b[31mb|<b>`[x](y).npy"
+    np.save(tmp_path / name, np.arange(3))
+    scan(tmp_path / name, folder, pinned(tmp_path / name))
+    assert "\x1b" not in capsys.readouterr().out
+    page = (folder / "scan.md").read_text()
+    assert "\x1b" not in page and "<b>" not in page.replace("\\<b\\>", "")
+    assert "\n" not in page.split("# Scan of ")[1].partition("**")[0].strip()
+
+
+def test_ctrl_c_leaves_what_was_found_so_far(tmp_path, folder, monkeypatch):
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", np.arange(number))
+    assess = Assessor.assess
+
+    def assess_then_interrupt(self, thing, told=None):
+        if thing.path.name == "1.npy":
+            signal.raise_signal(signal.SIGINT)
+        return assess(self, thing, told)
+
+    monkeypatch.setattr(Assessor, "assess", assess_then_interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match="after 1 of 3") as interrupted:
+        scan(tmp_path, folder, pinned(*tmp_path.glob("*.npy")))
+    assert interrupted.value.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    found = written(folder)
+    assert not found["complete"] and [Path(r["path"]).name for r in found["rows"]] == ["0.npy"]
+
+
+PROGRAM = """
+import sys
+from runner.__main__ import main
+code = main()
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def test_the_command_refuses_with_3_and_never_imports_torch_itself(tmp_path):
+    torch.save({"w": Mark(tmp_path / "mark")}, tmp_path / "evil.pt")
+    command = [sys.executable, "-c", PROGRAM, "job=scan", "scan.path=evil.pt"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert len([line for line in done.stderr.splitlines() if "refused" in line]) == 1
+    assert digest(tmp_path / "evil.pt")[0] in done.stdout and not (tmp_path / "mark").exists()
+    command[-1] = "scan.path=gone.pt"
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and len(list(tmp_path.glob("outputs/scans/scan/*"))) == 1

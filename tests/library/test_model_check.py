@@ -1,0 +1,75 @@
+"""`check_model`: a report that reads well, and mistakes that name the argument."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import check_model, optimize
+from runner.errors import UsageError
+
+
+def test_a_sound_model_is_ok_and_the_report_says_what_was_looked_at(
+    net: nn.Module, digits: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    report = check_model(net, digits[1][0][:64], outputs="logits", classes=10, trained=False)
+    assert report.ok and report.findings == []
+    assert report.facts["parameters"] == sum(p.numel() for p in net.parameters())
+    assert "probes: 64" in str(report)
+
+
+def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.Module) -> None:
+    net[1].weight.data[3, 5] = math.nan
+    net.register_buffer("<script>\n|x", torch.tensor([math.inf]))
+    report = check_model(net)
+    assert not report.ok and report.verdict == "2 faults"
+    lines = str(report).splitlines()
+    assert lines[0] == "2 faults"
+    assert sum("weights.not_finite" in line for line in lines) == 2
+    assert any("1.weight: 1 NaN of 2,048 values, the first at [3, 5]" in line for line in lines)
+    text = report.markdown()
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    assert all(line.startswith("| ") for line in text.splitlines() if "script" in line)
+    plain = json.loads(json.dumps(report.as_dict()))
+    assert plain["ok"] is False and plain["reasons"][0]["severity"] == "REFUSAL"
+
+
+def test_the_worst_comes_first(net: nn.Module) -> None:
+    net.register_buffer("cache", torch.ones(2), persistent=False)
+    net[1].weight.data[0] = 0
+    net[4].bias.data[0] = math.inf
+    assert [r.severity.name for r in check_model(net).reasons] == ["REFUSAL", "WARNING", "NOTE"]
+
+
+def test_an_optimized_model_is_the_model_within(net: nn.Module) -> None:
+    with optimize(net, "none") as fast:
+        assert check_model(fast, torch.randn(8, 64)).ok
+
+
+def test_trusting_a_package_makes_the_others_strangers() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(4, 3))
+    assert check_model(model).ok
+    assert not check_model(model, trusted=["my_package"]).ok
+    assert check_model(model, trusted=[__name__]).reasons == []
+
+
+WRONG: list[tuple[str, str]] = [
+    ("check_model(torch.relu)", "model is a builtin_function_or_method"),
+    ("check_model(net, 'text')", "probes is a str"),
+    ("check_model(net, x, outputs='scores')", "outputs='scores'; use one of logits"),
+    ("check_model(net, trusted='my_package')", r"give a list: \['my_package'\]"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG)
+def test_a_mistake_names_the_argument(net: nn.Module, call: str, said: str) -> None:
+    names = {"net": net, "x": torch.randn(2, 64), "torch": torch, "check_model": check_model}
+    with pytest.raises(UsageError, match=said):
+        eval(call, names)  # noqa: S307

@@ -1,0 +1,78 @@
+"""A page about hostile names, opened in a real browser: it says them, and does nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.report import page
+from runner.report.comparison import of_folders
+from tests.report.browser import look
+from tests.report.planted_runs import run
+from tests.security.test_injection import comparison, failed_comparison
+
+OWNED = "window.owned=1;window.top.owned=1;document.title='owned';window.top.document.title='owned'"
+WAYS = (
+    f"<script>{OWNED}</script>",
+    f'"><img src=x onerror="{OWNED}">',
+    f'\'><svg onload="{OWNED}"></svg>',
+    f"</td></table></style></title></textarea></script><script>{OWNED}</script>",
+    f"--><iframe srcdoc='<script>{OWNED}</script>'></iframe>",
+    f'" onmouseover="{OWNED}" autofocus onfocus="{OWNED}" x="',
+    f'<a href="javascript:{OWNED}">click</a><details open ontoggle="{OWNED}">',
+    f"<style>body{{display:none}}</style><base href=http://evil.test/><meta http-equiv=refresh "
+    f"content='0;url=javascript:{OWNED}'>",
+    f"${{{OWNED}}}{{{{{OWNED}}}}}`{OWNED}`",
+)
+FOUND = """
+for (const row of page.querySelectorAll("a")) if (row.protocol === "javascript:") row.click();
+for (const one of page.querySelectorAll("*")) {
+  one.dispatchEvent(new view.MouseEvent("mouseover", {bubbles: true}));
+  if (one.focus) one.focus();
+}
+const count = name => page.getElementsByTagName(name).length;
+return {owned: Boolean(view.owned || window.owned), title: page.title, top: document.title,
+  hidden: view.getComputedStyle(page.body).display, text: page.body.textContent,
+  counts: Object.fromEntries(["script", "img", "iframe", "base", "meta", "details", "style"]
+    .map(name => [name, count(name)])),
+  handlers: [...page.querySelectorAll("*")].filter(
+    one => [...one.attributes].some(a => a.name.startsWith("on"))).length};
+"""
+
+
+def test_names_reasons_and_commands_of_runs_do_nothing_in_a_browser(tmp_path: Path) -> None:
+    jobs, folders = tmp_path / "runs", []
+    for number, way in enumerate(WAYS):
+        name = f"run {number} {way}"
+        more = {"name": name, "reason": way, "command": f"python {way}", "monitor": f"val/{way}",
+                "metrics": {f"val/{way}": 0.5}, "device": {"name": way}, "config_hash": way,
+                "versions": {way: way}}  # fmt: skip
+        folders.append(run(jobs / str(number), [f"+x={way}", f"seed={number}"],
+                           status="failed" if number % 2 else "done", **more))  # fmt: skip
+    found = look(page.html(of_folders(folders)), tmp_path, FOUND)
+    harmless = [run(jobs / f"h{n}", [f"+x={n}", f"seed={n}"],
+                    status="failed" if n % 2 else "done") for n in range(len(WAYS))]  # fmt: skip
+    honest = look(page.html(of_folders(harmless)), tmp_path, FOUND)
+    assert not found["owned"]
+    assert "owned" not in (found["title"], found["top"])
+    assert found["hidden"] == "block"
+    assert found["counts"] == honest["counts"]
+    assert found["handlers"] == honest["handlers"]
+    assert "<script>" in found["text"]  # it is there to be read
+
+
+@pytest.mark.parametrize("make", [comparison, failed_comparison])
+def test_a_benchmark_of_hostile_arms_does_nothing_in_a_browser(make, tmp_path: Path) -> None:
+    found = look(page.html(make()), tmp_path, FOUND)
+    assert not found["owned"]
+    assert "owned" not in (found["title"], found["top"])
+    assert found["counts"]["img"] == found["counts"]["iframe"] == found["handlers"] == 0
+    assert "onerror=" in found["text"]
+
+
+def test_the_browser_would_have_seen_it(tmp_path: Path) -> None:
+    """A page that does not escape is found out, so that the tests above can fail."""
+    found = look(f"<!doctype html><title>x</title><body>{WAYS[0]}{WAYS[1]}", tmp_path, FOUND)
+    assert found["owned"]
+    assert found["counts"]["img"] == found["handlers"] == 1

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from runner.report.scan import ROWS, Row, Scan, markdown, terminal
+from runner.security.config import SecurityLevel
+from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
+
+STRICT = SecurityLevel.strict
+DIGEST = "ab" * 32
+
+
+def row(name: str, trust: Trust = Trust.UNTRUSTED, *reasons: Reason, kind: str = "file") -> Row:
+    found = Assessment(name, trust, files={name: FileFacts(DIGEST, 2048, "npy")})
+    found.reasons += reasons
+    found.score = found.least()
+    return Row(kind, found)
+
+
+def finding(severity: Severity, text: str = "overlaps b") -> Reason:
+    return Reason("zip.overlap", severity, "a", text, "get it again")
+
+
+def shown(scan: Scan, most: int = 30, width: int = 80) -> str:
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(terminal(scan, most), crop=False)
+    return screen.file.getvalue()
+
+
+def test_the_worst_comes_first_and_within_a_trust_the_lowest_score():
+    names = [
+        row("fine", Trust.SIGNED), row("plain"),
+        row("odd", Trust.UNTRUSTED, finding(Severity.WARNING)),
+        row("bad", Trust.REFUSED, finding(Severity.REFUSAL)), row("own", Trust.CHECKED),
+    ]  # fmt: skip
+    scan = Scan("x", SecurityLevel.standard, rows=names)
+    assert [r.found.path for r in scan.worst_first] == ["bad", "odd", "plain", "own", "fine"]
+    assert scan.verdict == "1 of 5 things refused, the worst bad: a: overlaps b; get it again"
+
+
+@pytest.mark.parametrize(
+    ("level", "trust", "refused"),
+    [
+        (SecurityLevel.off, Trust.REFUSED, True),
+        (SecurityLevel.standard, Trust.UNTRUSTED, False),
+        (STRICT, Trust.UNTRUSTED, True),
+        (STRICT, Trust.CHECKED, False),
+        (STRICT, Trust.PINNED, False),
+    ],
+)
+def test_what_counts_as_refused_at_a_level(level, trust, refused):
+    scan = Scan("x", level, rows=[row("a", trust)])
+    assert bool(scan.refused) is refused
+    assert scan.as_dict()["rows"][0]["accepted"] is not refused
+
+
+def test_a_reason_worth_more_than_a_note_is_told_and_strict_says_what_to_type():
+    noted = row("a", Trust.UNTRUSTED, finding(Severity.NOTE), finding(Severity.WARNING, "has NaN"))
+    assert "has NaN" in shown(Scan("x", SecurityLevel.standard, rows=[noted]))
+    told = Scan("x", STRICT, rows=[noted]).verdict
+    assert "has NaN" in told and f"security.pinned=[{DIGEST}]" in told
+    run = Scan("x", STRICT, rows=[row("outputs/a", kind="run")]).verdict
+    assert "scan.path=outputs/a/checkpoints" in run
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_digest_stays_on_one_line_however_narrow_the_screen_is(width):
+    assert DIGEST in shown(Scan("x", SecurityLevel.standard, rows=[row("a" * 100)]), width=width)
+
+
+def test_what_is_left_out_of_a_page_is_counted():
+    scan = Scan("x", SecurityLevel.standard, rows=[row(f"f{n}") for n in range(ROWS + 5)])
+    page = markdown(scan)
+    assert page.count("| UNTRUSTED |") == ROWS and "5 things more, in scan.json" in page
+    assert "1,003 things more" in shown(scan, 2)
+    assert len(scan.as_dict()["rows"]) == ROWS + 5
+
+
+def test_text_of_others_is_text_in_every_form():
+    evil = "<script>|`\n\x1b[31m\u202e"
+    scan = Scan(evil, STRICT, rows=[row(evil, Trust.REFUSED, finding(Severity.REFUSAL, evil))])
+    scan.odd.append(Reason("link.outside", Severity.NOTE, evil, evil))
+    page = markdown(scan)
+    assert "<script>" not in page and "\x1b" not in page and "\u202e" not in page
+    plain = [row("y", Trust.REFUSED, finding(Severity.REFUSAL))]
+    same = markdown(Scan("x", STRICT, rows=plain, odd=scan.odd))
+    assert len(page.splitlines()) == len(same.splitlines())
+    assert "\x1b" not in shown(scan) and "\u202e" not in shown(scan)
+    assert "\n" not in scan.verdict and "\x1b" not in scan.verdict
+
+
+def test_the_record_is_json_that_says_whether_it_is_complete(tmp_path):
+    scan = Scan("x", STRICT, total=3, rows=[row("a", Trust.PINNED)], interrupted=True, seconds=1.5)
+    scan.write(tmp_path)
+    found = json.loads((tmp_path / "scan.json").read_text())
+    assert (found["schema"], found["verdict"], found["complete"]) == (1, "accepted", False)
+    assert found["counts"] == {"REFUSED": 0, "UNTRUSTED": 0, "CHECKED": 0, "PINNED": 1, "SIGNED": 0}
+    assert "Interrupted after 1 of 3 things" in (tmp_path / "scan.md").read_text()

@@ -1,0 +1,283 @@
+"""Hostile files by their kind: other formats that hold code or pickles, and attributes that lie."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tests.security.files.archives import (
+    Member,
+    archive,
+    array,
+    arrays,
+    members,
+    npy,
+    safetensors,
+    torch_zip,
+)
+from tests.security.files.hostile_calls import mkdir
+from tests.security.files.opcodes import (
+    build,
+    call,
+    listing,
+    mapping,
+    name,
+    new,
+    storage,
+    tensor,
+    together,
+    value,
+    whole,
+)
+from tests.security.files.sample import METADATA, NUMPY, PICKLE, TORCH, Sample
+
+NUMBERS = struct.pack("<4f", 1, 2, 3, float("nan"))
+WEIGHT = tensor("0", 4, (2, 2), (2, 1))
+OBJECTS = {"descr": "|O", "fortran_order": False, "shape": (1,)}
+ORDERED = call(name("collections", "OrderedDict"), listing(together(value("w"), WEIGHT)))
+Bytes = Callable[[str], bytes]  # from the marker's path
+
+
+def _hostile(marker: str) -> bytes:
+    return whole(mkdir(marker))
+
+
+def _code(*names: str) -> Bytes:
+    """An archive with members that say that it is code, around a pickle that is in order."""
+    return lambda m: archive(
+        [*members(whole(mapping(w=WEIGHT)), [NUMBERS]), *(Member(n, b"{}") for n in names)]
+    )
+
+
+def _torchscript(marker: str) -> bytes:
+    code = b"def forward(self, x):\n    return x\n"
+    found = members(_hostile(marker), root="model")
+    more = {"code/__torch__.py": code, "constants.pkl": whole(value(())), "code/x.debug_pkl": b""}
+    return archive([*found, *(Member(f"model/{key}", data) for key, data in more.items())])
+
+
+def _exported(marker: str) -> bytes:
+    graph = json.dumps({"graph_module": {}, "schema_version": {"major": 8, "minor": 1}}).encode()
+    parts = {"archive_format": b"pt2", "archive_version": b"0", "models/model.json": graph,
+             "data/weights/model.pt": torch_zip(_hostile(marker)), "version": b"3"}  # fmt: skip
+    return archive([Member(f"model/{key}", data) for key, data in parts.items()])
+
+
+def _package(marker: str) -> bytes:
+    parts = {".data/version": b"6", ".data/extern_modules": b"sys", "m/m.pkl": _hostile(marker),
+             "my/__init__.py": b"", ".data/python_version": b"3.11"}  # fmt: skip
+    return archive([Member(f"archive/{key}", data) for key, data in parts.items()])
+
+
+def _objects(marker: str) -> bytes:
+    """An npy whose numbers are a pickle."""
+    return npy(OBJECTS, _hostile(marker))
+
+
+def _shadow(body: bytes) -> Bytes:
+    """A checkpoint that holds a NaN and an attribute that would hide it from who looks."""
+    return lambda _: torch_zip(whole(body), [NUMBERS])
+
+
+def _attributes(**state: bytes) -> bytes:
+    return build(ORDERED, mapping(**state))
+
+
+def _stateful(rebuilt: str = "_rebuild_from_type_v2") -> bytes:
+    """A tensor with attributes of its own, as torch saves one."""
+    weight = together(
+        storage("0", 4), value(0), value((2, 2)), value((2, 1)), value(False),
+        call(name("collections", "OrderedDict")),
+    )  # fmt: skip
+    state = mapping(numel=value(7), isnan=name("builtins", "set"))
+    return mapping(
+        w=call(
+            name("torch._tensor", rebuilt), name("torch._utils", "_rebuild_tensor_v2"),
+            name("torch", "Tensor"), weight, state,
+        )
+    )  # fmt: skip
+
+
+def _parameter(state: bytes) -> bytes:
+    return mapping(
+        w=call(
+            name("torch._utils", "_rebuild_parameter_with_state"), WEIGHT, value(True),
+            call(name("collections", "OrderedDict")), state,
+        )
+    )  # fmt: skip
+
+
+SHADOWS: dict[str, bytes] = {
+    "ordered_items": _attributes(items=name("builtins", "set")),
+    "ordered_values": _attributes(values=name("builtins", "set")),
+    "ordered_metadata": _attributes(_metadata=mapping(version=value(1)), x=value(1)),
+    "ordered_getitem": _attributes(__getitem__=name("builtins", "set"), keys=value(1)),
+    "tensor_numel": _stateful(),
+    "parameter_numel": _parameter(mapping(numel=value(7))),
+    "parameter_data": _parameter(mapping(isnan=name("builtins", "set"))),
+    "counter_state": build(
+        call(name("collections", "Counter"), value({"a": 1})), mapping(items=value(1))
+    ),
+    "class_as_value": mapping(w=WEIGHT, kind=name("builtins", "set")),
+    "function_as_value": mapping(w=WEIGHT, kind=name("_codecs", "encode")),
+    "class_as_key": b"}" + name("builtins", "set") + value(1) + b"s",
+    "rebuild_as_value": mapping(kind=name("torch._utils", "_rebuild_tensor_v2")),
+    "storage_alone": mapping(w=storage("0", 4)),
+    "tensor_by_class": mapping(w=call(name("torch", "Tensor"), value(4), value(4))),
+    "meta_tensor": mapping(
+        w=call(name("torch._utils", "_rebuild_meta_tensor_no_storage"),
+               name("torch", "float32"), value((2,)), value((1,)), value(False))
+    ),
+    "quantised": mapping(w=call(name("torch._utils", "_rebuild_qtensor"), WEIGHT)),
+    "wrapper": mapping(
+        w=call(name("torch._utils", "_rebuild_wrapper_subclass"), name("torch", "Tensor"),
+               name("torch", "float32"), value((2,)), value((1,)), value(0),
+               name("torch", "strided"), value("cpu"), value(False))
+    ),
+    "hooks": mapping(
+        w=call(name("torch._utils", "_rebuild_parameter"), WEIGHT, value(True),
+               call(name("collections", "OrderedDict"),
+                    listing(together(value(1), name("builtins", "set")))))
+    ),
+    "bytearray_keys": mapping(w=call(name("builtins", "bytearray"), value(b"abc"))),
+}  # fmt: skip
+
+
+# Written by honest programs, and still not data: the refusal has to name the type.
+HONEST: dict[str, tuple[bytes, str]] = {
+    "module": (new(name("torch.nn.modules.linear", "Linear")), "torch.nn.modules.linear.Linear"),
+    "numpy_scalar": (
+        call(name("numpy._core.multiarray", "scalar"), value(1), value(b"12345678")),
+        "numpy._core.multiarray.scalar",
+    ),
+    "numpy_array": (
+        call(name("numpy._core.multiarray", "_reconstruct"), name("numpy", "ndarray"), value((0,))),
+        "numpy",
+    ),
+    "namespace": (new(name("argparse", "Namespace")), "argparse.Namespace"),
+    "path": (call(name("pathlib", "PosixPath"), value("a")), "pathlib.PosixPath"),
+    "defaultdict": (call(name("collections", "defaultdict")), "collections.defaultdict"),
+    "omegaconf": (new(name("omegaconf.dictconfig", "DictConfig")), "omegaconf"),
+    "datetime": (call(name("datetime", "date"), value(2000), value(1), value(1)), "datetime.date"),
+    "own_class": (new(name("my_package", "MyModel")), "my_package.MyModel"),
+}
+
+FILES: dict[str, tuple[str, Bytes, str]] = {  # file, content, the careless reader it fires in
+    "torchscript": ("model.pt", _torchscript, ""),
+    "torchscript_named": ("model.ts", _torchscript, ""),
+    "code_member": ("model.pt", _code("archive/code/__torch__.py"), ""),
+    "constants": ("model.pt", _code("archive/constants.pkl"), ""),
+    "exported": ("model.pt2", _exported, ""),
+    "package": ("model.pt", _package, ""),
+    "library_within": ("model.pt", _code("archive/data/aotinductor/x.so"), ""),
+    "object_array": ("data.npy", _objects, NUMPY),
+    "object_array_2": ("data.npy", lambda m: npy(OBJECTS, _hostile(m), 2), NUMPY),
+    "object_record": (
+        "data.npy",
+        lambda m: npy({**OBJECTS, "descr": [("a", "|O"), ("b", "<f4")]}, _hostile(m)),
+        NUMPY,
+    ),
+    "object_npz": ("data.npz", lambda m: arrays(x=array(np.ones(2)), y=_objects(m)), NUMPY),
+    "pickle_in_npz": ("data.npz", lambda m: archive([Member("x.pkl", _hostile(m))]), ""),
+    "unsuffixed_in_npz": ("data.npz", lambda m: archive([Member("x", _hostile(m))]), ""),
+    "pickle_npy": ("data.npy", _hostile, NUMPY),
+    "expression_in_npy": (
+        "data.npy",
+        lambda m: npy(f"{{'descr': __import__('os').mkdir({m!r}), 'shape': (1,)}}", b"\0" * 8),
+        "",
+    ),
+    "zip_as_safetensors": ("model.safetensors", lambda m: torch_zip(_hostile(m)), ""),
+    "header_as_code": (
+        "model.safetensors",
+        lambda m: safetensors(f"__import__('os').mkdir({m!r})".encode()),
+        "",
+    ),
+    "elf": ("model.pt", lambda _: b"\x7fELF\x02\x01\x01" + b"\0" * 200, ""),
+    "python": ("model.pt", lambda m: f"import os; os.mkdir({m!r})\n".encode(), ""),
+    "python_bytecode": ("model.pt", lambda _: b"\xa7\r\r\n" + b"\0" * 60, ""),
+    "hdf5": ("model.h5", lambda _: b"\x89HDF\r\n\x1a\n" + b"\0" * 200, ""),
+    "gguf": ("model.gguf", lambda _: b"GGUF" + b"\0" * 200, ""),
+    "onnx": ("model.onnx", lambda _: b"\x08\x07\x12\x07pytorch" + b"\0" * 90, ""),
+    "seven_zip": ("model.pt", lambda _: b"7z\xbc\xaf\x27\x1c" + b"\0" * 90, ""),
+    "gzip": ("model.pt", lambda m: gzip.compress(_hostile(m)), ""),
+    "joblib": ("model.joblib", lambda m: b"\x80\x04" + _hostile(m)[2:], PICKLE),
+    "keras": ("model.keras", lambda _: archive([Member("config.json", b"{}")]), ""),
+    "wheel": ("model.whl", lambda _: archive([Member("x/__init__.py", b"")]), ""),
+}
+
+
+def _file(file: str, made: Bytes, folder: Path, marker: Path) -> Path:
+    path = folder / file
+    path.write_bytes(made(str(marker)))
+    return path
+
+
+def _distributed(folder: Path, marker: Path) -> Path:
+    """A checkpoint of torch.distributed: its `.metadata` is a pickle, and read as one."""
+    path = folder / "checkpoint"
+    path.mkdir()
+    (path / ".metadata").write_bytes(_hostile(str(marker)))
+    (path / "__0_0.distcp").write_bytes(torch_zip(_hostile(str(marker))))
+    return path
+
+
+def _fifo(folder: Path, marker: Path) -> Path:
+    os.mkfifo(folder / "model.pt")
+    return folder / "model.pt"
+
+
+def _link(target: str, folder: Path, marker: Path) -> Path:
+    (folder / "hostile.pt").write_bytes(torch_zip(_hostile(str(marker))))
+    (folder / "model.pt").symlink_to(target)
+    return folder / "model.pt"
+
+
+def _folder(folder: Path, marker: Path) -> Path:
+    (folder / "model.pt").mkdir()
+    return folder / "model.pt"
+
+
+def _socket(folder: Path, marker: Path) -> Path:
+    here = os.getcwd()
+    os.chdir(folder)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("model.pt")
+    finally:
+        os.chdir(here)
+    return folder / "model.pt"
+
+
+def samples() -> list[Sample]:
+    found = [
+        Sample(key, "kind", partial(_file, file, made), fires)
+        for key, (file, made, fires) in FILES.items()
+    ]
+    found += [
+        Sample(key, "shadow", partial(_file, "model.pt", _shadow(body)))
+        for key, body in SHADOWS.items()
+    ]
+    found += [
+        Sample(key, "honest", partial(_file, "model.pt", _shadow(mapping(x=body))), says=says)
+        for key, (body, says) in HONEST.items()
+    ]
+    found.append(Sample("metadata", "distributed", _distributed, METADATA))
+    found.append(Sample("fifo", "special", _fifo))
+    found.append(Sample("folder", "special", _folder))
+    found.append(Sample("socket", "special", _socket))
+    found.append(Sample("link_to_hostile", "special", partial(_link, "hostile.pt"), TORCH))
+    targets = {"zero": "/dev/zero", "full": "/dev/full", "memory": "/proc/self/mem",
+               "nowhere": "absent.pt", "itself": "model.pt", "tty": "/dev/tty"}  # fmt: skip
+    found += [
+        Sample(f"link_to_{key}", "special", partial(_link, target))
+        for key, target in targets.items()
+    ]
+    return found

@@ -1,0 +1,117 @@
+"""What becomes of a mutant, and whether that may be: the invariants of fuzzing.
+
+A file is refused, or holds what it held, or its digest gives it away. A config passes, or is
+refused or found wrong in so many words; nothing is imported or made for it. Whatever else is raised
+is a fault of ours, and comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import check
+from runner.errors import CheckpointError, RunnerError, SecurityError
+from runner.security.gate.door import open_file
+from runner.security.gate.examine import examine
+from runner.security.gate.policy import Policy
+from tests.security.configs.case import Case
+from tests.security.configs.hostile import HOSTILE
+from tests.security.configs.ordinary import ORDINARY
+from tests.security.files.benign import same
+from tests.security.files.mutants import Mutant, mutated_text
+
+REFUSED, UNCHANGED, SAME, CAUGHT = "refused", "unchanged", "same content", "caught by its digest"
+PASSED, WRONG = "passed", "found wrong"
+TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
+# Not those whose size is their point: many jobs take long to look at, and are not a hang.
+CASES = [
+    case
+    for case in [*ORDINARY, *HOSTILE]
+    if sum(map(len, case.files.values())) < 20_000 and not any("range(" in w for w in case.typed)
+]
+
+
+class Violation(Exception):
+    """An invariant that does not hold."""
+
+
+@cache
+def _held(data: bytes, name: str) -> Any:
+    return examine(data, name, Policy()).content
+
+
+def judge_file(mutant: Mutant, folder: Path) -> str:
+    """What became of it. Raises Violation."""
+    found = examine(mutant.data, mutant.name, Policy())
+    if found.refused:
+        if found.content is not None:
+            raise Violation("refused, and there is content all the same")
+        if any("\n" in str(reason) for reason in found.reasons):
+            raise Violation("a reason of more than one line")
+        return REFUSED
+    if mutant.data == mutant.original:
+        return UNCHANGED
+    if same(_held(mutant.original, mutant.name), found.content):
+        return SAME
+    path = folder / mutant.name
+    path.write_bytes(mutant.data)
+    try:
+        open_file(path, Policy(), sha256=hashlib.sha256(mutant.original).hexdigest())
+    except (CheckpointError, SecurityError):
+        return CAUGHT
+    raise Violation("holds something else, and its digest does not give it away")
+
+
+def mutated_case(seed: int, number: int) -> Case:
+    """A config of either corpus, of which a word or a file was changed."""
+    draw = random.Random(f"config:{seed}:{number}")  # noqa: S311
+    case = CASES[number % len(CASES)]
+    typed, files = list(case.typed), dict(case.files)
+    if files and draw.random() < 0.7:
+        name = draw.choice(sorted(files))
+        files[name] = mutated_text(draw, files[name])
+    elif typed:
+        place = draw.randrange(len(typed))
+        typed[place] = mutated_text(draw, typed[place])
+    else:
+        typed = [mutated_text(draw, "training.steps=3")]
+    return Case(case.name, typed, files)
+
+
+def set_traps(folder: Path) -> Path:
+    """A package that leaves a trace where it is imported; for `sys.path`."""
+    traps = folder / "traps"
+    for place in ("evil_pkg", "hydra_plugins"):
+        (traps / place).mkdir(parents=True)
+    trap = TRAP.format(marker=str(folder / "ran"))
+    (traps / "evil_pkg" / "__init__.py").write_text(trap)
+    return traps
+
+
+def judge_config(case: Case, folder: Path) -> str:
+    """What became of it, asked from `folder / "here"`, the current one. Raises Violation."""
+    here = folder / "here"
+    for name, text in case.files.items():
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    outcome = PASSED
+    try:
+        check(read_arguments(case.typed))
+    except SecurityError as error:
+        outcome, message = REFUSED, str(error)
+    except RunnerError as error:
+        outcome, message = WRONG, str(error)
+    if outcome != PASSED and not message.strip():
+        raise Violation("no word on what is wrong")
+    if (folder / "ran").exists() or list(here.glob("**/ran*")):
+        raise Violation("something was run or made")
+    if "evil_pkg" in sys.modules:
+        raise Violation("evil_pkg was imported")
+    return outcome

@@ -1,0 +1,36 @@
+"""What a sample of a file is: its name, what it stands for, and how it is made.
+
+Nothing here or in the modules beside it does harm: what a hostile file would do is to make an empty
+folder or file, the marker, in the test's own folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+# Who would be taken in: what reads the file when nobody looks at it first (see careless.py).
+PICKLE, STREAM, TORCH, NUMPY, METADATA = "pickle", "stream", "torch", "numpy", "metadata"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One file that must be refused, unless it says otherwise."""
+
+    name: str
+    family: str
+    make: Callable[[Path, Path], Path]  # (folder, marker) -> the file
+    fires: str = ""  # the careless reader in which it makes the marker; empty: in none
+    needs: str = ""  # a module without which it does not
+    says: str = ""  # what the refusal must name
+    loads: bool = False  # it may load: what counts is that it takes little time and memory
+
+    @property
+    def live(self) -> bool:
+        """Whether it would do something here, if it were let."""
+        return bool(self.fires) and (not self.needs or find_spec(self.needs) is not None)
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.name}"

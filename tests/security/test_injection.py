@@ -1,0 +1,386 @@
+"""Names, values and errors of other people stay text wherever they are shown or written."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import markdown as python_markdown
+import pytest
+from rich.console import Console, RenderableType
+
+from runner.hook import Cost
+from runner.overrides.groups import CONF
+from runner.record import markdown as md
+from runner.record.console import close_logging, set_up_logging
+from runner.record.history import History
+from runner.replay import page as replay_page
+from runner.replay.findings import Attempt, Blame, Found, Line, Phase, Ratio, Replay, Stats, Trial
+from runner.report import comparison as comparing
+from runner.report import document, page, plain, scan, table
+from runner.report import run as run_report
+from runner.security.config import SecurityLevel
+from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
+from runner.summary import CheckpointPaths, Summary
+from runner.technique import Choice, Engagement
+from tests.report import planted_results
+
+FORGED = "2026-01-01T00:00:00.000 INFO    runner: all is well"
+HOSTILE = (
+    f"evil\n{FORGED}\r\x1b[2J\x1b]8;;http://evil.test\x07\x9b31m\u202e\u2028[red]R[/red]"
+    "[link=http://evil.test]L[/link]![p](http://evil.test/p.png)[a](javascript:x)|"
+    "</td></title></style></script><script>document.title='owned'</script>"
+    "\"'><img src=x onerror=\"document.title='owned'\"><!-- `` ``` \\ &amp; ${x} =1+1"
+)
+CODES = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+STYLED = re.compile(r"\x1b\[[\d;]*m")  # colours, which are ours
+KEPT = {"status", "overrides", "format", "claim", "parity", "kind"}  # words of ours, not theirs
+
+
+def poisoned(value: Any, keep: frozenset[str] = frozenset(KEPT)) -> Any:
+    """The same with all text in it hostile, at any depth; names of keys too."""
+    if isinstance(value, Enum) or value is None:
+        return value
+    if isinstance(value, str):
+        return HOSTILE
+    if isinstance(value, dict):
+        return {(k if k in FIXED else f"{k}{HOSTILE}"): poisoned(v, keep) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(poisoned(item, keep) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(
+            value, **{k: v if k in keep else poisoned(v, keep) for k, v in own.items()}
+        )
+    return value
+
+
+FIXED = {"name", "kind", "commit", "branch", "dirty", "cpu", "cores", "device", "torch", "python",
+         "status", "techniques", "requested", "engaged", "reason", "evidence", "known", "bytes",
+         "file", "throughput", "memory", "metrics", "device_name"}  # fmt: skip
+
+
+def summary() -> Summary:
+    return poisoned(
+        Summary(
+            status="stopped", reason="because", steps=5, metrics={"val/accuracy/cat": 0.5},
+            techniques=[Engagement("amp", True, True, "why", {"kernel": "flash"}),
+                        Engagement("compile", True, False, "why not")],
+            tools=[Cost("profile", 1, 0.1, "found")], faults={"spike": 2},
+            checkpoint=CheckpointPaths("checkpoints/a", "checkpoints/b"),
+            device={"name": "a CPU"}, versions={"torch": "2"}, config_hash="abc", command="python",
+            name="a run", choices=[Choice("micro_batch", "8", "it fits")], monitor="val/accuracy",
+            best=0.5, git={"commit": "abc", "branch": "main", "dirty": False},
+        )
+    )  # fmt: skip
+
+
+def replay() -> Replay:
+    stats = [Stats("a", [2], "float32", 1)]
+    found = Found(
+        Phase.forward, "cause", "layer.1", "Linear", "mul", Line("a.py", 3, "x = y"), stats, stats,
+        stats, ["weight"], "grown", [1], [Ratio("a", 2.0, 1.0)], [Ratio("a", 2.0)],
+        [Ratio("1", 2.0)], ["note"],
+    )  # fmt: skip
+    attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"a": "b"}, {"c": "d"}, 0.1, "failed")
+    blame = Blame("amp", ["amp"], ["amp"], [Trial(["amp"], {"a": "b"}, attempt)], ["tf32"])
+    return poisoned(
+        Replay("captures/x", "run", 3, "non_finite", "message", 1.0, None, attempt, True, True,
+               found, "seen", blame, "reproduce.py", "bad: x", True, [1], ["do this"])
+    )  # fmt: skip
+
+
+def comparison() -> comparing.Comparison:
+    arms = [
+        planted_results.reference(),
+        planted_results.arm("ultra", 2.0, techniques=[planted_results.technique("amp")]),
+    ]
+    found = comparing.of_benchmark(planted_results.result(*arms), None)
+    return poisoned(found)
+
+
+def failed_comparison() -> comparing.Comparison:
+    rows = [
+        comparing.Row(["seed=1"], "done", name="one", summary={"status": "done"}),
+        comparing.Row(["seed=2"], "failed", "reason", name="two", command="python"),
+    ]
+    return poisoned(
+        comparing.Comparison("title", rows, reference="one", notes=["note"], command="python")
+    )  # fmt: skip
+
+
+def scanned() -> scan.Scan:
+    found = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
+    found.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
+    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.Row("file", found)]))
+
+
+# on a terminal
+
+
+def shown(what: RenderableType, width: int) -> str:
+    screen = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
+    screen.print(what, crop=False)
+    return screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Path:
+    """A run's folder with faults of hostile messages."""
+    history = History(tmp_path)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        history.add("spike", HOSTILE, step=1, category="code", action=HOSTILE, error=error,
+                    capture=f"debug/captures/{HOSTILE}", say=False)  # fmt: skip
+    history.write()
+    return tmp_path
+
+
+SCREENS = {
+    "summary": lambda folder: run_report.terminal(summary(), folder),
+    "replay": lambda folder: replay_page.screen(replay()),
+    "comparison": lambda folder: table.terminal(comparison()),
+    "failures": lambda folder: table.terminal(failed_comparison()),
+    "scan": lambda folder: scan.terminal(scanned(), 30),
+}
+PAGES = {
+    "summary": lambda folder: run_report.markdown(summary(), folder),
+    "replay": lambda folder: replay_page.markdown(replay()),
+    "comparison": lambda folder: document.markdown(comparison()),
+    "failures": lambda folder: document.markdown(failed_comparison()),
+    "scan": lambda folder: scan.markdown(scanned()),
+    "config": lambda folder: md.code(HOSTILE, "yaml"),
+}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.parametrize("width", [80, 2000])
+def test_a_terminal_is_told_what_it_says_and_does_nothing(
+    name: str, width: int, faulty: Path
+) -> None:
+    said = shown(SCREENS[name](faulty), width)
+    bare = STYLED.sub("", said)
+    assert not CODES.findall(bare)
+    assert not [line for line in bare.splitlines() if line.strip().startswith(FORGED[:20])] or (
+        width == 80  # where a long line is folded, anything may stand first; it is indented
+    )
+    if width == 2000:
+        assert "[red]R[/red]" in bare
+        assert "[link=http://evil.test]L[/link]" in bare
+
+
+# on a page
+
+
+class Tags(HTMLParser):
+    """Which elements a page has, and where its links lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.links += [v or "" for k, v in attrs if k in ("href", "src") or k.startswith("on")]
+
+
+PLAIN_TAGS = {"p", "h1", "h2", "h3", "table", "thead", "tbody", "tr", "th", "td", "strong", "em",
+              "code", "pre", "ul", "ol", "li", "hr", "br", "blockquote", "div", "span"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_markdown_has_no_element_or_link_that_was_smuggled_in(name: str, faulty: Path) -> None:
+    text = PAGES[name](faulty)
+    made = python_markdown.markdown(text, extensions=["tables", "fenced_code"])
+    found = Tags()
+    found.feed(made)
+    assert found.names <= PLAIN_TAGS, found.names - PLAIN_TAGS
+    assert found.links == []
+    assert not CODES.findall(text.replace("\n", ""))
+    unfenced = re.sub(r"^(`{3,})\w*\n.*?\n\1$", "", text, flags=re.S | re.M)
+    assert "`````" not in unfenced or name == "config"
+    assert not [x for x in unfenced.splitlines() if x.strip().startswith(FORGED)]
+
+
+@pytest.mark.parametrize("make", [comparison, failed_comparison])
+def test_a_spreadsheet_computes_nothing_of_it(make: Any) -> None:
+    found = make()
+    found.title = "=HYPERLINK(1)"
+    for row in found.rows:
+        row.name, row.reason = "=cmd|' /C calc'!A0", "+1+1"
+    for cells in csv.reader(io.StringIO(plain.as_csv(found))):
+        assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+        assert not [cell for cell in cells if CODES.search(cell)]
+
+
+@pytest.mark.parametrize("make", [comparison, failed_comparison])
+def test_a_page_has_the_elements_that_it_has_anyway(make: Any) -> None:
+    found = Tags()
+    text = page.html(make())
+    found.feed(text)
+    assert "img" not in found.names
+    assert not [link for link in found.links if "evil" in link or link.startswith("javascript")]
+    assert text.count("<script") == text.count("</script>")
+    assert "<script>document.title" not in text
+
+
+# in a log
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[Path]:
+    set_up_logging("debug", tmp_path)
+    yield tmp_path / "run.log"
+    close_logging()
+
+
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +[\w.]+: |  \| ")
+
+
+def test_a_line_of_the_log_is_a_line_of_ours(
+    log_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("runner")
+    log.warning("%s", HOSTILE)
+    log.error("a worker said %s", [HOSTILE, Path(HOSTILE[:60].replace("/", ""))])
+    log.info(HOSTILE.replace("%", ""), extra={"live": False})
+    try:
+        raise type("E\nvil", (Exception,), {})(HOSTILE)
+    except Exception as error:
+        log.error("it failed: %s", error, exc_info=error)
+    History(None).add(HOSTILE, HOSTILE, step=1, category="code", action=HOSTILE)
+    lines = log_file.read_text().split("\n")[:-1]
+    assert len(lines) > 6
+    assert [line for line in lines if not LINE.match(line)] == []
+    assert not [line for line in lines if line.startswith(FORGED)]
+    assert not CODES.findall("".join(lines))
+    said = capfd.readouterr().err
+    assert not CODES.findall(said.replace("\n", ""))
+    assert not [line for line in said.splitlines() if line.startswith(FORGED[:10])]
+
+
+HOSTILE_PACKAGE = f"""
+import torch
+
+HOSTILE = {HOSTILE!r}
+
+
+class _Net(torch.nn.Module):
+    def __init__(self, in_features, classes, fail=""):
+        super().__init__()
+        self.layer = torch.nn.Linear(in_features, classes)
+        self.layer.__class__ = type(HOSTILE.replace("\\0", ""), (torch.nn.Linear,), {{}})
+        if fail == "build":
+            raise ValueError(HOSTILE)
+        self.fail = fail
+
+    def forward(self, x):
+        if self.fail == "step":
+            raise RuntimeError(HOSTILE)
+        return self.layer(x.flatten(1))
+
+
+Net = type("Net", (_Net,), {{"__doc__": HOSTILE}})
+Net.__qualname__ = Net.__name__ = HOSTILE
+"""
+
+
+def started(folder: Path, *typed: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "runner", *typed], cwd=folder, capture_output=True,
+        timeout=200, env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fail", ["build", "step"])
+def test_a_hostile_class_forges_no_line_of_a_run(fail: str, tmp_path: Path) -> None:
+    (tmp_path / "evil_pkg.py").write_text(HOSTILE_PACKAGE)
+    done = started(
+        tmp_path, "data=cancer", "device=cpu", "optimization=none", "training.steps=3",
+        "model._target_=evil_pkg.Net", "security.trusted=[evil_pkg]", f"+model.fail={fail}",
+        "debug.capture.enabled=false",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr.decode()
+    said = (done.stdout + done.stderr).decode()
+    assert "evil" in said
+    assert not CODES.findall(said.replace("\n", ""))
+    assert not [x for x in said.splitlines() if x.lstrip().startswith(FORGED[:20])]
+    (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
+    log = (folder / "run.log").read_text()
+    assert not [line for line in log.split("\n")[:-1] if not LINE.match(line)]
+    assert not CODES.findall(log.replace("\n", ""))
+
+
+@pytest.mark.parametrize(
+    "typed", [[f"model={HOSTILE[:60]}"], [f"'{HOSTILE[:40]}'=1"], [f"name=a{HOSTILE[:30]}"],
+              ["--config-dir", HOSTILE[:60]], [f"--{HOSTILE[:40]}"]],
+)  # fmt: skip
+def test_a_mistake_is_told_on_one_line_whatever_was_typed(typed: list[str], tmp_path: Path) -> None:
+    done = started(tmp_path, *typed)
+    assert done.returncode in (2, 3)
+    said = done.stderr.decode()
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert not CODES.findall(said.replace("\n", ""))
+
+
+# the network
+
+WITHOUT_SOCKETS = """
+import runpy, socket, sys, _socket
+
+class NoSocket(_socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise PermissionError("a socket was asked for")
+
+def no(*args, **kwargs):
+    raise PermissionError("the network was asked for")
+
+class Socket(socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise PermissionError("a socket was asked for")
+
+_socket.socket = NoSocket
+socket.socket = socket.SocketType = Socket
+for name in ("create_connection", "create_server", "getaddrinfo", "gethostbyname", "socketpair"):
+    setattr(socket, name, no)
+sys.argv = ["runner", *sys.argv[1:]]
+runpy.run_module("runner", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_run_asks_for_no_socket(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT_SOCKETS, "data=digits", "training.steps=6",
+         "device=cpu", "optimization=none", "training.validate_every=3"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
+    assert (folder / "report.md").is_file()
+    assert list(folder.glob("events.out.tfevents.*"))
+    assert "socket" not in done.stderr + (folder / "run.log").read_text()
+
+
+def test_the_command_for_tensorboard_listens_to_this_machine_alone(faulty: Path) -> None:
+    """TensorBoard's own default, so that nothing of ours may widen it."""
+    said = shown(run_report.terminal(Summary("done", name="x"), faulty), 200)
+    assert "tensorboard --logdir" in said
+    sources = [*(CONF.parent / "runner").rglob("*.py"), CONF.parent / "README.md"]
+    assert not [path for path in sources if re.search(r"--bind.all|--host[ =]0", path.read_text())]

@@ -1,0 +1,82 @@
+"""The door for configs, as it is met on the command line: real processes in a hostile folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.overrides.groups import CONF
+
+TRAP = "open({ran!r}, 'a').write(__name__ + ' ')\n"
+BEFORE_US = set(
+    "importlib contextlib functools warnings types collections keyword operator reprlib".split()
+)
+"""What Python imports for `-m` itself; only `python -P -m runner` keeps the folder from those."""
+ABSENT = ("colorlog", "optree", "torch_xla", "sitecustomize", "usercustomize", "tensorflow")
+
+
+def run(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "runner", *typed],
+        cwd=folder, env=environment, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a shadow of every module of the standard library and of all that we use."""
+    names = {n for n in sys.stdlib_module_names if not n.startswith("_")} - BEFORE_US
+    used = {"torch", "numpy", "yaml", "hydra", "omegaconf", "antlr4", "rich", "psutil", "packaging",
+            "safetensors", "tensorboard", "matplotlib", "PIL"}  # fmt: skip
+    trap = TRAP.format(ran=str(tmp_path / "ran"))
+    for name in names | used | set(ABSENT):
+        (tmp_path / f"{name}.py").write_text(trap)
+    (tmp_path / "hydra_plugins" / "trap").mkdir(parents=True)
+    (tmp_path / "hydra_plugins" / "trap" / "__init__.py").write_text(trap)
+    return tmp_path
+
+
+def ran(folder: Path) -> str:
+    path = folder / "ran"
+    return path.read_text() if path.exists() else ""
+
+
+def test_nothing_in_the_current_folder_stands_in_for_a_module(folder: Path) -> None:
+    shown = run(folder, "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    done = run(folder, "data=cancer", "training.steps=2", "optimization=none", "device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert ran(folder) == ""
+
+
+def test_a_job_of_a_sweep_picks_nothing_up_either(folder: Path) -> None:
+    done = run(folder, "-m", "seed=0", "data=cancer", "training.steps=2", "optimization=none",
+               "device=cpu")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ran(folder) == ""
+
+
+def test_a_refusal_is_one_line_and_exit_code_3_and_leaves_nothing(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs" / "experiment"
+    theirs.mkdir(parents=True)
+    (theirs / "own.yaml").write_text(
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: os.mkdir, name: ran}}}\n"
+    )
+    done = run(tmp_path, "--config-dir=theirs", "experiment=own")
+    assert done.returncode == 3 and "os.mkdir is refused" in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_security_off_says_so_in_the_log_and_only_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "security=off", "data=cancer", "training.steps=2", "optimization=none",
+               "device=cpu")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "outputs").rglob("run.log")
+    assert log.read_text().count("security=off") == 1
+    assert (done.stdout + done.stderr).count("security=off: nothing is looked at") == 1

@@ -1,0 +1,178 @@
+"""Nothing is written where it should not be, or so that others could change it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner import build, compose, train
+from runner.cli.arguments import read_arguments
+from runner.cli.launch import launch
+from runner.cli.preflight import check
+from runner.errors import ConfigError, RunnerError, SecurityError
+from runner.record.console import close_logging, set_up_logging
+from runner.security.config import SecurityLevel
+from runner.security.folders import keep_private, own_files
+
+QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
+
+
+@pytest.fixture(autouse=True)
+def umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The one of a careless account, put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    before = os.umask(0)
+    yield
+    os.umask(before)
+    close_logging()
+
+
+def start(*typed: str) -> Path:
+    assert launch(check(read_arguments([*QUICK, *typed]))) == 0
+    return max(Path("outputs/runs").glob("*/*"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    everything = [folder, *folder.rglob("*")]
+    return {str(p): stat.S_IMODE(p.lstat().st_mode) for p in everything if not p.is_symlink()}
+
+
+def test_nothing_that_a_run_writes_can_be_written_by_everybody() -> None:
+    folder = start()
+    found = modes(folder)
+    assert any("checkpoints" in name for name in found)
+    assert not {name: oct(mode) for name, mode in found.items() if mode & stat.S_IWOTH}
+    assert stat.S_IMODE(folder.stat().st_mode) & stat.S_IRGRP  # the umask lets others read
+
+
+def test_a_strict_run_is_for_its_owner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = start("security=strict")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not {name: oct(mode) for name, mode in modes(folder).items() if mode & 0o077}
+    assert os.umask(0) == 0  # as it was before
+
+
+def test_an_output_root_that_everybody_may_change_is_said_and_refused_under_strict() -> None:
+    root = Path("outputs")
+    root.mkdir()
+    root.chmod(0o777)
+    folder = start()
+    assert "can be written by everybody" in (folder / "run.log").read_text()
+    assert "chmod o-w" in (folder / "run.log").read_text()
+    with pytest.raises(SecurityError, match="can be written by everybody"):
+        keep_private(folder, SecurityLevel.strict)
+    root.chmod(0o1777)  # as /tmp is
+    assert keep_private(folder, SecurityLevel.standard) == []
+    root.chmod(0o755)
+    assert keep_private(folder, SecurityLevel.standard) == []
+
+
+def test_files_of_a_checkpoint_are_never_writable_by_everybody_in_a_loop_of_one_s_own(
+    tmp_path: Path,
+) -> None:
+    with build(compose(QUICK), tmp_path / "run") as run:
+        train(run)
+    found = modes(tmp_path / "run" / "checkpoints")
+    files = {name: mode for name, mode in found.items() if Path(name).is_file()}
+    assert len(files) >= 3
+    assert not {name: oct(mode) for name, mode in files.items() if mode & stat.S_IWOTH}
+
+
+def test_the_umask_is_as_it_was_after_an_error() -> None:
+    with pytest.raises(ValueError, match="x"), own_files():
+        raise ValueError("x")
+    assert os.umask(0) == 0
+
+
+# names lead nowhere else
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../escape", "/escape", "a/b", "..", ".", "a\\b", "", "a\nb", "a\x1b[31m", "x" * 300, "~",
+     "$(touch x)", "-rf", "a\0b", "con fig", "‮gnp"],
+)  # fmt: skip
+def test_a_run_s_name_is_a_name_and_no_path(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RunnerError):
+        check(read_arguments([*QUICK, f"name={name!r}" if name else "name=''"]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "key", ["hydra.run.dir=../escape", "hydra.run.dir=outputs/../../escape",
+            "hydra.output_subdir=../../../../../escape"],
+)  # fmt: skip
+def test_a_config_file_leads_no_run_out_of_the_output_root(key: str, tmp_path: Path) -> None:
+    name, _, value = key.partition("=")
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    group, leaf = name.removeprefix("hydra.").partition(".")[::2]
+    inner = f"{group}: {{{leaf}: '{value}'}}" if leaf else f"{group}: '{value}'"
+    text = f"# @package _global_\ntraining: {{steps: 1}}\nhydra: {{{inner}}}\n"
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(text)
+    before = sorted(tmp_path.parent.iterdir())
+    with pytest.raises(RunnerError):
+        launch(check(read_arguments(["data=cancer", "--config-dir=conf", "experiment=own"])))
+    assert sorted(tmp_path.parent.iterdir()) == before
+    assert not (tmp_path / "escape").exists()
+
+
+def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
+    tmp_path: Path,
+) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("precious")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    names = (".summary.json.tmp", "summary.json", "report.md", "debug/history.json",
+             "metrics.jsonl", "run.log", ".report.md.tmp", "provenance.json")  # fmt: skip
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(outside)
+    set_up_logging("info", folder)
+    with build(compose(QUICK), folder) as run:
+        train(run)
+    assert outside.read_text() == "precious"
+    folder.chmod(0o755)
+    with pytest.raises(SecurityError, match="a link that leads out"):
+        keep_private(folder, SecurityLevel.strict)
+
+
+def test_names_in_a_manifest_are_never_paths(tmp_path: Path) -> None:
+    """Written by hand with a digest that fits."""
+    from runner.checkpoint.manifest import read_manifest
+    from runner.security.sealed import read_sealed, sealed
+
+    with build(compose(QUICK), tmp_path / "run") as run:
+        train(run)
+    place = next((tmp_path / "run" / "checkpoints").glob("step_*")) / "manifest.json"
+    body = read_sealed(place, read_sealed_format(place))
+    entry = next(iter(body["files"].values()))
+    for name in ("../../../secret.txt", "/etc/hostname", "state.pt\0x"):
+        body["files"] = {"model.safetensors": entry, name: entry}
+        place.write_bytes(sealed(body))
+        with pytest.raises((RunnerError, ConfigError), match="lists"):
+            read_manifest(place.parent)
+
+
+def read_sealed_format(place: Path) -> int:
+    import json
+
+    return int(json.loads(place.read_text())["format"])
+
+
+def test_a_warning_names_a_place_on_one_line(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    place = tmp_path / "a\nb"
+    place.mkdir()
+    place.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        (told, *_) = keep_private(place, SecurityLevel.standard)
+    assert "can be written by everybody" in told
