@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -124,6 +125,13 @@ def alone(steps: int, setup: float = 43.0, budget_s: float = 20.0) -> Found:
     """The search of a run whose only candidate saves 15 ms of 59.5 a step."""
     crew = PlantedCrew({"whole_step": 0.75}, none_ms=59.5, setups={"whole_step": setup})
     return searched(crew, steps=steps, budget_s=budget_s, space=ALONE)
+
+
+def test_an_interval_of_too_few_blocks_is_open_over_the_run_too() -> None:
+    row = Tried("amp", ["amp"], final_ratio=3.0, final_interval=(0.0, math.inf))
+    assert row.worth(100.0) == (3.0, 0.0, math.inf)
+    row.extra_seconds = 50.0
+    assert row.worth(100.0) == (pytest.approx(1.2), 0.0, pytest.approx(2.0))
 
 
 def test_that_compiling_is_not_paid_back_is_said_with_the_steps_from_which_it_would_be() -> None:
