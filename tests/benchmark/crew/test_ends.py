@@ -101,7 +101,7 @@ def test_arms_that_wait_are_let_go_with_their_files_closed(tmp_path: Path) -> No
 
 
 SCRIPT = """
-import sys
+import signal
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.crew import Crew
@@ -109,6 +109,7 @@ from tests.benchmark.crew.arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
 from runner.config import compose
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     arms = [Arm("one", compose(["data=digits", "model=mlp", "data.workers=1", "data.prefetch=2"]))]
     with Crew(arms, BenchmarkConfig(), None) as crew:
         crew.start("one")
