@@ -39,6 +39,7 @@ LONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_take_again(
     tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
