@@ -68,6 +68,7 @@ def test_a_signal_ends_in_a_checkpoint_and_its_exit_code(
 def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "data.workers=1", "+data.seconds=600")
+    wait_until(lambda: (folder / "provenance.json").exists(), process)  # git is a child too
     wait_until(lambda: psutil.Process(process.pid).children(), process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)

@@ -49,7 +49,7 @@ def speed(comparison: Comparison) -> Iterator[Markup]:
     if any(row.speedup_interval for row in rows):
         about += " Whiskers are 95 % intervals."
     if words.too_noisy(comparison.benchmark):
-        about += f" The machine was too noisy to tell anything apart: ± {words.share(floor)}."
+        about += f" The machine was noisy: nothing within ± {words.share(floor)} is claimed."
     elif floor:
         about += f" Nothing in the hatched strip, ± {words.share(floor)}, is claimed."
     if comparison.kind == "sweep":

@@ -184,13 +184,12 @@ def unclaimed(found: BenchmarkResult) -> str:
     """Within what nothing is claimed, as a part of a sentence."""
     if found.noise_floor is None:
         return "nothing is claimed: the noise floor is not known"
-    if too_noisy(found):
-        return f"too noisy to tell anything apart: the noise floor is ± {share(found.noise_floor)}"
-    return f"nothing within ± {share(found.unclaimed)} is claimed"
+    noisy = "too noisy for more: " if too_noisy(found) else ""
+    return f"{noisy}nothing within ± {share(found.unclaimed)} is claimed"
 
 
 def too_noisy(found: BenchmarkResult | None) -> bool:
-    """Whether the reference differed from itself so much that no ratio says anything."""
+    """Whether the reference differed from itself so much that few ratios say anything."""
     return found is not None and (found.noise_floor or 0.0) > NOISY
 
 

@@ -107,6 +107,7 @@ def test_completion_and_hydras_own_help_answer(folder: Path) -> None:
     assert run(folder, "-sc").returncode == 2
 
 
+@pytest.mark.slow  # tests/sweep has it in parts
 def test_a_sweep_goes_on_after_a_failure_names_it_and_exits_with_7(folder: Path) -> None:
     done = run(
         folder, "-m", "model._target_=own_package.Net", "security.trusted=[own_package]",

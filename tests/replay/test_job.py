@@ -43,6 +43,7 @@ def run_alone(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # test_seeded_faults has it without the command line
 def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
     captured: Any, marked: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_only_a_record_of_this_try_counts(tmp_path: Path) -> None:
         child.close()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_leaves_a_comparison(folder: Path) -> None:
     process = started(folder, "seed=0,1")
     wait_until(lambda: bool(trained(folder)), process)

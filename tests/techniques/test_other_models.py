@@ -56,7 +56,8 @@ def told(summary: Summary) -> None:
         assert "could not be looked at" not in row.reason, (name, row.reason)
 
 
-LEVELS = ["none", "basic", "advanced", "memory_efficient"]
+LEVELS = ["none", pytest.param("basic", marks=pytest.mark.slow), "memory_efficient",
+          pytest.param("advanced", marks=pytest.mark.slow)]  # fmt: skip
 COMPILED = [
     pytest.param(
         level,

@@ -117,6 +117,7 @@ def test_denormals_are_zero_while_a_run_lasts() -> None:
     assert "denormals_are_zero" not in off.facts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() -> None:
     code = (

@@ -142,6 +142,7 @@ def _measured(config: RunConfig, given: Given) -> Found:
         except RunnerError:
             raise  # it would end the run as well
         except Exception as error:  # the run itself will say it, if it meets it
+            log.error("optimization=auto failed", exc_info=error, extra={"live": True})
             return Found(reason=f"nothing could be measured: {type(error).__name__}: {error}")
 
 

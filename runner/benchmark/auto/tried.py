@@ -50,11 +50,14 @@ class Tried:
         """Time of the whole run at `none` by that with it, and the interval of that."""
         if self.final_ratio is None or self.final_interval is None:
             return 0.0, 0.0, 0.0
-        ratios = (self.final_ratio, *self.final_interval)
-        found = [
-            none_seconds / (self.extra_seconds + none_seconds / r) if r else 0.0 for r in ratios
-        ]
-        return found[0], found[1], found[2]
+        extra = self.extra_seconds / none_seconds
+
+        def over_the_run(ratio: float) -> float:
+            share = extra + 1 / ratio if ratio else math.inf
+            return 1 / share if share else math.inf  # an interval of few blocks may be open
+
+        low, high = self.final_interval
+        return over_the_run(self.final_ratio), over_the_run(low), over_the_run(high)
 
     def pays_from(self, none_ms: float, floor: float) -> float | None:
         """The steps from which on a run is faster with it, by the rule of `by_preference`.

@@ -1,0 +1,166 @@
+"""`optimization=auto` in real runs: what it chooses is kept, taken again, and ended cleanly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.benchmark.auto.cache import remembered
+from runner.benchmark.auto.choose import EVIDENCE, YAML, arms_in, resolved
+from runner.benchmark.auto.space import NONE, space_of
+from runner.build import build
+from runner.config import compose, compose_raw, typed
+from runner.errors import ConfigError
+from runner.jobs.train import main as train
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "runner" / "auto"
+
+
+LONG = [
+    "optimization=auto", "model.width=512", "training.steps=20000", "training.batch_size=256",
+    "optimization.auto.budget_s=2", "optimization.auto.without=[compile,whole_step]",
+    "optimization.auto.advise=false", "checkpoint=off",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_take_again(
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = compose(LONG)
+    given = resolved(config, tmp_path / "run")
+    assert given.optimization is not None
+    asked = [name for name, t in given.optimization.techniques() if t.enabled]
+    evidence = json.loads((tmp_path / "run" / EVIDENCE).read_text())
+    assert evidence["techniques"] == asked
+    rows = {row["name"]: row for row in evidence["tried"]}
+    assert "system fused_optimizer" in rows
+    assert all(row["why"] or row["state"] == "chosen" for row in rows.values())
+    if evidence["chosen"] != NONE:
+        assert rows[evidence["chosen"]]["parity"] != "FAIL"
+        assert rows[evidence["chosen"]]["final_interval"][0] > 1
+    assert evidence["left_out"]["compile"] == "optimization.auto.without names it"
+
+    # the file is an option of the group, and its command says the same
+    folder = tmp_path / "conf" / "optimization"
+    folder.mkdir(parents=True)
+    text = (tmp_path / "run" / YAML).read_text()
+    (folder / "mine.yaml").write_text(text)
+    by_file = typed(compose_raw(["optimization=mine"], folders=[tmp_path / "conf"])).optimization
+    command = next(line for line in text.splitlines() if "python -m runner" in line)
+    by_hand = compose(shlex.split(command.removeprefix("#"))[3:]).optimization
+    for other in (by_file, by_hand):
+        assert other.techniques() == given.optimization.techniques()
+
+    # another run of the same kind measures nothing
+    (stored,) = own_cache.glob("*.json")
+    before = len(multiprocessing.active_children())
+    again_given = resolved(config, tmp_path / "second")
+    assert again_given.optimization == given.optimization
+    assert "measured before" in again_given.chosen[0].reason
+    assert len(multiprocessing.active_children()) == before
+
+    stored.write_text("{half a")
+    assert remembered(stored.stem) is None
+    assert "is damaged and not used" in caplog.text
+
+
+def test_a_run_too_short_for_a_search_takes_what_is_free_and_says_so(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    summary = train(compose(["optimization=auto", "training.steps=30"]), tmp_path)
+    (choice,) = [c for c in summary.choices if c.key == "optimization"]
+    assert choice.value in ("system fused_optimizer", NONE)
+    assert "budget_s=60 is for runs of 120 s" in choice.reason
+    assert not own_cache.exists()
+    asked = {row.name for row in summary.techniques if row.requested}
+    assert asked == set(choice.value.split()) - {NONE}
+    assert (tmp_path / YAML).is_file()
+
+
+def test_a_run_that_is_continued_keeps_what_it_had_chosen(tmp_path: Path, own_cache: Path) -> None:
+    first = train(compose(["optimization=auto", "training.steps=20"]), tmp_path)
+    more = ["optimization=auto", "training.steps=40", "checkpoint.resume=auto"]
+    second = train(compose(more), tmp_path)
+    chosen = [[c for c in s.choices if c.key == "optimization"][0] for s in (first, second)]
+    assert chosen[0].value == chosen[1].value
+    assert chosen[1].reason == "as before the run was resumed"
+    assert second.steps == 40
+
+
+def test_what_is_switched_on_by_name_is_on_in_every_candidate() -> None:
+    config = compose(["optimization=auto", "optimization.amp.enabled=true"])
+    space = space_of({"tf32": "not here"}, ["amp"], memory=False)
+    arms = arms_in(config, space)
+    assert all(arm.config.optimization.amp.enabled for arm in arms)
+    assert [arm.name for arm in arms][:2] == [NONE, "none again"]
+    assert all(not arm.config.checkpoint.enabled for arm in arms)
+
+
+def test_auto_is_refused_where_nobody_resolved_it() -> None:
+    with pytest.raises(ConfigError, match="found out by measuring"):
+        build(compose(["optimization=auto"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("budget_s", "0"), ("memory_budget_mb", "-1"), ("without", "[ampp]")]
+)
+def test_a_knob_that_is_wrong_is_named(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"optimization.auto.{key}"):
+        compose(["optimization=auto", f"optimization.auto.{key}={value}"])
+
+
+def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner", *LONG, "optimization.auto.budget_s=5",
+               "training.steps=100000", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "none: up" in line:
+                    break
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert family
+            process.send_signal(signal.SIGINT)
+            rest = process.stdout.read()
+            assert process.wait(60) == 130, rest
+        finally:
+            process.kill()
+    assert "while optimization=auto was measuring" in rest
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+@pytest.mark.slow
+def test_the_choice_is_within_five_percent_of_an_exhaustive_search(own_cache: Path) -> None:
+    spec = importlib.util.spec_from_file_location("bench_auto", ROOT / "scripts" / "bench_auto.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # its dataclasses look themselves up there
+    spec.loader.exec_module(script)
+    found = script.compare("mlp", script.MODELS["mlp"], steps=50_000, budget_s=60, each_s=3)
+    assert found.kept, script.table([found])
