@@ -48,7 +48,7 @@ def explain(
     choices = [str(o) for o in typed if o.key in groups and o.sign != "~"]
     try:
         config = compose(choices)
-    except (HydraException, OmegaConfBaseException):
+    except (HydraException, OmegaConfBaseException, ValueError):
         return translated(error)
     for override in typed:
         if override.key in groups or override.key.startswith("hydra/"):

@@ -98,6 +98,22 @@ def test_a_refusal_names_the_file_the_line_and_the_way_out(folder: Path) -> None
     assert "own.yaml:4" in said and "a.B" in said and "security.trusted=[a]" in said
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# @package _global_ : foo\n", "own.yaml: its first line is no header"),
+        ("# @package\n", "own.yaml: its first line is no header"),
+        ("# @package _global_\ndefaults: [null]\n", "Unsupported type in defaults"),
+    ],
+)
+def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(
+    folder: Path, text: str, said: str
+) -> None:
+    case = Case("", ["--config-dir=theirs", "experiment=own"], {"theirs/experiment/own.yaml": text})
+    with pytest.raises(ConfigError, match=said):
+        ask(case, folder)
+
+
 def test_a_file_that_changes_after_it_was_checked_is_refused(folder: Path) -> None:
     case = Case(
         "",

@@ -52,10 +52,15 @@ class Reading:
                 found: ConfigResult = before(source, config_path)
                 return found
             text = reading.read(path)
+            try:
+                header = ConfigSource._get_header_dict(text[:512])
+            except ValueError as error:
+                raise ConfigError(
+                    path, f"its first line is no header: {error}", "write # @package _global_"
+                ) from error
             return ConfigResult(
                 provider=source.provider, path=f"file://{source.path}",
-                config=OmegaConf.load(io.StringIO(text)),
-                header=ConfigSource._get_header_dict(text[:512]),
+                config=OmegaConf.load(io.StringIO(text)), header=header,
             )  # fmt: skip
 
         file.load_config = load_config
