@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from runner.build import build
     from runner.checks.outputs import sanitise
-    from runner.config import RunConfig, compose
+    from runner.composing import compose
+    from runner.config import RunConfig
     from runner.evaluation import evaluate
     from runner.hook import Hook, Verdict
     from runner.library.benchmark import benchmark_optimizations, show_comparison
@@ -57,7 +58,7 @@ _HOMES = {
     "Verdict": "runner.hook",
     "benchmark_optimizations": "runner.library.benchmark",
     "check_model": "runner.library.model_check",
-    "compose": "runner.config",
+    "compose": "runner.composing",
     "create_training_pipeline": "runner.library.pipeline",
     "debug_operation": "runner.library.debugging",
     "debugger": "runner.library.debugging",

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from runner.batch import Batch, Loader, Sizes
     from runner.captures.taking import Captures
-    from runner.checks.inputs.admission import Inputs
     from runner.checkpoint.checkpointer import Checkpointer
+    from runner.checks.inputs.admission import Inputs
     from runner.device.device import Device
     from runner.hook import Evaluation, Hook
     from runner.objective import Objective

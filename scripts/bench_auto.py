@@ -30,7 +30,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.crew import Crew
 from runner.benchmark.statistics import noise_floor
 from runner.build import Given
-from runner.config import compose
+from runner.composing import compose
 
 MODELS = {
     "mlp": ["data=synthetic", "data.form=tabular", "data.features=784", "model=mlp",

@@ -46,6 +46,7 @@ evaluation outcome step stopwatch benchmark.result
 techniques hooks debug checks models objectives data optim loop
 overrides
 config
+composing
 tables watchers
 build
 doctor measure
@@ -60,8 +61,8 @@ __main__ __init__
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-errors *_config batch objective hook technique run summary overrides.* config cli.* __main__
-__init__ *.__init__ *.config module_path security.intent.* security.targets security.plain
+errors *_config batch objective hook technique run summary overrides.* config composing cli.*
+__main__ __init__ *.__init__ *.config module_path security.intent.* security.targets security.plain
 sweep.* benchmark.result benchmark.arms report.*
 """.split()
 

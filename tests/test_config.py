@@ -12,16 +12,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import runner
-from runner.config import (
-    RunConfig,
-    compose,
-    compose_raw,
-    config_hash,
-    flat,
-    from_plain,
-    plain,
-    typed,
-)
+from runner.composing import compose, compose_raw, from_plain, typed
+from runner.config import RunConfig, config_hash, flat, plain
 from runner.data import config as data_config
 from runner.errors import ConfigError, SecurityError
 from runner.jobs import JOBS
@@ -142,7 +134,10 @@ def default() -> RunConfig:
 
 
 def test_the_hash_is_the_same_in_every_process(default: RunConfig) -> None:
-    code = "from runner.config import compose, config_hash; print(config_hash(compose()))"
+    code = (
+        "from runner.composing import compose; from runner.config import config_hash;"
+        "print(config_hash(compose()))"
+    )
     got = subprocess.check_output([sys.executable, "-c", code], cwd=CONF.parent, text=True)
     assert got.strip() == config_hash(default)
 
@@ -228,7 +223,7 @@ def test_the_public_names_are_these() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import runner, runner.config, sys; runner.compose; assert 'torch' not in sys.modules",
+        "import runner, runner.composing, sys; runner.compose; assert 'torch' not in sys.modules",
         "import runner.build; from runner import build; assert callable(build), build",
         "from runner import build as a; import runner.build; assert runner.build is a",
     ],

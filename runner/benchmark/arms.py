@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.config import RunConfig, compose_raw, typed
+from runner.composing import compose_raw, typed
+from runner.config import RunConfig
 from runner.data.config import LOADING
 from runner.errors import ConfigError
 from runner.overrides.diagnosis import nearest

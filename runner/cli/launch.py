@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
 from runner.cli.sweep import compare, quiet_hydra
-from runner.config import typed
+from runner.composing import typed
 from runner.device.openmp import patience
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
 from runner.jobs import find

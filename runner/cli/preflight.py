@@ -16,7 +16,8 @@ from runner.cli.arguments import Arguments
 from runner.cli.replay import with_captured
 from runner.cli.resume import Resumed, unfinished, with_recorded
 from runner.cli.sweep import prepare
-from runner.config import RunConfig, compose_raw, config_hash, typed
+from runner.composing import compose_raw, typed
+from runner.config import RunConfig, config_hash
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import quoted, some_jobs, spelled

@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.cli.arguments import Arguments
-from runner.config import typed
+from runner.composing import typed
 from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner.batch import Inputs, Sizes
 from runner.build import Given, build
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import RunnerError, UsageError
 from runner.library import batches
 from runner.library.batches import InMemory

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.config import compose
+from runner.composing import compose
 from runner.device import memory, phases, resources
 from runner.device.device import select
 from runner.device.leaks import LeakDetector, Trend

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
 from runner.batch import Sizes
-from runner.config import RunConfig, compose
+from runner.composing import compose
+from runner.config import RunConfig
 from runner.data.config import DataConfig
 from runner.data.foreign import Foreign
 from runner.data.infer import infer_sizes

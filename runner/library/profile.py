@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from runner.batch import Inputs
-from runner.config import compose
+from runner.composing import compose
 from runner.device.device import Device, select
 from runner.errors import RunnerError, UsageError
 from runner.library import batches, measurements

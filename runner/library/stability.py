@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import UsageError
 from runner.library.assembly import check_module, check_optimizer, check_overrides
 from runner.library.guarded import Guarded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.config import compose
+from runner.composing import compose
 from runner.jobs.doctor import examine
 
 

@@ -22,7 +22,8 @@ from runner.captures.opening import Capture, open_capture
 from runner.captures.taking import fill, noise
 from runner.checkpoint.folder import step_name
 from runner.checkpoint.snapshot import Copier
-from runner.config import RunConfig, from_plain
+from runner.composing import from_plain
+from runner.config import RunConfig
 from runner.data.loader import mover
 from runner.errors import CheckpointError, UsageError
 from runner.evaluation import evaluate

@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoint.lock import lock
-from runner.config import config_hash, flat, typed
+from runner.composing import typed
+from runner.config import config_hash, flat
 from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
 from runner.overrides.spelling import quoted

@@ -13,7 +13,7 @@ import pytest
 from runner.benchmark.agreement import PLAIN, Judge, Verdict
 from runner.benchmark.arms import Arm
 from runner.build import Given
-from runner.config import compose
+from runner.composing import compose
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 

@@ -19,7 +19,7 @@ from runner.benchmark.differences import (
     differing_work,
     other_work,
 )
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from runner.benchmark.heat import With
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.sentences import sentences
 from runner.benchmark.trials import added, removed
-from runner.config import compose
+from runner.composing import compose
 from tests.benchmark.simulated import MIB, World
 
 SPEEDUPS = {

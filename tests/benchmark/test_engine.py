@@ -20,7 +20,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.crew import Finished, Ready
 from runner.benchmark.engine import Cut, failures, measure
 from runner.benchmark.result import SAME, BenchmarkResult
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import ConfigError
 from tests.benchmark.simulated import Simulation, World
 

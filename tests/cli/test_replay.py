@@ -13,7 +13,8 @@ from runner.captures.manifest import FOLDER, Manifest, Weights
 from runner.checkpoint.manifest import MODEL, STATE, sealed
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.config import RunConfig, compose, compose_raw, plain
+from runner.composing import compose, compose_raw
+from runner.config import RunConfig, plain
 from runner.errors import CheckpointError, ConfigError, SecurityError, UsageError
 
 CAPTURE = f"run/{FOLDER}/step_00000012"

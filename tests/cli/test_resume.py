@@ -12,7 +12,8 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
 from runner.cli.resume import with_recorded
-from runner.config import compose, config_hash
+from runner.composing import compose
+from runner.config import config_hash
 from runner.errors import CheckpointError, ConfigError
 
 TIME = 1_700_000_000

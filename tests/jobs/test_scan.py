@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
 from runner.jobs.scan import main
 from runner.security.gate.assessing import Assessor

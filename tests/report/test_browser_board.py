@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from runner.build import build
-from runner.config import compose
+from runner.composing import compose
 from runner.loop import train
 from runner.report.board import write_board
 from runner.report.comparison import Comparison, Row

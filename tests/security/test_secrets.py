@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from runner import masking
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
-from runner.config import compose, config_hash, flat, from_plain, plain, typed
+from runner.composing import compose, from_plain, typed
+from runner.config import config_hash, flat, plain
 from runner.errors import ConfigError, SecurityError
 from runner.overrides.groups import CONF
 from runner.record import markdown

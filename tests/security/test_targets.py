@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import ConfigError, SecurityError
 from runner.security.targets import assembled, construct, nested, resolve
 

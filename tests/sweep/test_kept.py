@@ -13,7 +13,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from runner.config import compose
+from runner.composing import compose
 from runner.errors import StorageError
 from runner.overrides.spelling import quoted
 from runner.sweep import identity, job

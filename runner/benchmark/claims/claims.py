@@ -40,7 +40,8 @@ from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
 from runner.benchmark.machine import machine
 from runner.benchmark.rows import load_of
 from runner.benchmark.statistics import Estimate, noise_floor
-from runner.config import RunConfig, compose
+from runner.composing import compose
+from runner.config import RunConfig
 from runner.errors import Interrupted, RunnerError
 from runner.record import provenance
 

@@ -19,7 +19,7 @@ from runner.benchmark.auto.cache import remembered
 from runner.benchmark.auto.choose import EVIDENCE, YAML, arms_in, resolved
 from runner.benchmark.auto.space import NONE, space_of
 from runner.build import build
-from runner.config import compose, compose_raw, typed
+from runner.composing import compose, compose_raw, typed
 from runner.errors import ConfigError
 from runner.jobs.train import main as train
 

@@ -106,7 +106,7 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.crew import Crew
 from tests.benchmark.crew.arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
-from runner.config import compose
+from runner.composing import compose
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored

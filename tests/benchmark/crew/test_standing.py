@@ -11,7 +11,7 @@ import pytest
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.crew import Crew
-from runner.config import compose
+from runner.composing import compose
 
 PARTS = "tests.benchmark.arm_parts"
 SLOW = [

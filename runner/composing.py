@@ -1,0 +1,214 @@
+"""From overrides to a `RunConfig`: Hydra composes, and after `typed` nothing sees its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
+
+from runner.config import NOT_OF_THE_RUN, RunConfig
+from runner.data import config as data_config
+from runner.errors import ConfigError
+from runner.jobs.config import JobKind
+from runner.models import config as model_config
+from runner.overrides.groups import CONF
+from runner.security import hidden, secrets
+from runner.security.intent.expansion import check_expansion
+from runner.security.plain import check_plain
+from runner.sweep.config import LauncherConfig
+
+
+def register() -> None:
+    """Tell Hydra every key and its type, and what the names in config.yaml stand for.
+
+    Data and model have one schema per option, so that an option has its own keys and no others.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(group="schema", name="run", node=RunConfig)
+    store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
+    for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
+        for kind, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=kind, node=schema)
+    secrets.install()
+    OmegaConf.register_new_resolver("runner.name", _default_name, replace=True)
+    OmegaConf.register_new_resolver("runner.id", _random_id, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("runner.home", _home, replace=True)
+    # cached by the text of its argument: jobs of a sweep get what the first one got
+    OmegaConf.register_new_resolver("runner.once", _same, use_cache=True, replace=True)
+
+
+def _default_name(*, _root_: DictConfig) -> str:
+    if _root_.job.kind in (JobKind.doctor, JobKind.scan):
+        return str(_root_.job.kind.name)
+    names = []
+    for group in ("data", "model"):
+        part = _root_[group]
+        names.append((part.get("_target_") or part.kind).rpartition(".")[2])
+    return "-".join(names)
+
+
+HOMES = {JobKind.replay: "replays", JobKind.benchmark: "benchmarks", JobKind.scan: "scans"}
+
+
+def _home(kind: Any) -> str:
+    """Replays and benchmarks lie apart, so that the newest folder of `outputs/runs` is a run's."""
+    return HOMES.get(JobKind(getattr(kind, "value", kind)), "runs")
+
+
+def _random_id() -> str:
+    from secrets import token_hex
+
+    return token_hex(3)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
+    """The config that `python -m runner` would have with these overrides.
+
+    Works inside another Hydra application too. Raises ConfigError.
+    """
+    from runner.overrides.spelling import spelled
+
+    with secrets.door(secrets.typed_names(overrides)):
+        return typed(compose_raw(spelled(overrides, compose_raw)))
+
+
+def compose_raw(
+    overrides: Sequence[str],
+    config_name: str = "config",
+    folders: Sequence[Path] = (),
+    hydra_too: bool = False,
+    conf: Path = CONF,
+) -> DictConfig:
+    """What Hydra composes, untyped, with the groups in `folders` besides those in `conf`.
+
+    Hydra's own state is left as it was found. Raises ConfigError, and SecurityError where following
+    its references would take too much.
+    """
+    from hydra.errors import HydraException
+
+    def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
+        path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
+        return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
+
+    try:
+        found = compose(list(overrides), hydra_too)
+        check_expansion(found)
+        return found
+    except YAMLError as error:
+        raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if refused := secrets.refusal_in(error):
+            raise refused from None
+        from runner.overrides.diagnosis import explain
+
+        raise explain(error, overrides, compose, folders) from error
+
+
+def _compose(
+    overrides: list[str], config_name: str, hydra_too: bool, conf: Path = CONF
+) -> DictConfig:
+    import hydra
+    from hydra import version
+    from hydra.core.global_hydra import GlobalHydra
+    from packaging.version import Version
+
+    base = version.getbase()
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(conf), job_name="runner", version_base="1.3"):
+            return hydra.compose(config_name, overrides, return_hydra_config=hydra_too)
+    finally:
+        GlobalHydra.instance().hydra = outer
+        if isinstance(base, Version):  # it is a bare object before anyone has set one
+            version.VersionBase.instance().setbase(base)
+
+
+def typed(config: DictConfig) -> RunConfig:
+    """The dataclasses that `config` describes, every check of theirs passed.
+
+    Raises ConfigError for a key that no schema has, a mandatory one without a value, and an
+    interpolation that leads nowhere.
+    """
+    for key, known in _unknown(config, ""):
+        from runner.overrides.diagnosis import nearest
+
+        near = nearest(key, known)
+        raise ConfigError(
+            key, "there is no such key",
+            f"did you mean {near}?" if near else f"there are {', '.join(known)}",
+        )  # fmt: skip
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
+            raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
+        with secrets.a_door(_may_read(config)):
+            found = OmegaConf.to_object(config)
+            hidden.note(config)
+    except OmegaConfBaseException as error:
+        if refused := secrets.refusal_in(error):
+            raise refused from None
+        first = hidden.quotes_masked(str(error).partition("\n")[0])
+        raise ConfigError(error.full_key or "config", first) from error
+    if not isinstance(found, RunConfig):
+        raise ConfigError(
+            "config", "is not that of a run", "its defaults must begin as conf/config.yaml"
+        )
+    return found
+
+
+def _may_read(config: DictConfig) -> list[str]:
+    """The variables that the config of another application says it may read."""
+    found = OmegaConf.to_container(config, resolve=False)
+    security = found.get("security") if isinstance(found, dict) else None
+    names = security.get("environment") if isinstance(security, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Keys added with `+` that the schema does not know, at any depth, and those it does know."""
+    schema = OmegaConf.get_type(config)
+    known = getattr(schema, "__dataclass_fields__", None)
+    for key in config:
+        name = f"{prefix}{key!s}"
+        if known is not None and key not in known:
+            yield name, [f"{prefix}{k}" for k in known]
+        elif not OmegaConf.is_missing(config, key):
+            node = config._get_node(key)
+            if isinstance(node, DictConfig) and not node._is_none():
+                yield from _unknown(node, f"{name}.")
+
+
+def from_plain(found: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
+    """The config that `plain` took apart; whom to trust is for the caller to say.
+
+    Raises ConfigError where it does not fit this version, SecurityError for a class not trusted
+    and for what is no plain data.
+    """
+    check_plain(found, may_read=secrets.permitted())
+    try:
+        config = OmegaConf.structured(RunConfig)
+        for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
+            config[group] = OmegaConf.structured(schemas[found[group]["kind"]])
+        kept = {key: value for key, value in found.items() if key not in NOT_OF_THE_RUN}
+        merged = OmegaConf.merge(config, kept, {"security": {"trusted": list(trusted)}})
+    except (OmegaConfBaseException, LookupError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError("config", f"is not one of this version's runs ({reason})") from error
+    if not isinstance(merged, DictConfig):
+        raise ConfigError("config", "is not that of a run")
+    return typed(merged)
+
+
+register()
