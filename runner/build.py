@@ -45,11 +45,12 @@ from runner.resume import restore
 from runner.run import Run
 from runner.security.gate.policy import Policy
 from runner.security.gate.provenance import own_tree
-from runner.security.targets import construct, resolve
+from runner.security.targets import resolve
 from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
 from runner.tables import look_at
-from runner.technique import Choice, Draft, Engagement, Technique
+from runner.technique import Choice, Draft, Technique
+from runner.techniques.applying import apply_techniques
 from runner.techniques.config import Optimization
 from runner.techniques.whole_step import warn_kept_out
 from runner.watchers import watchers
@@ -160,7 +161,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         choices=choices,
         recorded=recorded,
     )
-    applied, engagements = _apply_techniques(config, draft, given)
+    applied, engagements = apply_techniques(config.optimization, draft, given.techniques, look_up)
     if recorded.get(MICRO_BATCH) == draft.micro_batch and all(
         choice.key != MICRO_BATCH for choice in draft.choices
     ):
@@ -322,57 +323,6 @@ def _length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]
         steps, unit = round((config.data.default_epochs or 10) * steps_per_epoch), "epochs"
     reason = f"no training.steps or training.epochs: data.default_{unit} of {config.data.kind}"
     return max(1, steps), [Choice("training.steps", max(1, steps), reason)]
-
-
-def _apply_techniques(
-    config: RunConfig, draft: Draft, given: Given
-) -> tuple[list[tuple[str, Technique]], list[Engagement]]:
-    """Apply what is asked for and can run here, in order; say why the rest is not."""
-    applied: list[tuple[str, Technique]] = []
-    others: list[Engagement] = []
-    for name, technique in config.optimization.techniques() + _extra_techniques(config, given):
-        if not technique.enabled:
-            others.append(Engagement(name, False, False, "not asked for"))
-            continue
-        reason = technique.unavailable(draft.device) or technique.apply(draft)
-        if reason is None:
-            applied.append((name, technique))
-        else:
-            others.append(Engagement(name, True, False, reason))
-    if config.optimization.strict:
-        _refuse([row for row in others if row.requested])
-    return applied, others
-
-
-def _refuse(rows: list[Engagement]) -> None:
-    """Under optimization.strict: say of all that cannot take hold why, at once."""
-    if not rows:
-        return
-    first, *more = rows
-    reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
-    off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
-    raise ConfigError(
-        f"optimization.{first.name}",
-        f"cannot take hold: {reason}",
-        f"set {off}, or optimization.strict=false",
-    )
-
-
-def _extra_techniques(config: RunConfig, given: Given) -> list[tuple[str, Technique]]:
-    """The user's own techniques, after ours."""
-    found: list[tuple[str, Technique]] = []
-    for target in config.optimization.extra:
-        if target in given.techniques:
-            found.append((target.rpartition(".")[2], given.techniques[target]))
-            continue
-        key = "optimization.extra"
-        technique = construct(
-            resolve(target, key, config.security.names), {"enabled": True}, {}, key
-        )
-        if not isinstance(technique, Technique):
-            raise ConfigError(key, f"{target} is no Technique", "inherit from runner.Technique")
-        found.append((target.rpartition(".")[2], technique))
-    return found
 
 
 def _whole_step(draft: Draft, update: Update, fallen: dict[str, str]) -> WholeStep | None:
