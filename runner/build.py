@@ -18,12 +18,14 @@ from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.checks.inputs.admission import Inputs
+from runner.checks.inputs.beforehand import SMALL, Beforehand
 from runner.checks.inputs.look import InputChecks
 from runner.config import RunConfig, config_hash, flat, plain
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.source import Source
+from runner.data.tensors import Tensors
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
@@ -271,6 +273,12 @@ def _inputs(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | None:
     device, per_epoch = run.device.torch, train.steps_per_epoch
     inputs = Inputs(checks, run.history, run.folder, device, per_epoch)
     inputs.indices, inputs.stand_in = train.indices, partial(train.fetch, (0, 0))
+    source, order = train.fetch.source, train.fetch.order
+    work = order.batch_size * sum(weight.numel() for weight in run.model.parameters())
+    if type(source) is Tensors and work < SMALL:
+        inputs.beforehand = Beforehand(
+            source.inputs, source.target, order.indices, order.batch_size
+        )
     train.inspector = inputs
     return inputs
 

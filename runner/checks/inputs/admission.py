@@ -13,7 +13,9 @@ from torch import Tensor
 
 from runner.batch import Batch
 from runner.checks.config import Policy
+from runner.checks.inputs.beforehand import Beforehand
 from runner.checks.inputs.cases import Case, Told, action, kept
+from runner.checks.inputs.here import numbers
 from runner.checks.inputs.look import WAYS_OUT, Finding, InputChecks, Look
 from runner.checks.inputs.measure import exchanged, leaves
 from runner.checks.inputs.there import There, Underway, vetoes
@@ -63,6 +65,8 @@ class Inputs:
         self.stand_in: Callable[[], Batch] | None = None  # a batch of the usual form
         self.at_once = "cpu"  # the kind of device whose batches are read there and then
         self.there = There(device)
+        self.beforehand: Beforehand | None = None  # where it can speak for batches
+        self.cleared = 0  # number of a step whose batch needs no look
         self.admitted: Admitted | None = None
         self.veto: Tensor | None = None  # 1 where the update of the step at hand is not to be made
         self.vetoed: list[int] = []  # steps, until the guardian has taken them
@@ -74,6 +78,9 @@ class Inputs:
     def inspect(self, step: int, batch: Batch) -> Batch:
         """The batch of that step (0 is the first), as it may go on; DataError where none may."""
         number = step + 1
+        if self.beforehand is not None and self.beforehand.clears(step, batch, self.checks):
+            self.cleared = number
+            return batch
         told: list[Told] = []
         places: list[int] = []  # of what is left, in the batch as it came
         for _ in range(ROUNDS):
@@ -113,10 +120,10 @@ class Inputs:
 
     def admit(self, number: int, batch: Batch) -> Batch:
         """The batch that the step is made of; sets `veto`. Raises DataError by policy: stop."""
-        self.read(number - LATE)
-        if self.refusal is not None:
-            refusal, self.refusal = self.refusal, None
-            raise refusal
+        self._catch_up(number - LATE)
+        if self.cleared == number:
+            self.veto, self.in_a_row = None, 0
+            return batch
         if self.admitted is None or self.admitted.number != number:
             if any(t.device.type != self.at_once for t in leaves(batch).values()):
                 return self._admit_there(number, batch)
@@ -145,10 +152,7 @@ class Inputs:
 
     def settle(self) -> None:
         """At the end: what is on its way, and the refusal that may come of it."""
-        self.read(2**62)
-        if self.refusal is not None:
-            refusal, self.refusal = self.refusal, None
-            raise refusal
+        self._catch_up(2**62)
 
     # -- on the CPU ----------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class Inputs:
         checks = self.checks
         seen = checks.see(batch)
         if seen.plan.entries and not checks.lost(seen):
-            row = checks.measure.row(seen.found, seen.plan).tolist()
+            row = numbers(checks.measure, seen.found, seen.plan)
             checks.judge(seen, row, number, self._epoch(number))
         return seen
 
@@ -210,6 +214,12 @@ class Inputs:
         if vetoes(checks, "labels"):
             batch = exchanged(batch, checks.harmless(seen))
         return batch
+
+    def _catch_up(self, last: int) -> None:
+        self.read(last)
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
 
     def _take(self, entry: Underway) -> None:
         """The numbers of an earlier step: say what they mean, learn from them."""
@@ -288,5 +298,5 @@ class Inputs:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.checks.load(state["checks"])
-        self.in_a_row, self.admitted = state["in_a_row"], None
+        self.in_a_row, self.admitted, self.cleared = state["in_a_row"], None, 0
         self.there.load(state["underway"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from runner.batch import Batch
 from runner.checks.config import InputsConfig, Policy
 from runner.checks.inputs.baseline import Baseline
+from runner.checks.inputs.here import numbers
 from runner.checks.inputs.limits import Limit, limits
 from runner.checks.inputs.measure import (
     Labels,
@@ -92,7 +93,7 @@ class InputChecks:
         step = self.last + 1
         seen = self.see(batch)
         if seen.plan.entries and not self.lost(seen):
-            self.judge(seen, self.measure.row(seen.found, seen.plan).tolist(), step, epoch)
+            self.judge(seen, numbers(self.measure, seen.found, seen.plan), step, epoch)
         self.remember(seen, step, epoch)
         return [reason(finding) for finding in seen.findings]
 

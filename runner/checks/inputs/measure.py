@@ -146,7 +146,7 @@ class Measure:
         for name in dict.fromkeys(entry.leaf for entry in plan.entries):
             tensor = found[name]
             if name == plan.labels:
-                scalars += self._of_labels(tensor)
+                scalars += self.of_labels(tensor)
                 continue
             values = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
             flat = values.reshape(-1)
@@ -164,7 +164,8 @@ class Measure:
         parts += marks
         return torch.cat(parts).to(torch.float32) if parts else torch.zeros(0)
 
-    def _of_labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
+    def of_labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest, of those that stand for a class."""
         ignored = self.known.ignored
         if ignored is not None:
             target = torch.where(target == ignored, 0, target)
@@ -185,7 +186,7 @@ class Measure:
         samples = values.reshape(len(values), -1)
         step = -(-samples.shape[1] // MOST_FEATURES)
         samples = samples[:, ::step] if step > 1 else samples
-        shadow, _ = torch.mv(samples, self._direction(samples)).sort()
+        shadow, _ = torch.mv(samples, self.direction(samples)).sort()
         chosen = shadow.index_select(0, self._places(shadow))
         wide = (shadow[-1] - shadow[0]) * 1e-6
         distinct = (shadow[1:] - shadow[:-1] > wide).sum() + 1
@@ -199,7 +200,8 @@ class Measure:
             self.places[kind] = torch.tensor(places).to(shadow.device)  # waits, once
         return self.places[kind]
 
-    def _direction(self, samples: Tensor) -> Tensor:
+    def direction(self, samples: Tensor) -> Tensor:
+        """What samples are projected on, [features]."""
         kind = samples.shape[1], samples.device, samples.dtype
         if kind not in self.directions:
             own = torch.Generator().manual_seed(20_14)  # apart from the run's own generators
