@@ -46,7 +46,7 @@ from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
 from runner.run import Run
 from runner.security.gate.policy import Policy
-from runner.security.gate.provenance import own_tree
+from runner.security.intent.places import own_trees
 from runner.security.targets import resolve
 from runner.stability.guardian import Guardian
 from runner.stopwatch import Stopwatch
@@ -110,7 +110,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         seed_everything(config.seed)
     look_up = partial(resolve, trusted=config.security.names)
 
-    policy = Policy.of(config.security, [] if folder is None else [own_tree(folder)])
+    policy = Policy.of(config.security, own_trees(folder))
     data = given.data or open_data(config.data, look_up, policy)
     data, table_report = look_at(data, config.checks.table)  # may leave out columns and rows
     steps_per_epoch = _steps_per_epoch(config, len(data.train))
@@ -269,6 +269,7 @@ def _inputs(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | None:
         classes=run.objective.indices,
         ignored=run.objective.ignored,
         vocab=run.sizes.vocab,
+        longest=run.sizes.sequence,
     )
     device, per_epoch = run.device.torch, train.steps_per_epoch
     inputs = Inputs(checks, run.history, run.folder, device, per_epoch)

@@ -159,7 +159,7 @@ def typed(config: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         if refused := secrets.refusal_in(error):
             raise refused from None
-        first = hidden.quotes_masked(str(error).partition("\n")[0])
+        first = secrets.named(str(error).partition("\n")[0])
         raise ConfigError(error.full_key or "config", first) from error
     if not isinstance(found, RunConfig):
         raise ConfigError(

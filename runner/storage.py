@@ -66,7 +66,7 @@ class HashedFile:
 
 def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
     """Write a new file durably; `fill` gets it open. Raises OSError when the disk makes trouble."""
-    with open(path, "xb", buffering=1 << 20, opener=_for_owners) as file:
+    with open(path, "xb", buffering=1 << 20, opener=for_owners) as file:
         hashed = HashedFile(file)
         try:
             fill(hashed)
@@ -79,7 +79,7 @@ def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
     return hashed.written
 
 
-def _for_owners(path: str, flags: int) -> int:
+def for_owners(path: str, flags: int) -> int:
     """Never to be written by everybody, whatever the umask says, nor through a planted link."""
     if os.path.islink(path):
         os.unlink(path)
@@ -95,7 +95,7 @@ def replace_text(path: Path, text: str) -> None:
     text = masked(text)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb", opener=_for_owners) as file:
+        with open(temporary, "wb", opener=for_owners) as file:
             file.write(text.encode("utf-8", "backslashreplace"))
         os.replace(temporary, path)
     except OSError:
@@ -128,6 +128,14 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """All of a folder; of a link the link itself, and nothing of what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def make_folder(folder: Path) -> None:

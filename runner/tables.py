@@ -55,7 +55,8 @@ class TableReport(Hook):
     def session(self, run: Run) -> Iterator[None]:
         """Tell of it when the run begins; one that goes on has told already."""
         for choice in self.bad:
-            self._tell(run, "bad_samples", f"bad samples: {choice.reason}", str(choice.value))
+            # the count comes first: it is what must not be cut off
+            self._tell(run, "bad_samples", f"{choice.value} as bad samples: {choice.reason}", "")
         if self.looked is not None:
             for reason, action in zip(self.looked.reasons, self.looked.actions, strict=True):
                 note = reason.severity is Severity.NOTE

@@ -15,7 +15,8 @@ import torch
 
 from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
-from runner.errors import CheckpointError, UsageError
+from runner.errors import CheckpointError, SecurityError, UsageError
+from runner.security.intent.places import resumed_at
 
 HERE = Path(__file__).parent
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
@@ -114,6 +115,21 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(tmp_path: Pat
     other = [*OURS, "data=cancer", "model.width=7", f"checkpoint.resume={tmp_path}"]
     with pytest.raises(CheckpointError, match="does not fit"):
         build(compose(other), tmp_path / "other")
+
+
+def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "outputs" / "runs" / "theirs" / "x"
+    overrides = [*OURS, "data=cancer", "training.steps=2"]
+    with build(compose(overrides), theirs) as run:
+        train(run)
+    again = [*overrides, "security=strict", f"checkpoint.resume={theirs}"]
+    with resumed_at(theirs), pytest.raises(SecurityError, match="this run tree wrote"):
+        build(compose(again), theirs)
+    monkeypatch.chdir(tmp_path)  # and now it is one of ours
+    with resumed_at(theirs), build(compose(again), theirs) as run:
+        assert run.progress.step == 2
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(

@@ -155,7 +155,7 @@ def _override(word: str, text: str, levels: Sequence[str] | dict[str, str]) -> s
         if error.key == KEY:
             raise
         raise ConfigError(KEY, f"{_shown(text)}: {error}") from error
-    if _is_of(key, NOT_OF_ARMS):
+    if _is_of(key, (*NOT_OF_ARMS, "security")):  # one answer to what is trusted
         raise ConfigError(
             KEY, f"{_shown(word)} is about the benchmark, not about one arm",
             "write it on the command line",

@@ -19,7 +19,7 @@ from runner.checkpoint import manifest
 from runner.checkpoint.folder import FOLDER, Restored
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
-from runner.errors import CheckpointError, StorageError
+from runner.errors import CheckpointError, SecurityError, StorageError
 from runner.security.gate.policy import Policy
 
 __all__ = ["Checkpointer", "Restored"]
@@ -57,6 +57,11 @@ class Checkpointer:
         self._failures = 0  # in a row
         self._trouble: OSError | None = None  # why the last save failed, if it did
         self._fault: Exception | None = None  # in the background, and not the disk's
+        if self._root is not None and self._root.is_symlink():  # another run's would be deleted
+            raise SecurityError(
+                f"{self._root}: refused: it is a link, to {self._root.resolve()}; checkpoints are "
+                "written and deleted in a folder of the run's own"
+            )
         if self._root is not None and self._root.is_dir():
             folders.sweep(self._root)
 

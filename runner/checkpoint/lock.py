@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from runner.errors import StorageError, UsageError
+from runner.storage import NO_LINK
 
 try:
     import fcntl
@@ -76,7 +77,8 @@ def lock(folder: Path) -> Lock:
     if _held_here(folder):
         raise UsageError(f"{folder}: this process ({os.getpid()}) already runs in it")
     try:
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_LINK  # what is there is emptied
+        descriptor = os.open(folder / NAME, flags, 0o644)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written to: {error.strerror}") from error
     try:

@@ -15,6 +15,9 @@ MOST_COLUMNS = 2_048  # the first so many are judged; more would take seconds
 MOST_BINS = 256
 ENOUGH = 100  # rows below which a column may give the label by chance
 HARD = 20  # rows that are not of the commonest class, likewise
+# Of up to so many rows one that is wrong is a larger share than a leak may miss. That a column of
+# no meaning gets 19 of 20 among 100 has a chance of 1 in 10^15, and less among more rows.
+RARE = 50
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -30,6 +33,7 @@ class Told:
     value: str = ""  # that is the commonest, as it was read
     share: float = 0.0  # of the rows that have it
     skill: float | None = None  # errors it saves, of those made without it; None: not judged
+    rare: bool = False  # its rows of the few that are not of the commonest class are right but one
     same: bool = False  # each of its values stands for one label, or it sorts as the target does
     counts_rows: bool = False  # a number of the row: it rises by the same from row to row
 
@@ -80,7 +84,7 @@ def tell(
         fact.share, common = _commonest(values)
         fact.value = _as_read(common, column)
         if not fact.constant:
-            fact.skill, fact.same = label.told_by(values)
+            fact.skill, fact.same, fact.rare = label.told_by(values)
         if fact.share < 1 / 2 and not column.values:
             fact.counts_rows = _rises_evenly(values, rows)
     if whole and len(rows) < len(train):
@@ -153,8 +157,9 @@ class _Label:
         self.quantities: list[NDArray[np.float64]] = []
         n = len(target)
         if classes is not None:
-            self.labels = target.astype(np.int64)
-            self.common = int(np.bincount(self.labels, minlength=classes).argmax())
+            # those that there are, numbered anew: one may be no class at all, which others say
+            found, self.labels, count = np.unique(target, return_inverse=True, return_counts=True)
+            self.classes, self.common = len(found), int(count.argmax())
             self.wrong = int((self.labels != self.common).sum())  # without any column
             self.judged = n >= ENOUGH and self.wrong >= HARD
             return
@@ -166,16 +171,21 @@ class _Label:
                 self.quantities.append(values)
         self.judged = n >= ENOUGH and bool(self.ranks)
 
-    def told_by(self, values: Ints | Floats) -> tuple[float | None, bool]:
-        """The skill of the column alone, and whether it is the label under another name."""
+    def told_by(self, values: Ints | Floats) -> tuple[float | None, bool, bool]:
+        """Its skill; whether it is the label; whether it misses at most one of few rows."""
         if not self.judged:
-            return None, False
+            return None, False, False
         order = np.argsort(values, kind="stable")
         codes, several = _bins(values, values[order])
         if self.classes is not None:
             labels = self.labels[order]
-            skill = 1 - int((labels[1:] != labels[:-1]).sum()) / self.wrong
-            return max(0.0, skill, self._by_class(codes)), several and self._is_label(codes)
+            # as often as there are classes it must change, and twice for a row among others
+            changes = int((labels[1:] != labels[:-1]).sum()) - (self.classes - 1)
+            by_class = self._by_class(codes)
+            wrong = min(changes / 2, (1 - by_class) * self.wrong)
+            rare = self.wrong < RARE and wrong < 1.5
+            skill = max(0.0, 1 - changes / self.wrong, by_class)
+            return skill, several and self._is_label(codes), rare
         skill = 0.0
         same = False
         for ranks, quantity in zip(self.ranks, self.quantities, strict=True):
@@ -184,7 +194,7 @@ class _Label:
             skill = max(skill, near, _by_mean(codes, ranks))
             rises = np.diff(quantity[order])
             same = same or bool((rises >= 0).all() or (rises <= 0).all())
-        return skill, same
+        return skill, same, False
 
     def _by_class(self, codes: Ints) -> float:
         """Errors saved by the commonest class of each bin, learned on the other half of rows."""

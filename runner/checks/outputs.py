@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner.checks.containers import rebuilt
 from runner.errors import UsageError
 
 WHO = "sanitise"
@@ -64,15 +65,18 @@ def sanitise(
 ) -> tuple[Any, Changes]:
     """The output with nothing in it that a consumer could choke on, and what was changed.
 
-    `values` and `logits` may be nests of tensors; of these every tensor of floats is looked at.
+    `values` and `logits` may be nests of tensors: mappings, tuples, lists and dataclasses. Of these
+    every tensor of floats is looked at.
     NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the type.
     `quantities` are kept from `low` to `high`, NaN being `nan` within these. `classes` are whole
-    numbers (in their own type) from `low` to `high`, or below `classes`; NaN is the least.
+    numbers (in their own type) from `low` to `high`, or below `classes`; NaN is the least. Where a
+    type does not hold a limit, the next number inside of it that the type does hold is the limit.
     `probabilities` are kept from 0 to 1, and each row along `dim` is divided by its sum where that
     is not one within the rounding of its type; a row of nothing becomes equal shares, and with
     `dim=None` each value is a probability by itself. What is in order comes back bit for bit.
 
-    Queues work on the device and waits for nothing. Raises UsageError for what cannot be meant.
+    Queues work on the device and waits for nothing. Raises UsageError for what cannot be meant, and
+    TypeError for an object with tensors in it that cannot be made anew.
     """
     kind = _known(kind)
     _check(kind, nan, inf, low, high, classes)
@@ -97,14 +101,7 @@ def sanitise(
             clean, found = _numbers(value, nan, inf, None, None)
             changes = changes + found
             return clean
-        if isinstance(value, dict):
-            items = {key: change(item) for key, item in value.items()}
-            return items if type(value) is dict else type(value)(items)
-        if isinstance(value, tuple | list):
-            parts = [change(item) for item in value]
-            named = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
-            return type(value)(*parts) if named else type(value)(parts)
-        return value
+        return rebuilt(value, change)
 
     clean = change(output)
     return clean, changes
@@ -121,6 +118,9 @@ def counts_of(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor, T
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
             yield from counts_of(item, f"{name}[{i}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from counts_of(getattr(value, one.name), f"{name}.{one.name}")
 
 
 class Watched:
@@ -186,38 +186,39 @@ def _numbers(
     if not x.is_floating_point():
         if low is None and high is None or x.dtype is torch.bool:
             return x, Changes()
-        clean = x.clamp(None if low is None else math.ceil(low),
-                        None if high is None else math.floor(high))  # fmt: skip
-        return clean, _changes(x, limited=(clean != x).sum())
-    largest = torch.finfo(x.dtype).max
+        return _whole(x, -math.inf if low is None else low, math.inf if high is None else high)
+    wide, largest = _wide(x), torch.finfo(x.dtype).max
     # a number that the type does not hold would be Inf again
     nan = min(max(nan, -largest), largest)
     inf = largest if inf is None else min(inf, largest)
-    clean = torch.nan_to_num(x, nan, inf, -inf)
+    clean = torch.nan_to_num(wide, nan, inf, -inf)
     if low is not None or high is not None:
-        kept = clean.clamp(low, high)
-        clean = torch.where(kept == clean, clean, kept)
-    return clean, _changes(x, limited=((clean != x) & x.isfinite()).sum())
+        kept = clean.clamp(*_inside(x.dtype, low, high))
+        clean = torch.where(kept == clean, clean, kept)  # -0 is in order
+    return clean.to(x.dtype), _changes(wide, limited=((clean != wide) & wide.isfinite()).sum())
 
 
 def _probabilities(x: Tensor, dim: int | None) -> tuple[Tensor, Changes]:
     if not x.is_floating_point():
         raise UsageError(f"{WHO}: probabilities are floats, not {x.dtype}")
-    limited = torch.nan_to_num(x, 0.0, 1.0, 0.0).clamp(0.0, 1.0)
-    limited = torch.where(limited == x, x, limited)  # -0 is in order
-    beyond = ((limited != x) & x.isfinite()).sum()
+    wide = _wide(x)
+    limited = torch.nan_to_num(wide, 0.0, 1.0, 0.0).clamp(0.0, 1.0)
+    limited = torch.where(limited == wide, wide, limited)  # -0 is in order
+    beyond = ((limited != wide) & wide.isfinite()).sum()
     if dim is None or not x.ndim:
-        return limited, _changes(x, limited=beyond)
-    if not x.shape[dim]:
+        return limited.to(x.dtype), _changes(wide, limited=beyond)
+    many = x.shape[dim]
+    if not many:
         return x, Changes()
-    # 16 bits would round the sum of many shares by more than the shares
-    exact = limited.float() if x.element_size() < 4 else limited
-    total = exact.sum(dim, keepdim=True)
-    allowed = x.shape[dim] * torch.finfo(x.dtype).eps
-    off = (total - 1).abs() > allowed
-    shares = torch.where(total > 0, exact / total, 1.0 / x.shape[dim])
-    clean = torch.where(off, shares.to(x.dtype), limited)
-    return clean, _changes(x, limited=beyond, rescaled=off.sum())
+    total = limited.sum(dim, keepdim=True)
+    # Each share is rounded by a part of itself, or by a step of the least numbers that there are;
+    # so is their sum, by more the more there are.
+    own, sums = torch.finfo(x.dtype), torch.finfo(wide.dtype)
+    least = many * own.smallest_normal * own.eps
+    off = (total - 1).abs() > 2 * own.eps + min(own.eps, least) + math.sqrt(many) * sums.eps
+    shares = torch.where(total > 0, limited / total, 1.0 / many)
+    clean = torch.where(off, shares, limited)
+    return clean.to(x.dtype), _changes(wide, limited=beyond, rescaled=off.sum())
 
 
 def _classes(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
@@ -225,12 +226,60 @@ def _classes(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
         raise UsageError(f"{WHO}: classes are whole numbers, not {x.dtype}")
     if x.dtype is torch.bool:
         return x, Changes()
-    low, high = math.ceil(low), math.floor(high)
     if not x.is_floating_point():
-        clean = x.clamp(low, high)
-        return clean, _changes(x, limited=(clean != x).sum())
-    clean = torch.nan_to_num(x, low, high, low).round().clamp(low, high)
-    return clean, _changes(x, limited=((clean != x) & x.isfinite()).sum())
+        return _whole(x, low, high)
+    wide = _wide(x)
+    least, most = _inside(x.dtype, math.ceil(low), math.floor(high))
+    clean = torch.nan_to_num(wide, least, most, least).round().clamp(least, most)
+    return clean.to(x.dtype), _changes(wide, limited=((clean != wide) & wide.isfinite()).sum())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In a type that all of torch computes in, and that holds every number of the tensor's own."""
+    if x.dtype is torch.float8_e8m0fnu:
+        raise UsageError(f"{WHO}: {x.dtype} holds neither 0 nor Inf; give the numbers it scales")
+    return x.float() if x.element_size() < 4 else x
+
+
+def _inside(
+    dtype: torch.dtype, low: float | None, high: float | None
+) -> tuple[float | None, float | None]:
+    """The limits as numbers of that type, from which casting goes no further out."""
+    kind = torch.finfo(dtype)
+
+    def nearest(limit: float, whole: Callable[[float], int]) -> float:
+        if kind.bits >= 32:
+            return min(max(limit, -kind.max), kind.max)  # as torch rounds it when it compares
+        normal = max(abs(limit), kind.smallest_normal)
+        step = math.ldexp(kind.eps, math.frexp(normal)[1] - 1)
+        return whole(limit / step) * step
+
+    least = None if low is None else nearest(low, math.ceil)
+    most = None if high is None else nearest(high, math.floor)
+    if most is not None:
+        most = min(most, kind.max)
+    if least is not None:
+        least = max(least, -kind.max)
+    if (-kind.max if least is None else least) > (kind.max if most is None else most):
+        raise UsageError(f"{WHO}: {dtype} holds no number from {low} to {high}")
+    return least, most
+
+
+def _whole(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
+    """Whole numbers within limits, and within what their type holds."""
+    kind = torch.iinfo(x.dtype)
+    least = max(kind.min, math.ceil(low)) if low > -math.inf else kind.min
+    most = min(kind.max, math.floor(high)) if high < math.inf else kind.max
+    if least > most:
+        raise UsageError(f"{WHO}: {x.dtype} holds no number from {low} to {high}")
+    if x.dtype is torch.uint64:  # in order as signed ones, that much lower
+        shift = torch.iinfo(torch.int64).min
+        signed = x.view(torch.int64) ^ shift
+        clean = signed.clamp(least + shift, most + shift)
+        return (clean ^ shift).view(x.dtype), _changes(x, limited=(clean != signed).sum())
+    wide = x.long() if x.dtype in (torch.uint16, torch.uint32) else x
+    clean = wide.clamp(least, most)
+    return clean.to(x.dtype), _changes(x, limited=(clean != wide).sum())
 
 
 def _changes(x: Tensor, limited: Tensor, rescaled: Tensor | None = None) -> Changes:

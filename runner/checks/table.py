@@ -65,8 +65,8 @@ class Looked:
 def check_table(table: Table, config: TableConfig) -> Looked:
     """Look at columns and rows once, in about a second at most unless something is to be dropped.
 
-    Raises DataError, with every finding, where the policy for one of them is `stop`, and where
-    nothing would be left to learn from or to validate with.
+    Raises DataError, which names every finding, where the policy for one of them is `stop`, and
+    where nothing would be left to learn from or to validate with.
     """
     started, looked = time.perf_counter(), Looked()
     strict = {kind: getattr(config, kind).value in ("drop", "stop") for kind in KINDS}
@@ -94,7 +94,7 @@ def check_table(table: Table, config: TableConfig) -> Looked:
         "rows_compared": shared and {"train": shared.train, "validation": shared.validation},
         "columns": [dict(vars(fact)) for fact in told[:MOST_COLUMNS]],
         "findings": [
-            {**asdict(reason), "severity": reason.severity.name, "action": action}
+            {**asdict(reason), "severity": reason.severity.word, "action": action}
             for reason, action in zip(looked.reasons, looked.actions, strict=True)
         ],
     }  # fmt: skip
@@ -105,9 +105,14 @@ def check_table(table: Table, config: TableConfig) -> Looked:
 def _stop(looked: Looked, config: TableConfig) -> None:
     codes = {f"table.{kind}" for kind in KINDS if getattr(config, kind) is Policy.stop}
     found = [reason for reason in looked.reasons if reason.code in codes]
-    if found:
-        key = f"checks.{found[0].code}"
-        raise DataError(f"{_listed(found)}; {key}=warn goes on all the same")
+    if not found:
+        return
+    first, *others = found
+    named = [f"{reason.code} {reason.where}".strip() for reason in others]
+    more = f"; and {len(named)} more: {', '.join(named[:SHOWN])}" if named else ""
+    more += ", …" if len(named) > SHOWN else ""
+    keys = " ".join(dict.fromkeys(f"checks.{reason.code}=warn" for reason in found))
+    raise DataError(f"{first}{more}; to go on all the same: {keys}")
 
 
 def _listed(reasons: list[Reason]) -> str:
@@ -134,7 +139,7 @@ def _constants(looked: Looked, table: Table, told: list[Told], config: TableConf
 def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> None:
     enough = NEARLY_ALL[table.classes is not None]
     judged = [fact for fact in told if fact.skill is not None and not fact.constant]
-    strong = {fact for fact in judged if (fact.skill or 0.0) >= enough or fact.same}
+    strong = {f for f in judged if (f.skill or 0.0) >= enough or f.rare or f.same}
     others = [fact for fact in judged if fact not in strong]
     best = max(others, key=lambda fact: fact.skill or 0.0, default=None)
     next_best = best.skill or 0.0 if best is not None else 1.0
@@ -182,33 +187,42 @@ def _shared(
     looked: Looked, table: Table, told: list[Told], policy: Policy, whole: bool
 ) -> Shared | None:
     """Rows of validation that training has seen, over the columns that stay and are no number."""
-    used = np.ones(table.inputs.shape[1], bool)
     numbers = [fact.name for fact in told if fact.counts_rows]
-    for number, fact in enumerate(told):
-        if number in looked.drop or fact.counts_rows or fact.constant:
-            used[fact.first : fact.first + fact.width] = False
-    if not used.any():
+    used = [
+        slice(fact.first, fact.first + fact.width)
+        for number, fact in enumerate(told)
+        if not (number in looked.drop or fact.counts_rows or fact.constant)
+    ]
+    if not used:
         return None
-    found = shared_rows(table.inputs, table.target, table.train, table.validation, used, whole)
-    exact, other = len(found.exact), len(found.other)
-    if table.classes is None:  # another quantity for the same inputs is noise, and usual
-        other, found.other = 0, found.other[:0]
-        found.pairs = found.pairs[: min(exact, 3)]
-    if not exact + other:
+    found = shared_rows(
+        table.inputs, table.target, table.train, table.validation, used, whole,
+        quantities=table.classes is None,
+    )  # fmt: skip
+    if not found.count:
         return found
-    part = _share((exact + other) / found.validation)
+    exact, other = len(found.exact), len(found.other)
+    part = _share(found.count / found.validation)
     looked_at = "" if found.validation == len(table.validation) else "of the sample looked at "
     evidence = (
-        f"{exact + other:,} of {found.validation:,} validation rows {looked_at}({part}) are in "
-        f"training too: {exact:,} with their label"
+        f"{found.count:,} of {found.validation:,} validation rows {looked_at}({part}) are in "
+        f"training too: {exact - found.both:,} with their label"
     )
     if table.classes is not None:
         evidence += f", {other:,} with another one"
+    if found.both:
+        evidence += f", {found.both:,} with both"
     pairs = ", ".join(f"{table.rows(ours)} is {table.rows(twin)}" for ours, twin in found.pairs[:3])
-    evidence += f" ({pairs}, …)" if exact + other > len(found.pairs) else f" ({pairs})"
+    evidence += f" ({pairs}, …)" if found.count > len(found.pairs) else f" ({pairs})"
     if numbers:
         evidence += f", row numbers ({', '.join(map(repr, numbers[:3]))}) not counted"
     evidence += f"; of the training rows {found.among_train:,} are repeated"
+    if found.few_distinct:
+        few = f"few distinct rows, {found.distinct:,} among {found.train:,} of training"
+        # they are no copies, so no policy takes them away
+        note = Reason("table.few_distinct", Severity.NOTE, "", f"{few}, so that {evidence}")
+        looked.add(note, "kept")
+        return found
     reason = Reason(
         "table.shared", Severity.WARNING, "", evidence,
         "validation says more than it knows; leave them out of it with checks.table.shared=drop",

@@ -24,6 +24,7 @@ KEYS = {
     "training.validate_every": "steps between validations",
     "optimizer.lr": "the peak of the learning rate",
     "data.path, data.target": "your file or folder, and the column to predict",
+    "data.bad_samples": "drop: cells and files that cannot be used are left out and named",
     "data.workers": "loader processes (default: chosen, with a reason)",
     "model._target_": "a class of your own, with security.trusted=[its_package]",
     "checkpoint.resume": "auto, or the folder of a run to go on with",
@@ -33,7 +34,10 @@ KEYS = {
     "sweep.resume": "-m: auto, none, or the folder of a sweep to go on with",
     "verify.what": "job=verify: parity of the techniques, or exactness of a resume",
     "benchmark.arms, .budget_s": "job=benchmark: what is compared, and for how long",
+    "scan.path": "job=scan: a file or folder to look at before it is used",
     "replay.path": "job=replay: a bad step of a run, in its debug/captures",
+    "security.environment": "[NAME]: variables that a config may read as ${oc.env:NAME}",
+    "security.limits.hours": "also .memory_mb, .device_memory_mb and .disk_mb: the run ends there",
     "optimization.strict": "true: a technique that does not take hold is an error",
 }
 EXAMPLES = {

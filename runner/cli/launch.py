@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
+from runner.cli.shown import by_name
 from runner.cli.sweep import compare, quiet_hydra
 from runner.composing import typed
 from runner.device.openmp import patience
@@ -34,6 +35,8 @@ from runner.record import provenance
 from runner.record.console import close_logging, one_line, set_up_logging
 from runner.security import folders, hidden, secrets
 from runner.security.config import SecurityLevel
+from runner.security.intent import places
+from runner.security.intent.levels import check_security
 from runner.security.intent.said import Said
 from runner.security.intent.whitelist import asked_for
 from runner.summary import FILE as SUMMARY
@@ -41,7 +44,10 @@ from runner.summary import Summary
 from runner.sweep.session import Session, begun
 
 log = logging.getLogger("runner")
-OFF = "security=off: nothing is looked at: configs and files of other people can run any code here"
+OFF = (
+    "security=off: configs of other people can run any code here, and files are loaded without a "
+    "look (job=scan looks all the same)"
+)
 
 
 class Reported(Exception):
@@ -85,7 +91,8 @@ def launch(request: Request) -> int:
         sys.argv.append(f"hydra.sweep.dir={quoted(str(session.folder))}")
     try:
         may_read = secrets.door(request.may_read, shows=request.only_shows)
-        with may_read, request.reading.at_work(), folders.own_files():
+        resumed = places.resumed_at(request.resumed)
+        with may_read, request.reading.at_work(), folders.own_files(), resumed:
             _hand_over(task, session, state, request.said)
     except (Reported, SweepFailed) as error:
         raise _sweep_failed(state) from error
@@ -108,7 +115,7 @@ def _hand_over(
     task: Callable[[DictConfig], float | None], session: Session | None, state: State, said: Said
 ) -> None:
     """Let Hydra run what it is asked to; a sweep ends in its comparison, however it ends."""
-    with ExitStack() as stack:
+    with by_name(), ExitStack() as stack:
         if session is not None:
             stack.enter_context(quiet_hydra())
             stack.enter_context(begun(session))
@@ -142,7 +149,7 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
     before = _written(folder)
     try:
         hidden.mask_saved(folder / ".hydra")
-        return _job(config, folder, [*request.notes, *_title(number, overrides)])
+        return _job(config, request.said, folder, [*request.notes, *_title(number, overrides)])
     except Interrupted as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # past Hydra: no further job is begun
@@ -176,8 +183,9 @@ def _title(number: int | None, overrides: str) -> list[str]:
     return [] if number is None else [f"job #{number}: {overrides}"]
 
 
-def _job(config: DictConfig, folder: Path, notes: list[str]) -> float | None:
+def _job(config: DictConfig, said: Said, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
+    check_security(config, said.security)  # in whichever process this is
     checked = typed(config)
     open_to_all = folders.keep_private(folder, checked.security.level)
     set_up_logging(checked.monitoring.log_level, folder)

@@ -22,9 +22,11 @@ from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import quoted, some_jobs, spelled
 from runner.security import secrets
-from runner.security.intent.composed import check_composed
+from runner.security.folders import keep_within
+from runner.security.intent.composed import check_leads
 from runner.security.intent.flags import check_folders
-from runner.security.intent.raw import Reading
+from runner.security.intent.places import check_place
+from runner.security.intent.reading import Reading
 from runner.security.intent.said import Said, check_text, read_overrides
 from runner.sweep import job
 from runner.sweep.plugin import make_known
@@ -41,6 +43,7 @@ class Request:
     arguments: list[str]
     sweeps: bool = False
     continues: bool = False  # in the folder of an earlier run
+    resumed: Path | None = None  # the folder of a run that was named to go on with
     notes: list[str] = field(default_factory=list)
     session: Session | None = None  # of the sweep, where there is one
     only_shows: bool = False  # a config; nothing is run
@@ -59,9 +62,10 @@ def check(arguments: Arguments) -> Request:
     flags = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
     where = check_folders(flags, said, CONF).get("--config-path")
     arguments = replace(arguments, config_path=where)
-    reading = Reading(OURS, said.security.names)
+    reading = Reading(OURS, said)
     may_read = secrets.typed_names(arguments.overrides)
-    with secrets.door(may_read, shows=arguments.only_shows), reading.at_work():
+    read = secrets.door(may_read, shows=arguments.only_shows)
+    with secrets.told_by_name(), read, reading.at_work():
         for text in arguments.overrides:
             secrets.check_text(text, text.partition("=")[0].lstrip("+~"))
         found = _check(arguments, said)
@@ -77,7 +81,7 @@ def _check(arguments: Arguments, said: Said) -> Request:
         compose_raw, config_name=arguments.config_name or "config",
         folders=[*arguments.folders, *more], conf=CONF if path is None else Path(path),
     )  # fmt: skip
-    compose = _checked(loose, said)
+    compose = _whole(loose)
     if arguments.is_hydras:
         if path is not None and not (arguments.hydra_help or arguments.shell_completion):
             for one in some_jobs(arguments.overrides):
@@ -85,7 +89,7 @@ def _check(arguments: Arguments, said: Said) -> Request:
         return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
     resumed = with_recorded(arguments.overrides, arguments.sweeps)
     overrides = spelled(with_captured(resumed.overrides, loose), loose)
-    request = Request([], arguments.sweeps, notes=_trusted(said))
+    request = Request([], arguments.sweeps, notes=_trusted(said), resumed=resumed.run)
     if arguments.only_shows:
         compose(overrides)
     elif arguments.sweeps:
@@ -99,6 +103,10 @@ def _check(arguments: Arguments, said: Said) -> Request:
         config = compose(overrides, hydra_too=True)
         place = _place(resumed, overrides, config, request)
         if place is not None:
+            if not said.off:
+                keep_within(place)
+            if said.strict:
+                check_place("checkpoint.resume", place, strict=True)
             overrides.append(f"hydra.run.dir={quoted(str(place))}")
             request.continues = True
         if config.job.kind is JobKind.benchmark:
@@ -111,18 +119,18 @@ def _check(arguments: Arguments, said: Said) -> Request:
     return request
 
 
-def _checked(compose: Callable[..., DictConfig], said: Said) -> Callable[..., DictConfig]:
-    """The same, and what it composes asks for nothing that it may not."""
+def _whole(compose: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    """The same, for the config of a run: whatever Hydra will act on leads somewhere."""
 
-    def checked(overrides: list[str], hydra_too: bool = False) -> DictConfig:
+    def whole(overrides: list[str], hydra_too: bool = False) -> DictConfig:
         config = compose(overrides, hydra_too=True)
-        check_composed(config, said)
+        check_leads(config)
         if not hydra_too:
             with open_dict(config):
                 del config["hydra"]
         return config
 
-    return checked
+    return whole
 
 
 def _trusted(said: Said) -> list[str]:

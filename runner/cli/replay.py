@@ -17,7 +17,7 @@ from runner.security.plain import check_plain
 from runner.security.secrets import permitted
 
 KEY = "replay.path"
-NOT_TAKEN = {"security", "hydra", "job", "replay", "monitoring"}
+NOT_TAKEN = {"security", "hydra", "job", "replay", "monitoring", "checkpoint.resume"}
 WORD = re.compile(r"[\w-]+", re.ASCII)
 KINDS = ("data", "model")  # groups whose option decides which keys there are
 

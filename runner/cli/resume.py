@@ -26,6 +26,7 @@ class Resumed:
 
     overrides: list[str]
     folder: Path | None = None
+    run: Path | None = None  # that is named, wherever it is gone on with
 
 
 def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
@@ -52,7 +53,7 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
     merged = [*_under(before[0], typed), *overrides]
     keys = {o.key: o.value for o in map(read, merged)}
     elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys
-    return Resumed(merged, None if elsewhere else runs[0])
+    return Resumed(merged, None if elsewhere else runs[0], runs[0])
 
 
 def _values(typed: Typed) -> list[str]:

@@ -17,9 +17,12 @@ from runner.composing import typed
 from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
-from runner.overrides.spelling import Compose, quoted, some_jobs
+from runner.overrides.spelling import Compose, quoted, read, some_jobs
 from runner.record.console import one_line
 from runner.security import secrets
+from runner.security.config import SecurityLevel
+from runner.security.folders import keep_within
+from runner.security.intent.places import check_place
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
@@ -32,6 +35,8 @@ log = logging.getLogger("runner")
 
 MODE = "hydra.mode=MULTIRUN"
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+RESUME = "sweep.resume"
+AFRESH = ("auto", "none", "None", "")
 
 
 @dataclass
@@ -83,7 +88,6 @@ def _prepared(
     else:
         make_known_to_others()
     folder = secrets.place(config, "hydra.sweep.dir")
-    secrets.place(config, "hydra.sweep.subdir", of_a_job=True)
     if kinds == {JobKind.benchmark} and (isolated or launcher._target_ == BASIC):
         arms = merged(overrides)
         if arms is not None:
@@ -92,9 +96,13 @@ def _prepared(
     session = Session(folder, "", flags, sweep_hash(overrides, flags))
     resume = str(config.sweep.resume)
     if isolated:
+        if resume not in AFRESH and all(read(o).key != RESUME for o in arguments.overrides):
+            check_place(RESUME, resume)
         named = any(o.startswith("hydra.sweep.dir=") for o in overrides)
         found = plan.find(folder, named, resume, session.hash, flags)
         session.folder = found or folder
+        if found is not None and config.security.level is not SecurityLevel.off:
+            keep_within(found)
     elif resume not in ("auto", "none"):
         raise ConfigError("sweep.resume", "is for hydra/launcher=isolated", "leave it out")
     return Prepared(session)

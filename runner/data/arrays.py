@@ -12,7 +12,7 @@ import torch
 from runner.batch import RowNames, Sizes
 from runner.data.bad import dropping, left_out
 from runner.data.config import Arrays
-from runner.data.labels import check_classes, check_task, guess_task
+from runner.data.labels import check_classes, check_count, check_task, guess_task
 from runner.data.order import split
 from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
@@ -37,7 +37,7 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     x = _pick(held, path, config.inputs, "data.inputs")
     y = _pick(held, path, config.target, "data.target")
     for key, array in ((config.inputs, x), (config.target, y)):
-        if not array.ndim or not len(array):
+        if not array.ndim or not array.size:  # samples without values take no bytes: any number
             raise DataError(f"{path}: array {key!r} of shape {list(array.shape)} holds no samples")
         if array.dtype.kind not in "fiub":
             raise DataError(f"{path}: array {key!r} is of type {array.dtype}, which is no number")
@@ -123,6 +123,7 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, Sizes]:
     if x.min() < 0:
         row = np.argwhere(x < 0)[0].tolist()
         raise DataError(f"{what} at {row}: the token id {x[tuple(row)]} is negative")
+    check_count(int(x.max()) + 1, f"{what}: the token id {x.max():,}")
     return x.astype(np.int64), Sizes("", vocab=int(x.max()) + 1, sequence=x.shape[1])
 
 
@@ -138,6 +139,7 @@ def _target(
                 f"{what} is {y.dtype} of shape {list(y.shape)}; language modelling needs "
                 f"token ids of the inputs' shape {list(x.shape)}"
             )
+        check_count(int(y.max()) + 1, f"{what}: the token id {y.max():,}")
         known["vocab"] = vocab = max(shape.vocab, int(y.max()) + 1)
         return y.astype(np.int64), Sizes(task, **{**known, "classes": vocab}), reason
     if task == "regression":
@@ -154,6 +156,7 @@ def _target(
         row = int(np.argmin(y))
         raise DataError(f"{what} at [{row}]: the label {y[row]} is negative; labels count from 0")
     classes = int(y.max()) + 1
+    check_count(classes, f"{what}: the label {classes - 1:,}")
     check_classes([str(label) for label in range(classes)], what)
     return y.astype(np.int64), Sizes(task, **{**known, "classes": classes}), reason
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What is decoded, whatever a name says: others bring programs along, such as PostScript's."""
 THREADS = 4  # that decode at once where every file is looked at; decoders leave Python alone
 MARGIN = 1.125  # the shorter side over the side of a random crop
 
@@ -70,7 +72,8 @@ class ImageFolder(Source):
                     raise DataError(f"{folder}: no image of the class can be decoded")
         self.labels = torch.tensor(labels)
         if others:
-            told = Choice("data.path", str(root), f"{others} files are no images: left out")
+            said = "1 file is no image" if others == 1 else f"{others:,} files are no images"
+            told = Choice("data.path", str(root), f"{said}: left out")
             self.choices = (*self.choices, told)
         self.train, self.validation = split(
             len(labels), config.validation, config.split_seed, str(root)
@@ -112,7 +115,7 @@ class ImageFolder(Source):
     def _decoded(self, path: Path) -> Image:
         from PIL import Image, ImageOps
 
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
             most = Image.MAX_IMAGE_PIXELS
             if most is not None and file.width * file.height > most:  # where PIL would only warn
                 raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")

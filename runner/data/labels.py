@@ -10,6 +10,7 @@ from torch import Tensor
 from runner.errors import ConfigError, DataError
 
 NO_LOSS = -100  # torch's own default for a target that carries no loss
+MOST = 1_000_000  # classes or tokens
 FEW = 20  # whole numbers with more different values than this are taken for a quantity
 
 
@@ -40,6 +41,14 @@ def check_classes(names: Sequence[str], what: str) -> None:
     """Refuse a classification with one class."""
     if len(names) < 2:
         raise DataError(f"{what}: every sample has the label {names[0]!r}; nothing to tell apart")
+
+
+def check_count(count: int, what: str) -> None:
+    """Refuse so many classes or tokens: a model has weights for each, however few are used."""
+    if count > MOST:
+        raise DataError(
+            f"{what} makes more than {MOST:,} classes or tokens; number those that there are from 0"
+        )
 
 
 def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix: str) -> None:

@@ -12,8 +12,11 @@ from runner.errors import ConfigError
 def existing(path: str, key: str = "data.path") -> Path:
     """The file or folder `path`, or a ConfigError that suggests what lies beside it."""
     found = Path(path).expanduser()
-    if found.exists():
+    if found.is_file() or found.is_dir():
         return found
+    if found.exists():
+        what = "is a pipe, a socket or a device, which can be read only once"
+        raise ConfigError(key, f"{path} {what}", "name a file")
     folder = found.parent
     if not folder.is_dir():
         raise ConfigError(key, f"{path} is not there, nor is its folder {folder.absolute()}")

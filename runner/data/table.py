@@ -14,6 +14,7 @@ import numpy as np
 from runner.batch import RowNames
 from runner.data.paths import existing, suggestion
 from runner.errors import ConfigError, DataError
+from runner.security.gate.policy import Bounds
 
 MISSING = {"", "na", "n/a", "nan", "none", "null"}  # what tables write where a value is not known
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -206,22 +207,53 @@ def _read_parquet(path: Path) -> Table:
             "data.path", "reading parquet needs pyarrow", 'pip install "runner[parquet]"'
         ) from None
     try:
-        table = parquet.read_table(path)
+        with parquet.ParquetFile(path) as file:
+            _check_size(path, file.metadata)
+            schema = file.schema_arrow
+        _check_names(path, schema.names)
+        kept_once = [field.name for field in schema if _is_text(path, field, types)]
+        with parquet.ParquetFile(path, read_dictionary=kept_once) as file:
+            table = file.read()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
-    _check_names(path, table.column_names)
-    columns = {}
+    columns: dict[str, list[Any]] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-        checks = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-        texts = (types.is_string, types.is_large_string)
-        if not any(check(kind) for check in checks + texts):
-            raise DataError(
-                f"{path}: column {name!r} is of type {kind}, neither numbers nor texts; convert "
-                "it, or leave it out when the file is written"
-            )
-        columns[name] = column.to_pylist()
+        columns[name] = []
+        for chunk in column.chunks:
+            if types.is_dictionary(chunk.type):  # a text that is there a million times is one
+                values = [*chunk.dictionary.to_pylist(), None]
+                places = chunk.indices.fill_null(len(values) - 1).to_pylist()
+                columns[name] += [values[place] for place in places]
+            else:
+                columns[name] += chunk.to_pylist()
     return Table(path, columns, RowNames("row", np.arange(1, table.num_rows + 1)))
+
+
+def _check_size(path: Path, about: Any) -> None:
+    """Before anything is read: a small file may say that it holds more than fits anywhere."""
+    size = path.stat().st_size
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    held = max(8 * rows * about.num_columns, sum(group.total_byte_size for group in groups))
+    if held > Bounds().may_inflate(size):
+        raise DataError(
+            f"{path}: refused: its {size:,} bytes become {held:,} ({rows:,} rows of "
+            f"{about.num_columns:,} columns); if you know where it comes from, save it as csv"
+        )
+
+
+def _is_text(path: Path, field: Any, types: Any) -> bool:
+    """Whether a column holds texts; a DataError where it holds neither these nor numbers."""
+    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+    numbers = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return True
+    if not any(check(kind) for check in numbers):
+        raise DataError(
+            f"{path}: column {field.name!r} is of type {kind}, neither numbers nor texts; convert "
+            "it, or leave it out when the file is written"
+        )
+    return False
 
 
 def _check_names(path: Path, names: list[str]) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from runner.device import numerics
+from runner.errors import ConfigError
 from runner.hook import Hook, Step, Verdict
 from runner.run import Run
 from runner.security import limits
@@ -20,21 +21,23 @@ log = logging.getLogger("runner")
 
 KEY = "security.limits"
 LOOK_S = 1.0  # between two looks at memory, time and the device
-SCAN_S = 5.0  # between two counts of the folder
+SCAN_S = 5.0  # between two counts of the folder where no checkpoint is written
 
 
 class Limits(Hook):
     """Ends the run, with a checkpoint, as soon as a limit is reached; `stopped`, exit code 0.
 
-    0.1 µs a step; once a second 10 µs (0.1 ms for each data worker), every five seconds a count
-    of the folder's files. The accelerator's allocator is told its limit, too, so that what is
-    beyond it is an out-of-memory error at the spot, for which a run has its own answers.
+    0.1 µs a step; once a second 10 µs (0.1 ms for each data worker). The folder's files are counted
+    every five seconds and after each checkpoint, whose writing is waited for. The accelerator's
+    allocator is told its limit, too, so that what is beyond it is an out-of-memory error at the
+    spot, for which a run has its own answers.
     """
 
     def __init__(self, config: LimitsConfig) -> None:
         self.config = config
         self.before = 0  # bytes in the run's folder when the run began or went on
         self.next_look = self.next_scan = 0.0
+        self.saved_step = -1  # of the checkpoint that was counted last
 
     @property
     def wanted(self) -> bool:
@@ -43,10 +46,12 @@ class Limits(Hook):
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Begin to count, and tell the allocator."""
+        """Begin to count, and tell the allocator. Raises ConfigError for a limit exceeded now."""
         if self.config.disk_mb is not None and run.folder is not None:
             self.before = limits.folder_bytes(run.folder)
         with ExitStack() as scope:
+            if self.config.memory_mb is not None:
+                _refuse_what_is_held(self.config.memory_mb)
             if self.config.device_memory_mb is not None:
                 _tell(run, self.config.device_memory_mb, scope)
             yield
@@ -54,7 +59,8 @@ class Limits(Hook):
     def on_step(self, run: Run, step: Step) -> Verdict | None:
         """Look, if it is time."""
         now = time.monotonic()
-        if now < self.next_look or step.number >= run.total_steps:
+        weighed = self.config.disk_mb is None or self.saved_step == run.saved_step
+        if (now < self.next_look and weighed) or step.number >= run.total_steps:
             return None
         self.next_look = now + LOOK_S
         found = self._exceeded(run, now)
@@ -79,10 +85,20 @@ class Limits(Hook):
         if found is None and config.device_memory_mb is not None:
             found = limits.over_device(config.device_memory_mb, _held(run))
         if found is None and config.disk_mb is not None and run.folder is not None:
-            if now >= self.next_scan:
-                self.next_scan = now + SCAN_S
+            if now >= self.next_scan or self.saved_step != run.saved_step:
+                self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
+                run.checkpointer.wait()  # else it is not counted, and the next one is on its way
                 found = limits.over_disk(config.disk_mb, run.folder, self.before)
         return found
+
+
+def _refuse_what_is_held(limit_mb: float) -> None:
+    """Raise ConfigError where the process holds more before any step: none would be made."""
+    if (found := limits.over_memory(limit_mb)) is not None:
+        raise ConfigError(
+            f"{KEY}.{found.key}", f"{found.told} before the first step",
+            "a higher limit; torch alone takes some 300 MB",
+        )  # fmt: skip
 
 
 def _held(run: Run) -> int:

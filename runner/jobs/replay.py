@@ -9,6 +9,7 @@ import os
 import secrets
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +27,7 @@ from runner.replay.findings import Replay
 from runner.replay.look import Look
 from runner.replay.reopen import config_of, settled
 from runner.security.gate.policy import Policy
-from runner.security.gate.provenance import own_tree
+from runner.security.intent.places import own_trees
 from runner.storage import HashedFile
 from runner.summary import Summary
 
@@ -42,7 +43,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
         raise ConfigError("replay.path", "is not there", "name a debug/captures/step_… folder")
     start = time.monotonic()
     where = find(Path(config.replay.path))
-    capture = open_capture(where, Policy.of(config.security, [own_tree(folder)]))
+    capture = open_capture(where, Policy.of(config.security, own_trees(folder)))
     trusted = config.security.trusted
     config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
@@ -52,7 +53,9 @@ def main(config: RunConfig, folder: Path) -> Replay:
             origin=where.absolute(),
         )  # fmt: skip
         replay = look.all()
-    _write(replay, folder, where)
+    named = Path(config.replay.path)
+    named = named if named.is_dir() else named.absolute().parent
+    _write(replay, folder, where, [*own_trees(folder), named])
     problem = "" if replay.reproduced else f"step {replay.step} does not reproduce"
     Summary(
         status="done", reason=problem or replay.verdict, command=provenance.command(),
@@ -67,7 +70,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
     return replay
 
 
-def _write(replay: Replay, folder: Path, beside: Path) -> None:
+def _write(replay: Replay, folder: Path, beside: Path, trees: Sequence[Path]) -> None:
     text = page.markdown(replay)
     data = json.dumps(page.as_dict(replay), indent=2) + "\n"
     try:
@@ -76,13 +79,18 @@ def _write(replay: Replay, folder: Path, beside: Path) -> None:
     except OSError as error:
         raise StorageError(f"{folder}: {error.strerror}") from error
     try:
-        _put_beside(beside.absolute(), text)
+        _put_beside(beside.absolute(), text, trees)
     except OSError as error:  # it may be on a disk that only reads
         log.info("no replay.md beside the capture: %s", error.strerror)
 
 
-def _put_beside(capture: Path, text: str) -> None:
-    """Write replay.md into a capture, which may come from anybody: through no link in it."""
+def _put_beside(capture: Path, text: str, trees: Sequence[Path]) -> None:
+    """Write replay.md into a capture, which may come from anybody: through no link in it.
+
+    It lies in one of `trees`; where the page of a replay only says so, it may lie anywhere.
+    """
+    if not any(capture.resolve().is_relative_to(tree.resolve()) for tree in trees):
+        raise OSError(errno.EPERM, f"{capture} is not in what was named")
     if any(folder.is_symlink() for folder in _within_run(capture)):
         raise OSError(errno.ELOOP, f"{capture} is a link")
     temporary = capture / f".tmp-replay-{secrets.token_hex(8)}.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from runner.report.scan import JSON, PAGE, Row, Scan, terminal
 from runner.security.gate.assessing import Assessor
 from runner.security.gate.folder import Thing, is_loadable, things
 from runner.security.gate.policy import Policy
-from runner.security.gate.provenance import own_tree
+from runner.security.intent.places import own_trees
 from runner.security.trust import Severity
 
 
@@ -33,7 +34,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     """
     path = find(config.scan.path)
     scan = Scan(str(path), config.security.level)
-    policy = Policy.of(config.security, own=[own_tree(folder)])
+    policy = Policy.of(config.security, own_trees(folder))
     start = time.monotonic()
     with Interrupts() as interrupts:
         interrupts.waiting = True  # so that a signal cuts in at once
@@ -58,7 +59,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
 def find(name: str | None) -> Path:
     """The file or folder to look at. Raises UsageError where there is nothing."""
     path = Path(name or "")
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError(f"scan.path: there is nothing at {path} (looked from {Path.cwd()})")
     return path
 

@@ -27,7 +27,7 @@ def check_model(
     trusted: Sequence[str] = (),
     outputs: str | None = None,
     classes: int | None = None,
-    trained: bool = True,
+    trained: bool | None = None,
 ) -> ModelReport:
     """What is wrong with a model, with reasons; `print` shows it, `.ok` says whether to go on.
 
@@ -38,8 +38,9 @@ def check_model(
     range, constant, uniform, random, or that a tiny change of float inputs throws about.
 
     `outputs` says what the answers are: logits, probabilities, ids or values; `classes` how many
-    there are (or words), `targets` which class each probe has. With `trained=False` a zero layer,
-    copies and constant answers are only notes. A class of a package that is not trusted is a note
+    there are (or words), `targets` which class each probe has. Zero layers, copies and constant
+    answers are what fresh models have too: they are warnings with `trained=True`, and else notes.
+    A class of a package that is not trusted is a note
     as long as `trusted` is empty, and then a warning.
 
     The model is as it was afterwards (`look` says what is put back). Raises UsageError. It makes

@@ -27,6 +27,8 @@ log = logging.getLogger("runner")
 
 Row = tuple[str, str]
 SHOWN = 4  # facts of a technique, in the terminal
+# keys of what was left out because the config says so: it is under the faults, with the count
+ASKED_FOR = ("data.bad_samples", "checks.table.")
 
 
 def terminal(summary: Summary, folder: Path | None) -> RenderableType:
@@ -110,7 +112,11 @@ def _sections(
     )
     yield (
         "chosen automatically",
-        [(choice.key, f"{choice.value}: {choice.reason}") for choice in summary.choices],
+        [
+            (choice.key, f"{choice.value}: {choice.reason}")
+            for choice in summary.choices
+            if per_class or not choice.key.startswith(ASKED_FOR)
+        ],
     )
     yield "faults", _faults(summary, folder)
     yield "debug tools", [(cost.name, _cost(cost, summary)) for cost in summary.tools]

@@ -53,6 +53,11 @@ class Row:
         return ", ".join(sorted(kinds)) or OTHER
 
     @property
+    def digest(self) -> str:
+        """What can be pinned: of a file or a folder; a run is pinned by its checkpoints."""
+        return self.found.digest if self.found.files and self.kind != "run" else ""
+
+    @property
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(facts.size for facts in self.found.files.values())
@@ -89,14 +94,22 @@ class Scan:
     def verdict(self) -> str:
         """In one line."""
         refused = self.refused
+        if not refused and self.interrupted:
+            return f"interrupted after {len(self.rows)} of {_things(self.total)}: no verdict"
         if not refused:
             counts = Counter(row.found.trust for row in self.rows)
-            told = ", ".join(f"{counts[t]} {t.name}" for t in sorted(counts))
-            return f"nothing refused of {_things(len(self.rows))}{f': {told}' if told else ''}"
+            each = ", ".join(f"{counts[t]} {t.name}" for t in sorted(counts))
+            return f"nothing refused of {_things(len(self.rows))}{f': {each}' if each else ''}"
         first = refused[0]
-        head = f"{len(refused)} of {_things(len(self.rows))} refused"
+        of = f"of {_things(len(self.rows))}"
+        bad = sum(row.found.refused for row in refused)
+        low = len(refused) - bad
+        told = [f"{bad} {of} refused"] if bad else []
+        if low:
+            below = "UNTRUSTED, which" if bad else f"{of} UNTRUSTED, which"
+            told.append(f"{low} {below} security={self.level.value} does not load")
         why = _why(first, self.level)
-        return one_line(f"{head}, the worst {first.found.path}: {why}")
+        return one_line(f"{', '.join(told)}; the first, {first.found.path}: {why}")
 
     def as_dict(self) -> dict[str, Any]:
         """In plain values, the worst first."""
@@ -104,7 +117,9 @@ class Scan:
             "schema": SCHEMA,
             "path": self.path,
             "security": self.level.value,
-            "verdict": "refused" if self.refused else "accepted",
+            "verdict": (
+                "refused" if self.refused else "interrupted" if self.interrupted else "accepted"
+            ),
             "complete": not self.interrupted,
             "counts": {t.name: sum(r.found.trust is t for r in self.rows) for t in Trust},
             "things": self.total,
@@ -116,7 +131,7 @@ class Scan:
                     "kind": row.kind,
                     "accepted": not row.found.refused and enough(row.found, self.level),
                     "size": row.size,
-                    "digest": row.found.digest,
+                    "digest": row.digest,
                     **row.found.as_dict(),
                 }
                 for row in self.worst_first
@@ -141,10 +156,10 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         head.append(f" {one_line(row.found.path)}", style="bold")
         about = Text(one_line(f"{row.kind}, {row.formats}, {size(row.size)}"), style="dim")
         kind = "sha256" if len(row.found.files) == 1 else "root"
-        told = one_line(f"  {kind:6} {row.found.digest}")
+        told = one_line(f"  {kind:6} {row.digest}")
         digest = Text(told, "dim", no_wrap=True, overflow="ignore")
         lines = Text("\n").join(Text(one_line(line)) for line in _lines(row, scan.level))
-        parts += [head, *([digest] if row.found.files else [])]
+        parts += [head, *([digest] if row.digest else [])]
         parts.append(Padding(Group(about, lines), (0, 0, 0, 9)))
     if len(scan.rows) > most:
         parts.append(Text(f"… and {_things(len(scan.rows) - most)} more, in {JSON}", style="dim"))
@@ -169,7 +184,7 @@ def markdown(scan: Scan) -> str:
             row.found.path,
             f"{row.kind}, {row.formats}",
             size(row.size),
-            row.found.digest if row.found.files else "",
+            row.digest,
             row.found.written_by,
             row.found.signer,
             "; ".join(_lines(row, scan.level)),

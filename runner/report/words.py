@@ -76,13 +76,15 @@ def rate(value: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes as MiB or GiB."""
+    """Bytes, as KiB, MiB or GiB."""
     if count is None:
         return NONE
     sign, count = ("-" if count < 0 else ""), abs(count)
     if count >= 2**30:
         return f"{sign}{count / 2**30:.2f} GiB"
-    return f"{sign}{count / 2**20:.0f} MiB" if count >= 2**20 else f"{sign}{count / 2**10:.0f} KiB"
+    if count >= 2**20:
+        return f"{sign}{count / 2**20:.0f} MiB"
+    return f"{sign}{count / 2**10:.0f} KiB" if count >= 2**10 else f"{sign}{count:.0f} bytes"
 
 
 def seconds(value: float | None) -> str:

@@ -43,6 +43,8 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     _expect(found, path, "safetensors")
     try:
         for alias, name in json.loads(found.metadata.get(TIED, "{}")).items():
+            if alias in tensors:
+                raise ValueError(f"{alias!r} is a tensor, and is said to be another one's name")
             tensors[alias] = tensors[name]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: {_line(error)}") from error

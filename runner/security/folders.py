@@ -43,28 +43,40 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
     if level is SecurityLevel.strict:
         if told:
             raise SecurityError(f"hydra.run.dir: {told[0]}")
+        keep_within(folder)
         _close(folder)
         os.umask(os.umask(ALL_BUT_MINE) | ALL_BUT_MINE)
     return told
 
 
-def _close(folder: Path) -> None:
-    """What is there already is for the owner alone, too.
+def keep_within(folder: Path) -> None:
+    """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
 
-    A folder that is resumed may be another's work: nothing in it leads elsewhere.
+    A folder that is gone on with may be another's work, and what is written, renamed and deleted in
+    it goes by name. A link within it, such as `last`, leads to nothing of others.
     """
     home = folder.resolve()
+    for path in _inside(folder):
+        if path.is_symlink() and not path.resolve().is_relative_to(home):
+            raise SecurityError(
+                f"{path}: refused: it is a link that leads out of the folder that is gone on with, "
+                f"to {path.resolve()}; put there what it leads to, or remove it"
+            )
+
+
+def _close(folder: Path) -> None:
+    """What is there already is for the owner alone, too."""
     folder.chmod(0o700)
+    for path in _inside(folder):
+        if not path.is_symlink():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~ALL_BUT_MINE)
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """All that lies in it, without going through links."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            path = Path(parent) / name
-            if path.is_symlink() and not path.resolve().is_relative_to(home):
-                raise SecurityError(
-                    f"{path}: refused: it is a link that leads out of the run's folder; remove it, "
-                    "or use security=standard"
-                )
-            if not path.is_symlink():
-                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~ALL_BUT_MINE)
+            yield Path(parent) / name
 
 
 def _places(folder: Path) -> list[Path]:

@@ -8,10 +8,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 
 from runner.masking import adopt, known, masked, stands_for
-from runner.security.secrets import STANDS, Door, current, origin
+from runner.security.secrets import STANDS, current, origin, readings
 from runner.storage import replace_text
 
 _shown: dict[str, tuple[str, str]] = {}  # by key: a value from the environment, and what is shown
@@ -19,24 +19,8 @@ _shown: dict[str, tuple[str, str]] = {}  # by key: a value from the environment,
 
 def note(config: DictConfig) -> None:
     """Remember which keys of a composed config hold what the environment said."""
-    door = current()
-    if door is not None and origin:
-        _note(door, config, "", False)
-
-
-def _note(door: Door, node: Any, path: str, within: bool) -> None:
-    """`within`: all of the node is what a variable was made into."""
-    keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
-    for key in keys:
-        where = f"{path}.{key}" if path else str(key)
-        if OmegaConf.is_missing(node, key):
-            continue
-        before = door.reads
-        value = node[key]
-        read = within or door.reads > before
-        if isinstance(value, DictConfig | ListConfig):
-            _note(door, value, where, read)
-        elif value is not None and read:
+    if current() is not None and origin:
+        for where, value in readings(config):
             text = _text(value)
             _shown[where] = (text, _hidden(text))
 
@@ -100,10 +84,3 @@ def take(found: Mapping[str, Any]) -> None:
     adopt(found["known"])
     _shown.update(found["shown"])
     origin.update(found["origin"])
-
-
-def quotes_masked(text: str) -> str:
-    """An error's text, without the value that it quotes, however short that is."""
-    for value, name in origin.items():
-        text = text.replace(f"'{value}'", f"'{stands_for(name)}'")
-    return masked(text)

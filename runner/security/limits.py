@@ -34,7 +34,8 @@ def over_memory(limit_mb: float) -> Exceeded | None:
 def over_disk(limit_mb: float, folder: Path, before: int) -> Exceeded | None:
     """Whether `folder` has grown so much that two more checkpoints would be too much.
 
-    One may be on its way to the disk, and one is the last that the run writes, so the limit holds.
+    One comes before the next look, and one is the last that the run writes, so the limit holds;
+    what else is written between two looks (logs, traces) is small, and is not foreseen.
     """
     grown = folder_bytes(folder) - before
     last = max((folder_bytes(p) for p in folder.glob(f"{CHECKPOINTS}/step_*")), default=0)

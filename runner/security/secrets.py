@@ -19,8 +19,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from runner.errors import ConfigError, SecurityError
-from runner.masking import learn, stands_for
+from runner.errors import ConfigError, RunnerError, SecurityError
+from runner.masking import learn, masked, stands_for
 
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -180,16 +180,21 @@ def _create(obj: Any, _parent_: Any) -> Any:
 
 
 def _learn_parts(source: Any, made: Any) -> None:
-    """A text that was taken apart: its parts are as secret as it was."""
+    """A text that was taken apart: its parts are as secret as it was.
+
+    A part may be spelled otherwise than it was there, so what is honest is told by what is around.
+    """
     if isinstance(source, str) and _door is not None:
         for value, name in [(v, n) for v, n in origin.items() if v and v in source]:
+            around = source.replace(value, "")
             for part in _leaves(made):
-                if part in value:
+                if part not in around:
                     learn(name, part)
                     origin.setdefault(part, name)
 
 
 def _leaves(value: Any) -> Iterator[str]:
+    """Keys and values, at any depth; numbers as they are written."""
     if isinstance(value, DictConfig | ListConfig):
         value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, Mapping):
@@ -198,8 +203,8 @@ def _leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _leaves(inner)
-    elif isinstance(value, str) and value:
-        yield value
+    elif isinstance(value, str | int | float) and str(value) and not isinstance(value, bool):
+        yield str(value)
 
 
 def _refusal(key: str, name: str) -> SecurityError:
@@ -209,19 +214,69 @@ def _refusal(key: str, name: str) -> SecurityError:
     )
 
 
-def place(config: DictConfig, key: str, of_a_job: bool = False) -> Path:
-    """The folder that a key names. SecurityError where its name would show what a variable holds.
+def place(config: DictConfig, key: str) -> Path:
+    """The folder that a key names. SecurityError where it would show what a variable holds."""
+    found, told = resolved(config, key.split("."))
+    if told is not None:
+        raise shows(key, told)
+    return Path(str(found))
 
-    A job's own cannot be worked out before the job is there; its text is looked at.
-    """
-    raw = OmegaConf.to_container(config, resolve=False)
-    for part in key.split("."):
-        raw = raw.get(part) if isinstance(raw, dict) else None
+
+def resolved(config: DictConfig, path: Sequence[Any]) -> tuple[Any, Any]:
+    """What a key comes to; and where the environment has a part in that, what stands there."""
     before = _door.reads if _door is not None else 0
-    found = str(raw) if of_a_job else str(OmegaConf.select(config, key))
-    if (_door is not None and _door.reads > before) or (of_a_job and READS.search(found)):
-        raise SecurityError(
-            f"{key}: would show in the folder's name what the environment holds ({raw}); "
-            f"type a name: name=…, or {key}=…"
-        )
-    return Path(found)
+    found: Any = config
+    for key in path:
+        found = found[key]
+    if _door is None or _door.reads == before:
+        return found, None
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    for key in path:
+        raw = raw[key] if isinstance(raw, dict | list) else "${…}"
+    return found, raw
+
+
+def shows(key: str, text: Any) -> SecurityError:
+    """The refusal of a name, on disk, that what the environment holds would be part of."""
+    return SecurityError(
+        f"{key}: would show in the name of a folder or file what the environment holds ({text}); "
+        f"type a name: name=…, or {key}=…"
+    )
+
+
+def readings(node: Any, path: str = "", within: bool = False) -> Iterator[tuple[str, Any]]:
+    """Keys, and values, that the environment had a part in; below a node, resolved one by one.
+
+    `within`: all of the node is what a variable was made into.
+    """
+    keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
+    for key in keys:
+        where = f"{path}.{key}" if path else str(key)
+        if _door is None or OmegaConf.is_missing(node, key):
+            continue
+        before = _door.reads
+        value = node[key]
+        read = within or _door.reads > before
+        if isinstance(value, DictConfig | ListConfig):
+            yield from readings(value, where, read)
+        elif value is not None and read:
+            yield where, value
+
+
+@contextmanager
+def told_by_name() -> Iterator[None]:
+    """An error that is raised within quotes no value that was read, however short that is."""
+    try:
+        yield
+    except RunnerError as error:
+        error.args = (named(str(error)),)
+        raise
+
+
+def named(text: str) -> str:
+    """An error's text with `${oc.env:NAME}` for each word in it that is a value that was read."""
+    values = sorted((v for v in origin if v.strip()), key=len, reverse=True)
+    words = [rf"(?<![A-Za-z0-9_]){re.escape(value)}(?![A-Za-z0-9_])" for value in values]
+    pattern = "|".join([rf"\$\{{oc\.env:{NAME.pattern}\}}", *words])
+    return re.sub(pattern, lambda at: stands_for(origin[at[0]]) if at[0] in origin else at[0],
+                  masked(text))  # fmt: skip

@@ -39,6 +39,8 @@ def resolve(target: str, key: str, trusted: list[str]) -> Any:
     allowed and ConfigError for what is allowed but not there.
     """
     root = permit(target, key, trusted)
+    if root == EVERYTHING or root in trusted:  # the user's own code may lie there
+        append_current_folder()
     if root == EVERYTHING:
         return _walk(target, target.partition(".")[0], key, trusted)
     if root in trusted:
@@ -176,7 +178,6 @@ def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
 
 def _walk(target: str, root: str, key: str, allowed: list[str]) -> Any:
     """Import `root`, then follow the names; never through a module outside `allowed`."""
-    append_current_folder()
     found: Any = _import(root, key, target)
     path = root
     for part in target[len(root) + 1 :].split(".") if target != root else []:

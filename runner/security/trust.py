@@ -34,6 +34,11 @@ class Severity(IntEnum):
     WARNING = 1
     REFUSAL = 2
 
+    @property
+    def word(self) -> str:
+        """What people and JSON call it where nothing is refused: in models, tables and batches."""
+        return "fault" if self is Severity.REFUSAL else self.name.lower()
+
 
 class Trust(IntEnum):
     """How far a file may be trusted; the order is that of the names."""

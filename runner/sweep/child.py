@@ -15,6 +15,7 @@ from pathlib import Path
 from runner.device import cgroup
 from runner.errors import StorageError
 from runner.interrupts import ENDS
+from runner.storage import for_owners
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
 from runner.sweep.job import lifeline
@@ -59,7 +60,7 @@ class Child:
         before = _identity(folder / SUMMARY)
         variables, reads, writes = lifeline(told)
         try:
-            with (folder / LOG).open("ab") as sink:
+            with open(folder / LOG, "ab", opener=for_owners) as sink:
                 process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
                     command, stdin=reads, stdout=sink, stderr=sink, start_new_session=True,
                     env={**environment, **variables},

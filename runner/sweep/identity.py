@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ def code_hash(package: str) -> str:
 
 def _files(package: str) -> Iterator[Path]:
     try:
-        spec: ModuleSpec | None = find_spec(package)
+        # the job has the current folder on its module path, last; here it never is
+        spec: ModuleSpec | None = find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except (ImportError, ValueError):
         spec = None
     if spec is None:  # the job itself says that it is not there

@@ -18,8 +18,10 @@ from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
 from runner.overrides.spelling import quoted
 from runner.record.console import close_logging, set_up_logging
+from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.folders import keep_private
+from runner.security.intent.places import check_below
 from runner.summary import Summary
 from runner.sweep import command
 from runner.sweep.child import Child
@@ -78,7 +80,8 @@ def _wanted(config: DictConfig, overrides: list[str], number: int) -> Wanted:
     """The job as its process will see it; one that it would refuse says why."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
-    subdir = str(OmegaConf.select(config, "hydra.sweep.subdir"))
+    subdir = str(secrets.place(config, "hydra.sweep.subdir"))
+    check_below("hydra.sweep.subdir", subdir, current().folder)
     variables = config.hydra.job.env_set
     bare = config.copy()
     with open_dict(bare):

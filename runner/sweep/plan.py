@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.lock import is_locked
-from runner.errors import StorageError, UsageError
+from runner.errors import SecurityError, StorageError, UsageError
 from runner.record.noted import plain_yaml
 from runner.summary import Summary
 from runner.sweep.identity import same_versions, sweep_hash
@@ -203,6 +203,12 @@ def set_aside(folder: Path, job: str, weights: bool = False) -> None:
     job too many in TensorBoard.
     """
     number = 1
+    for path in (folder / ASIDE, *(folder / job, *(folder / job).parents)[: len(Path(job).parts)]):
+        if path.is_symlink():
+            raise SecurityError(
+                f"{path}: refused: it is a link, to {path.resolve()}; the jobs of a sweep are "
+                "moved and deleted in folders of its own"
+            )
     while (place := folder / ASIDE / f"{job.replace('/', '_')}-{number}").exists():
         number += 1
     place.parent.mkdir(exist_ok=True)

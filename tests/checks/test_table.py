@@ -208,11 +208,51 @@ def test_the_same_inputs_with_another_quantity_are_no_finding(tmp_path: Path) ->
     assert codes(looked) == []
 
 
+@pytest.mark.parametrize("ages", [80, 4])
+def test_rows_of_few_kinds_are_alike_by_chance_and_no_leak(ages: int, tmp_path: Path) -> None:
+    own = np.random.default_rng(2)
+    kinds = {"class": 3, "sex": 2, "age": ages}
+    columns = {name: own.integers(0, most, 900) for name, most in kinds.items()}
+    label = own.choice(["no", "yes"], 900)
+    source = table(columns, label, tmp_path)
+    found, looked = looked_at(source, shared=Policy.drop)
+    assert codes(looked) == [("table.few_distinct", "")]
+    assert looked.reasons[0].severity.word == "note" and looked.reasons[0].way_out == ""
+    distinct = len(set(list(zip(*columns.values(), strict=True))[i] for i in source.train))
+    assert f"few distinct rows, {distinct} among 720 of training" in looked.reasons[0].evidence
+    assert found.validation.tolist() == source.validation.tolist()
+    if ages == 4:  # each kind has both labels in training
+        assert "0 with their label, 0 with another one, 180 with both" in str(looked.reasons[0])
+    quantity = table(columns, own.integers(0, 3, 900) / 2, tmp_path, task="regression")
+    _, looked = looked_at(quantity)
+    assert {code for code, _ in codes(looked)} <= {"table.few_distinct"}
+
+
+def test_copies_of_most_of_a_table_are_no_chance(tmp_path: Path) -> None:
+    columns = {name: np.concatenate([x, x, x]) for name, x in HONEST.items()}
+    _, looked = looked_at(table(columns, np.concatenate([NAMES] * 3), tmp_path))
+    assert codes(looked) == [("table.shared", "")]
+    assert " with both" not in looked.reasons[0].evidence
+
+
+@pytest.mark.parametrize("label", [99, -3])
+def test_a_label_that_is_no_class_stops_no_look_at_the_columns(label: int) -> None:
+    own = torch.Generator().manual_seed(0)
+    target = torch.randint(0, 4, (400,), generator=own)
+    x = torch.randn(400, 3, generator=own)
+    x[:, 1] = target
+    halves = split(400, 0.2, 0)
+    target[halves[0][0]] = label
+    source = Tensors(x, target, Sizes("classification", 3, classes=4), halves)
+    _, looked = looked_at(source)
+    assert codes(looked) == [("table.leak", "column 'x[1]'")]
+
+
 def test_nothing_left_to_validate_with_is_an_error() -> None:
-    x = torch.ones(200, 3)
-    x[:, 0] = torch.arange(200) % 2
+    x = torch.arange(300.0).sin().reshape(100, 3).repeat(2, 1)
     sizes = Sizes("classification", 3, classes=2)
-    source = Tensors(x, torch.arange(200) % 3 % 2, sizes, split(200, 0.2, 0))
+    halves = np.arange(100), np.arange(100, 200)
+    source = Tensors(x, torch.arange(200) % 3 % 2, sizes, halves)
     with pytest.raises(DataError, match="leaves nothing to validate with"):
         looked_at(source, shared=Policy.drop)
     source = Tensors(torch.ones(200, 3), torch.arange(200) % 2, sizes, split(200, 0.2, 0))
@@ -222,7 +262,9 @@ def test_nothing_left_to_validate_with_is_an_error() -> None:
 
 def test_stop_names_every_finding_and_off_finds_nothing(tmp_path: Path) -> None:
     source = table({**HONEST, "flag": [1] * N, "after": Y + 1}, NAMES, tmp_path)
-    with pytest.raises(DataError, match=r"'flag'.*'after'.*checks.table.constant=warn goes on"):
+    with pytest.raises(
+        DataError, match=r"'flag'.*'after'.*: checks.table.constant=warn checks.table.leak=warn$"
+    ):
         looked_at(source, constant=Policy.stop, leak=Policy.stop)
     with pytest.raises(DataError) as caught:
         looked_at(source, leak=Policy.stop)

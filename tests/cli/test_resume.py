@@ -14,7 +14,7 @@ from runner.cli.preflight import Request, check
 from runner.cli.resume import with_recorded
 from runner.composing import compose
 from runner.config import config_hash
-from runner.errors import CheckpointError, ConfigError
+from runner.errors import CheckpointError, ConfigError, SecurityError
 
 TIME = 1_700_000_000
 
@@ -56,6 +56,20 @@ def test_a_path_continues_in_place_with_the_overrides_of_that_run(path: str) -> 
         "data=cancer", "seed=4", f"checkpoint.resume={path}", f"hydra.run.dir='{RUN}'",
     ]  # fmt: skip
     assert request.notes == [f"continuing {RUN}"]
+    assert request.resumed == Path(RUN)  # which vouches for nothing
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_00000012"])
+def test_a_run_that_lies_elsewhere_goes_on_there_too_for_it_was_typed(
+    inside: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run("elsewhere/old", ["data=cancer"])
+    (folder / "here").mkdir()
+    monkeypatch.chdir(folder / "here")
+    path = f"{folder}/elsewhere/old/{inside}"
+    assert ask(f"checkpoint.resume={path}").continues
+    with pytest.raises(SecurityError, match="security=strict writes nothing outside"):
+        ask(f"checkpoint.resume={path}", "security=strict")
 
 
 def test_a_path_is_understood_from_inside_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

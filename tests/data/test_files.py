@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,14 @@ def test_a_corrupt_image_is_named(tmp_path: Path, content: bytes) -> None:
         source.fetch(np.arange(8), None)
 
 
+def test_postscript_is_no_image_whatever_its_name(tmp_path: Path) -> None:
+    source = red_and_blue(tmp_path)
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    (tmp_path / "red" / "2.png").write_bytes(program)
+    with pytest.raises(DataError, match="UnidentifiedImageError"):
+        source.fetch(np.arange(8), None)
+
+
 def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     source = red_and_blue(tmp_path)
     file = tmp_path / "blue" / "1.jpg"
@@ -101,7 +110,7 @@ def test_other_files_among_images_are_left_out_and_counted(tmp_path: Path) -> No
     (tmp_path / "red" / "notes.txt").write_text("red")
     source = red_and_blue(tmp_path)
     assert len(source.files) == 8
-    assert "1 files are no images" in source.choices[0].reason
+    assert "1 file is no image" in source.choices[0].reason
 
 
 def test_labelled_text_is_read_from_a_csv(tmp_path: Path) -> None:
@@ -266,3 +275,32 @@ def test_a_missing_array_and_a_broken_file_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", X)
     with pytest.raises(DataError, match="a single array"):
         arrays(Arrays(path=str(tmp_path / "data.npy")))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"x": np.empty((10**10, 0), "f"), "y": np.zeros(3)}, "holds no samples"),
+        ({"x": np.zeros((3, 2), "f"), "y": np.array([0, 1, 3 * 10**9])}, "label 3,000,000,000"),
+        ({"x": np.full((3, 2), 10**9), "y": np.full((3, 2), 1)}, "token id 1,000,000,000"),
+    ],
+)
+def test_a_tiny_file_cannot_ask_for_a_huge_model(
+    content: dict[str, np.ndarray], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=told):
+        saved(tmp_path, **content)
+
+
+def test_arrays_of_almost_only_zeros_are_honest(tmp_path: Path) -> None:
+    x = np.zeros((100, 20_000), np.float32)
+    x[:, :100] = np.random.default_rng(0).random((100, 100))
+    np.savez_compressed(tmp_path / "data.npz", x=x, y=np.arange(100) % 2)
+    assert x.nbytes > 60 * (tmp_path / "data.npz").stat().st_size
+    assert arrays(Arrays(path=str(tmp_path / "data.npz"))).sizes.in_features == 20_000
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.csv")
+    with pytest.raises(ConfigError, match="a pipe"):
+        text(Text(path=str(tmp_path / "data.csv"), text="review", target="stars", sequence=8))

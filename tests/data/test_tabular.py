@@ -12,6 +12,7 @@ import torch
 from pyarrow import parquet
 
 from runner.data.config import Tabular
+from runner.data.table import read_table
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
@@ -163,6 +164,25 @@ def test_a_null_in_parquet_is_named_by_row_and_column(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "people.parquet")
     with pytest.raises(DataError, match="row 2, column 'age'"):
         opened(str(tmp_path / "people.parquet"))
+
+
+def test_a_small_parquet_file_that_becomes_a_huge_table_is_refused_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "people.parquet"
+    parquet.write_table(pyarrow.table({"a": np.zeros(1 << 21), "label": np.zeros(1 << 21)}), path)
+    with pytest.raises(DataError, match="rows of 2 columns"):
+        opened(str(path))
+    assert path.stat().st_size < 100_000
+
+
+def test_a_long_text_that_is_there_a_million_times_is_kept_once(tmp_path: Path) -> None:
+    texts = pyarrow.array(["x" * 1000, None, "y"] * 1000)
+    numbers = np.random.default_rng(0).random(3000)
+    table = pyarrow.table({"a": texts, "b": numbers})
+    parquet.write_table(table, tmp_path / "people.parquet", row_group_size=700)
+    found = read_table(str(tmp_path / "people.parquet")).columns["a"]
+    assert found == texts.to_pylist() and len({id(text) for text in found}) < 20
 
 
 def test_a_parquet_column_of_no_use_and_a_broken_file_are_named(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
 from runner.jobs.scan import main
 from runner.security.gate.assessing import Assessor
 from runner.security.gate.held import digest
-from tests.security.planted import Mark, checkpoint
+from runner.security.gate.provenance import root_of
+from tests.security.planted import Mark, checkpoint, facts_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +54,7 @@ def test_a_folder_is_told_apart_hostile_first_and_nothing_runs(tmp_path, folder,
     os.mkfifo(theirs / "pipe.safetensors")
     (theirs / "out").symlink_to(tmp_path / "outputs")
     (theirs / "again.pt").symlink_to("evil.pt")
-    with pytest.raises(SecurityError, match="3 of 5 things refused, the worst .*evil.pt"):
+    with pytest.raises(SecurityError, match="3 of 5 things refused; the first, .*evil.pt"):
         scan(theirs, folder)
     assert not (tmp_path / "mark").exists()
     found = written(folder)
@@ -181,3 +182,61 @@ def test_the_command_refuses_with_3_and_never_imports_torch_itself(tmp_path):
     command[-1] = "scan.path=gone.pt"
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and len(list(tmp_path.glob("outputs/scans/scan/*"))) == 1
+
+
+def test_a_link_is_judged_by_the_name_that_a_loader_would_be_given(tmp_path, folder):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "evil.dat").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    (theirs / "model.pt").symlink_to("evil.dat")
+    with pytest.raises(SecurityError, match=r"model\.pt.*os\.system"):
+        scan(theirs, folder)
+
+
+def test_what_cannot_be_looked_at_is_no_success(tmp_path, folder):
+    os.mkfifo(tmp_path / "pipe.dat")
+    with pytest.raises(SecurityError, match="a pipe"):
+        scan(tmp_path / "pipe.dat", folder)
+    deep = tmp_path.joinpath("theirs", *["d"] * 65)
+    deep.mkdir(parents=True)
+    with pytest.raises(SecurityError, match="below 64 folders"):
+        scan(tmp_path / "theirs", folder)
+
+
+def test_any_plain_path_can_be_named(tmp_path, folder, monkeypatch):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    longest = theirs / ("n" * 255)
+    longest.write_text("hello")
+    monkeypatch.chdir(theirs)
+    assert scan(Path(), folder).passed_over == 1
+    with pytest.raises(SecurityError, match="no format known"):
+        scan(longest, folder)
+
+
+def test_token_ids_are_of_another_kind_and_a_pickle_by_the_same_name_is_not(tmp_path, folder):
+    theirs = tmp_path / "corpus"
+    theirs.mkdir()
+    (np.arange(4000) % 97).astype(np.uint16).tofile(theirs / "train.bin")
+    found = scan(theirs, folder)
+    assert (found.passed_over, found.rows) == (1, [])
+    (theirs / "val.bin").write_bytes(b"cos\nmkdir\n(tR.")
+    with pytest.raises(SecurityError, match="1 of 1 thing refused; the first, .*val.bin"):
+        scan(theirs, folder)
+
+
+def test_a_run_is_pinned_by_its_checkpoints_and_not_by_a_root_that_loading_does_not_know(
+    tmp_path, folder
+):
+    run = tmp_path / "theirs"
+    (run / ".hydra").mkdir(parents=True)
+    step = checkpoint(run / "checkpoints/step_00000007")
+    with pytest.raises(SecurityError, match="scan.path=.*/checkpoints shows what to pin"):
+        scan(run, folder, "security=strict")
+    (row,) = written(folder)["rows"]
+    assert (row["kind"], row["digest"]) == ("run", "")
+    with pytest.raises(SecurityError):
+        scan(run, folder, "security=strict", f"security.pinned=[{row['root']}]")
+    root = root_of(facts_of(step).files)
+    (row,) = scan(run, folder, "security=strict", f"security.pinned=[{root}]").rows
+    assert row.found.trust.name == "PINNED"

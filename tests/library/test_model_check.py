@@ -35,14 +35,40 @@ def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.
     assert "<script>" not in text.replace("\\<script\\>", "")
     assert all(line.startswith("| ") for line in text.splitlines() if "script" in line)
     plain = json.loads(json.dumps(report.as_dict()))
-    assert plain["ok"] is False and plain["reasons"][0]["severity"] == "REFUSAL"
+    assert plain["ok"] is False and plain["reasons"][0]["severity"] == "fault"
 
 
 def test_the_worst_comes_first(net: nn.Module) -> None:
     net.register_buffer("cache", torch.ones(2), persistent=False)
     net[1].weight.data[0] = 0
     net[4].bias.data[0] = math.inf
-    assert [r.severity.name for r in check_model(net).reasons] == ["REFUSAL", "WARNING", "NOTE"]
+    report = check_model(net)
+    assert [r.severity.word for r in report.reasons] == ["fault", "warning", "note"]
+    assert report.verdict == "1 fault, 1 warning, 1 note"
+    assert [line.partition(" ")[0] for line in str(report).splitlines()[1:4]] == [
+        "fault", "warning", "note",
+    ]  # fmt: skip
+
+
+def test_what_fresh_models_have_is_a_note_unless_it_is_said_to_be_trained() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # deep copies of it
+    model.adapter = nn.Linear(8, 8, bias=False)
+    nn.init.zeros_(model.adapter.weight)
+    report = check_model(model, torch.randn(4, 5, 8))
+    assert report.ok and {r.code for r in report.reasons} == {"weights.duplicated", "weights.dead"}
+    assert "trained: not known; with trained=True" in str(report)
+    assert {r.severity.word for r in check_model(model, trained=True).reasons} == {"warning"}
+    model.adapter.weight.data[0, 0] = math.nan
+    assert not check_model(model).ok
+
+
+def test_numbers_have_units(net: nn.Module) -> None:
+    text = str(check_model(net, torch.randn(8, 64)))
+    for name, unit in (("probes", "samples"), ("a tiny change of the inputs comes out",
+                       "times as large"), ("looked at for", "s")):  # fmt: skip
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name}: ")]
+        assert line.endswith(f" {unit}")
 
 
 def test_an_optimized_model_is_the_model_within(net: nn.Module) -> None:

@@ -107,7 +107,7 @@ def test_the_script_too_refuses_a_name_that_is_no_name(capture: Path, tmp_path: 
             model_code(config, run.sizes, tmp_path)
 
 
-@pytest.mark.parametrize("link", ["file", "folder"])
+@pytest.mark.parametrize("link", ["file", "folder", "page"])
 def test_the_page_is_written_through_no_link(link: str, capture: Path) -> None:
     Path("theirs").mkdir()
     theirs = Path("theirs/replay.md")
@@ -116,7 +116,12 @@ def test_the_page_is_written_through_no_link(link: str, capture: Path) -> None:
         (capture / "replay.md").symlink_to(theirs.absolute())
     else:
         os.rename(capture, Path("theirs") / capture.name)
-        capture.symlink_to((Path("theirs") / capture.name).absolute())
+        moved = (Path("theirs") / capture.name).absolute()
+        if link == "folder":
+            capture.symlink_to(moved)
+        else:  # of an earlier replay, which says where its capture is
+            capture.mkdir()
+            (capture / "replay.json").write_text(json.dumps({"capture": str(moved)}))
     before = sorted(Path("theirs").rglob("*"))
     with pytest.raises(NotVerified):
         replay(capture)

@@ -39,7 +39,7 @@ def test_the_worst_comes_first_and_within_a_trust_the_lowest_score():
     ]  # fmt: skip
     scan = Scan("x", SecurityLevel.standard, rows=names)
     assert [r.found.path for r in scan.worst_first] == ["bad", "odd", "plain", "own", "fine"]
-    assert scan.verdict == "1 of 5 things refused, the worst bad: a: overlaps b; get it again"
+    assert scan.verdict == "1 of 5 things refused; the first, bad: a: overlaps b; get it again"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_the_record_is_json_that_says_whether_it_is_complete(tmp_path):
     scan = Scan("x", STRICT, total=3, rows=[row("a", Trust.PINNED)], interrupted=True, seconds=1.5)
     scan.write(tmp_path)
     found = json.loads((tmp_path / "scan.json").read_text())
-    assert (found["schema"], found["verdict"], found["complete"]) == (1, "accepted", False)
+    assert (found["schema"], found["verdict"], found["complete"]) == (1, "interrupted", False)
     assert found["counts"] == {"REFUSED": 0, "UNTRUSTED": 0, "CHECKED": 0, "PINNED": 1, "SIGNED": 0}
     assert "Interrupted after 1 of 3 things" in (tmp_path / "scan.md").read_text()

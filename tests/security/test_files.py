@@ -298,6 +298,14 @@ def test_tied_names_that_make_no_sense_are_an_error(tmp_path, tied):
         read_tensors(path, digest(path))
 
 
+def test_a_tied_name_takes_no_tensors_place(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {"good": torch.ones(2), "evil": torch.zeros(2)}
+    save_file(tensors, path, {"tied": '{"good": "evil"}'})
+    with pytest.raises(CheckpointError, match="'good' is a tensor"):
+        read_tensors(path, digest(path))
+
+
 def test_a_missing_file_and_a_folder_are_errors(tmp_path):
     with pytest.raises(CheckpointError, match="x: missing"):
         read_state(tmp_path / "x", "")

@@ -12,10 +12,14 @@ import hydra
 import pytest
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
+from omegaconf import OmegaConf
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import Request, check
+from runner.composing import compose_raw
 from runner.errors import ConfigError, SecurityError
+from runner.security.config import SecurityConfig
+from runner.security.intent.levels import check_security
 from runner.security.intent.whitelist import asked_for
 from runner.sweep.plugin import make_known_to_others
 
@@ -24,7 +28,7 @@ from .configs.hostile import HOSTILE
 from .configs.ordinary import ORDINARY
 
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
-OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging")
+OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -133,6 +137,46 @@ def test_hydras_own_reader_of_files_is_back_when_it_is_over(folder: Path) -> Non
     before = source.load_config
     check(read_arguments(["seed=1"]))
     assert source.load_config is before
+
+
+def test_whatever_is_composed_while_the_process_is_at_work_is_looked_at(folder: Path) -> None:
+    """What is composed later on: a job that a glob names, an arm, what Hydra's own help needs."""
+    text = "hydra: {hydra_logging: {handlers: {x: {'()': os.mkdir, path: ran}}}}\n"
+    case = Case("", [], {"theirs/experiment/own.yaml": EXPERIMENT + text})
+    reading = ask(case, folder).reading
+    theirs = [folder / "theirs"]
+    with reading.at_work():
+        compose_raw(["seed=3"], folders=theirs)
+        with pytest.raises(SecurityError, match="os.mkdir is refused"):
+            compose_raw(["experiment=own"], folders=theirs)
+        with pytest.raises(SecurityError, match=r"security\.trusted: \[mine\] is refused"):
+            compose_raw(["security.trusted=[mine]"])
+        with pytest.raises(SecurityError, match=r"security\.level: off is refused"):
+            compose_raw(["security=off"])
+    assert compose_raw(["experiment=own"], folders=theirs).seed == 0
+
+
+def test_a_config_is_given_back_as_it_was_composed(folder: Path) -> None:
+    before = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
+    with ask(Case("", []), folder).reading.at_work():
+        assert OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False) == before
+
+
+def test_a_file_that_a_link_stands_for_is_refused(folder: Path) -> None:
+    (folder / "theirs/experiment").mkdir(parents=True)
+    (folder / "x.yaml").write_text(EXPERIMENT + "seed: 3\n")
+    (folder / "theirs/experiment/own.yaml").symlink_to(folder / "x.yaml")
+    with pytest.raises(SecurityError, match="a link leads there, out of"):
+        check(read_arguments(["--config-dir=theirs", "experiment=own"]))
+
+
+@pytest.mark.parametrize(
+    "found", [{"level": "off"}, {"trusted": ["mine"]}, {"pinned": ["a" * 64]}, {"level": "${name}"}]
+)
+def test_a_job_whose_security_is_not_what_was_typed_is_refused(found: dict[str, object]) -> None:
+    config = OmegaConf.create({"security": {"level": "standard", **found}})
+    with pytest.raises(SecurityError, match="security"):
+        check_security(config, SecurityConfig())
 
 
 def test_with_security_off_any_name_passes_and_bounds_and_places_stay(folder: Path) -> None:

@@ -16,7 +16,18 @@ BEFORE_US = set(
     "importlib contextlib functools warnings types collections keyword operator reprlib".split()
 )
 """What Python imports for `-m` itself; only `python -P -m runner` keeps the folder from those."""
-ABSENT = ("colorlog", "optree", "torch_xla", "sitecustomize", "usercustomize", "tensorflow")
+ABSENT = (
+    "colorama",
+    "flint",
+    "gmpy2",
+    "triton",
+    "colorlog",
+    "optree",
+    "torch_xla",
+    "sitecustomize",
+    "usercustomize",
+    "tensorflow",
+)
 
 
 def run(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +60,9 @@ def ran(folder: Path) -> str:
 def test_nothing_in_the_current_folder_stands_in_for_a_module(folder: Path) -> None:
     shown = run(folder, "--cfg", "job")
     assert shown.returncode == 0, shown.stderr
-    done = run(folder, "data=cancer", "training.steps=2", "optimization=none", "device=cpu")
+    done = run(folder, "data=cancer", "training.steps=2", "optimization=none", "device=cpu",
+               "model._target_=torch.nn.Linear", "+model.in_features=30", "+model.out_features=2",
+               )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ran(folder) == ""
 
@@ -73,10 +86,29 @@ def test_a_refusal_is_one_line_and_exit_code_3_and_leaves_nothing(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--hydra-help", "+experiment=own"],
+        ["-m", "experiment=glob(ow*)", "hydra/launcher=basic", "hydra/job_logging=default"],
+    ],
+)
+def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path, asked: list[str]) -> None:
+    theirs = tmp_path / "theirs" / "experiment"
+    theirs.mkdir(parents=True)
+    (theirs / "own.yaml").write_text(
+        "# @package _global_\nhydra: {hydra_logging: {version: 1, handlers: {x: {(): os.mkdir, "
+        f"path: {tmp_path / 'ran'}}}}}, root: {{handlers: [x]}}}}}}\n"
+    )
+    done = run(tmp_path, "--config-dir=theirs", *asked)
+    assert done.returncode == 3 and "os.mkdir is refused" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_security_off_says_so_in_the_log_and_only_once(tmp_path: Path) -> None:
     done = run(tmp_path, "security=off", "data=cancer", "training.steps=2", "optimization=none",
                "device=cpu")  # fmt: skip
     assert done.returncode == 0, done.stderr
     (log,) = (tmp_path / "outputs").rglob("run.log")
     assert log.read_text().count("security=off") == 1
-    assert (done.stdout + done.stderr).count("security=off: nothing is looked at") == 1
+    assert (done.stdout + done.stderr).count("security=off: configs of other people") == 1

@@ -11,7 +11,9 @@ from runner import build, compose, train
 from runner.checkpoint.folder import step_name
 from runner.device import memory
 from runner.errors import ConfigError
+from runner.hook import Hook, Step
 from runner.hooks import limits as hook
+from runner.run import Run
 from runner.security.config import LimitsConfig
 from runner.security.limits import folder_bytes
 from runner.summary import Summary
@@ -42,18 +44,42 @@ def test_time_that_is_up_ends_the_run_with_a_checkpoint_and_says_how_to_go_on(
         assert train(run).status == "done"
 
 
-def test_memory_beyond_the_limit_ends_the_run(tmp_path: Path) -> None:
-    held = memory.process_bytes() / 1e6
-    summary = stopped(tmp_path, f"security.limits.memory_mb={held / 2:.0f}")
+class Greedy(Hook):
+    """Holds 300 MB from the second step on."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        if step.number == 2:
+            self.held = b"x" * 300_000_000
+
+
+def test_memory_beyond_the_limit_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "LOOK_S", 0.0)
+    limit = memory.process_bytes() / 1e6 + 150
+    with build(compose([*LONG, f"security.limits.memory_mb={limit:.0f}"]), tmp_path) as run:
+        run.hooks.append(Greedy())
+        summary = train(run)
+    assert summary.status == "stopped"
     assert "security.limits.memory_mb" in summary.reason
     assert "MB of" in summary.reason
+
+
+def test_memory_that_is_held_before_the_first_step_is_a_mistake_in_the_limit(
+    tmp_path: Path,
+) -> None:
+    held = memory.process_bytes() / 1e6
+    with build(compose([*LONG, f"security.limits.memory_mb={held / 2:.0f}"]), tmp_path) as run:
+        with pytest.raises(ConfigError, match="memory_mb: .* before the first step"):
+            train(run)
+        assert run.progress.step == 0
 
 
 def test_the_run_s_folder_never_outgrows_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "LOOK_S", 0.0)
-    monkeypatch.setattr(hook, "SCAN_S", 0.0)
+    monkeypatch.setattr(hook, "LOOK_S", 1e6)  # so that only a checkpoint is a reason to look
+    monkeypatch.setattr(hook, "SCAN_S", 1e6)
     more = ["checkpoint.every=5", "checkpoint.keep=1000", "monitoring.tensorboard=false"]
     limit = 6.0
     summary = stopped(tmp_path, *more, f"security.limits.disk_mb={limit}")

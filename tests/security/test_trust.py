@@ -12,7 +12,8 @@ import pytest
 from runner.errors import SecurityError, UsageError
 from runner.security.config import SecurityLevel
 from runner.security.gate.policy import Policy
-from runner.security.gate.provenance import is_own, own_tree, vouch
+from runner.security.gate.provenance import is_own, vouch
+from runner.security.intent.places import own_trees
 from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust, require
 from tests.security.planted import checkpoint, facts_of, seal
 
@@ -36,7 +37,7 @@ def codes(found: Assessment) -> set[str]:
 
 def test_a_checkpoint_within_the_run_tree_is_checked_and_says_who_wrote_it(tmp_path):
     folder = checkpoint(tmp_path / "outputs/runs/digits/one/checkpoints/step_00000007")
-    found = judged(folder, own=(own_tree(tmp_path / "outputs/scans/x"),))
+    found = judged(folder, own=tuple(own_trees(tmp_path / "outputs/scans/x")))
     assert found.trust is Trust.CHECKED and not found.reasons
     assert found.written_by == "run digits/one config c0ffeec0ffee runner 0.1"
     assert judged(folder / "state.pt", own=(tmp_path / "outputs",)).trust is Trust.CHECKED

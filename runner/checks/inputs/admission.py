@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from torch import Tensor
 from runner.batch import Batch
 from runner.checks.config import Policy
 from runner.checks.inputs.beforehand import Beforehand
-from runner.checks.inputs.cases import Case, Told, action, kept
+from runner.checks.inputs.cases import Admitted, Case, Told, action, at_once, kept
+from runner.checks.inputs.finding import WAYS_OUT, Finding
 from runner.checks.inputs.here import numbers
-from runner.checks.inputs.look import WAYS_OUT, Finding, InputChecks, Look
+from runner.checks.inputs.look import InputChecks, Look
 from runner.checks.inputs.measure import exchanged, leaves
 from runner.checks.inputs.there import There, Underway, vetoes
 from runner.errors import DataError
@@ -27,17 +27,6 @@ log = logging.getLogger("runner")
 LATE = 2  # steps after which the numbers of a batch that came on an accelerator are read
 IN_A_ROW = 100  # batches that were skipped or cut to nothing: then the run ends
 NAMED = 20  # samples that a message names
-ROUNDS = 4  # looks at a batch from which samples were taken
-
-
-@dataclass
-class Admitted:
-    """The batch of a step, as it was looked at on the CPU."""
-
-    number: int
-    seen: Look
-    told: list[Told]
-    veto: bool
 
 
 class Inputs:
@@ -66,8 +55,8 @@ class Inputs:
         self.at_once = "cpu"  # the kind of device whose batches are read there and then
         self.there = There(device)
         self.beforehand: Beforehand | None = None  # where it can speak for batches
-        self.cleared = 0  # number of a step whose batch needs no look
         self.admitted: Admitted | None = None
+        self.cleared = 0  # the step, instead, whose batch needs no look
         self.veto: Tensor | None = None  # 1 where the update of the step at hand is not to be made
         self.vetoed: list[int] = []  # steps, until the guardian has taken them
         self.refusal: DataError | None = None  # found late; the run ends at the next step
@@ -83,12 +72,13 @@ class Inputs:
             return batch
         told: list[Told] = []
         places: list[int] = []  # of what is left, in the batch as it came
-        for _ in range(ROUNDS):
+        while True:  # each round with fewer samples
             seen = self._seen(batch, number)
             if not seen.findings:
                 break
             places = places or list(range(seen.samples))
-            cases = [self._case(finding, seen, places, step) for finding in seen.findings]
+            found = [self._case(finding, seen, places, step) for finding in seen.findings]
+            cases = at_once(found, len(places))
             for case in cases:
                 if case.policy is Policy.stop:
                     self._stop(number, case.check, case.words)
@@ -107,10 +97,10 @@ class Inputs:
 
     def pruned(self, batch: Batch) -> Batch:
         """The same batch as its step had it: without the samples that are left out."""
-        for _ in range(ROUNDS):
+        while True:
             seen = self._seen(batch, 0)
             cases = [self._case(finding, seen, [], -1) for finding in seen.findings]
-            keep = kept(cases, seen.samples) if cases else None
+            keep = kept(at_once(cases, seen.samples), seen.samples) if cases else None
             if keep is None or bool(keep.all()):
                 break
             batch = exchanged(batch, {name: t[keep] for name, t in seen.found.items()})
@@ -120,7 +110,8 @@ class Inputs:
 
     def admit(self, number: int, batch: Batch) -> Batch:
         """The batch that the step is made of; sets `veto`. Raises DataError by policy: stop."""
-        self._catch_up(number - LATE)
+        if self.there.underway or self.refusal is not None:
+            self._catch_up(number - LATE)
         if self.cleared == number:
             self.veto, self.in_a_row = None, 0
             return batch
@@ -159,7 +150,7 @@ class Inputs:
     def _seen(self, batch: Batch, number: int) -> Look:
         checks = self.checks
         seen = checks.see(batch)
-        if seen.plan.entries and not checks.lost(seen):
+        if seen.plan.entries:
             row = numbers(checks.measure, seen.found, seen.plan)
             checks.judge(seen, row, number, self._epoch(number))
         return seen
@@ -185,7 +176,7 @@ class Inputs:
         if bad is not None and step >= 0:
             which = [place for place, flag in zip(places, bad.tolist(), strict=True) if flag]
             words += f", in {len(which)} of {len(bad)} samples{self._names(which, step)}"
-        return Case(finding.check, policy, bad, words)
+        return Case(finding, policy, bad, words)
 
     def _names(self, places: list[int], step: int) -> str:
         """Which samples of the data set; without blanks, so that repeats are known as such."""
@@ -210,7 +201,7 @@ class Inputs:
             return batch
         row = checks.measure.row(seen.found, seen.plan)
         self.veto = self.there.veto(row, checks)
-        self.there.send(number, seen, row)
+        self.there.send(number, seen, row, self.veto)
         if vetoes(checks, "labels"):
             batch = exchanged(batch, checks.harmless(seen))
         return batch
@@ -223,24 +214,20 @@ class Inputs:
 
     def _take(self, entry: Underway) -> None:
         """The numbers of an earlier step: say what they mean, learn from them."""
+        *row, flag = entry.row.tolist()
+        skipped = flag > 0  # as it was there, where what takes the host to find comes too late
+        if skipped:
+            self.vetoed.append(entry.number)
         plan = self.checks.plan
         if plan is None or plan.form != entry.form:
             return
         seen = Look({}, plan, entry.samples, entry.values)
-        epoch = self._epoch(entry.number)
-        self.checks.judge(seen, entry.row.tolist(), entry.number, epoch)
-        limited = {limit.check for limit in self.checks.limits + self.checks.usual}
-        skipped = False
+        self.checks.judge(seen, row, entry.number, self._epoch(entry.number))
         for finding in seen.findings:
-            # what takes the host to find it (repetition, shares of labels) comes too late
-            vetoed = vetoes(self.checks, finding.check) and finding.check in limited
-            skipped |= vetoed
             words = f"{finding.leaf}: {finding.evidence}" if finding.leaf else finding.evidence
             if self.checks.policy(finding.check) is Policy.stop and self.refusal is None:
                 self.refusal = self._refusal(entry.number, finding.check, words)
-            self._note(entry.number, Told(finding.check, words, "skipped" if vetoed else ""))
-        if skipped:
-            self.vetoed.append(entry.number)
+            self._note(entry.number, Told(finding.check, words, "skipped" if skipped else ""))
         self._learn(seen, entry.number)
         self._count_skipped(entry.number, skipped)
 
@@ -260,9 +247,11 @@ class Inputs:
         if told.check == "not_finite":
             self.history.explain(number, told.message)
         severity = "error" if told.action == "the run ends" else "warning"
+        key = f"checks.inputs.{told.check}={self.checks.policy(told.check).value}"
+        used = f"the batch is trained on all the same ({key}); {WAYS_OUT[told.check]}"
         self.history.add(
             f"input_{told.check}", told.message, step=number, category="data", severity=severity,
-            action=told.action,
+            action=told.action or used,
         )  # fmt: skip
 
     def _stop(self, number: int, check: str, words: str) -> None:

@@ -6,7 +6,7 @@ import math
 from statistics import median
 from typing import Any
 
-from runner.checks.inputs.measure import STATS, Plan
+from runner.checks.inputs.measure import MARKS, STATS, Plan
 
 # Least robust deviation, in deviations of the data: what is less is real, and of no consequence.
 FLOOR = {"mean": 0.02, "deviation": 0.02, "low": 0.1, "high": 0.1}
@@ -82,6 +82,15 @@ class Baseline:
         total = max(1.0, sum(counts))
         differ = sum(abs(c / total - p) for c, p in zip(counts, self.shares, strict=True))
         return 0.5 * differ * math.sqrt(total)
+
+    def all_alike(self, plan: Plan, samples: int) -> float:
+        """How likely all samples of a batch are one, by how many were among the batches so far."""
+        at = plan.width + plan.shares + MARKS
+        distinct = [row[at] for row in self.rows if len(row) > at]
+        if not distinct:
+            return 0.0
+        equal = sum(self.samples - n + 1 for n in distinct if n < self.samples)
+        return float((equal / len(distinct) / self.samples) ** samples)
 
     def _limits(self, values: Any, usual: float, floor: float) -> tuple[float, float]:
         middle, scale = _spread([math.asinh(v / usual) for v in values], floor)

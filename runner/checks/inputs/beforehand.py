@@ -10,6 +10,7 @@ more than warn of drift or repetition, every batch is looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from runner.checks.inputs.look import InputChecks
 from runner.checks.inputs.measure import TINY, Labels, Measure
 from runner.seeds import mix
 
-EVERY = 32  # batches of which one is looked at
+EVERY = 64  # batches of which one is looked at
 SMALL = 1 << 22  # weights times samples of a step, below which a look is more than 1 % of it
 MOST = 1 << 26  # values that are looked through: a fifth of a second
 PART = 1 << 22  # values at a time
@@ -36,14 +37,20 @@ class Beforehand:
         self.inputs, self.target, self.rows, self.size = inputs, target, rows, size
         self.versions = (inputs._version, target._version)
         self.settled: bool | None = None  # None: until there are limits
+        self.free = range(0)  # steps in a row of which none is drawn
 
     def clears(self, step: int, batch: Batch, checks: InputChecks) -> bool:
         """Whether the batch of that step needs no look."""
-        if not checks.baseline.full or drawn(step):
-            return False
-        if self.settled is None:
+        if self.settled is None and checks.baseline.full:
             self.settled = self._settle(batch, checks)
-        return self.settled and self.versions == (self.inputs._version, self.target._version)
+        if not self.settled or (self.inputs._version, self.target._version) != self.versions:
+            return False
+        if step in self.free:
+            return True
+        if drawn(step):
+            return False
+        self.free = range(step, next(later for later in count(step) if drawn(later)))
+        return True
 
     def _settle(self, batch: Batch, checks: InputChecks) -> bool:
         config = checks.config
@@ -94,11 +101,11 @@ class Beforehand:
         return 2 * copies < self.size and flat < (last if last > 1 else self.size)
 
     def _parts(self, tensor: Tensor) -> Iterator[Tensor]:
-        count = max(1, PART // max(1, tensor[0].numel()))
-        for part in torch.from_numpy(self.rows).split(count):
-            yield tensor.index_select(0, part)
+        most = max(1, PART // max(1, tensor[0].numel()))
+        for first in range(0, len(self.rows), most):
+            yield tensor.index_select(0, torch.from_numpy(self.rows[first : first + most]))
 
 
 def drawn(step: int) -> bool:
-    """Whether that step is one of those whose batch is looked at; no pattern of the data meets it."""
+    """Whether the batch of that step is looked at; by no pattern that data could have."""
     return mix(DRAW, step) % EVERY == 0

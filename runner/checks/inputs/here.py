@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.checks.inputs.measure import MARKS, MOST_FEATURES, TINY, Measure, Plan
+from runner.checks.inputs.measure import (
+    LARGEST,
+    MARKS,
+    MOST_FEATURES,
+    ROUNDED,
+    TINY,
+    Measure,
+    Plan,
+)
 
 FEW = 1 << 16  # values, above which torch is as fast
 FLOATS = (torch.float32, torch.float64)
@@ -45,14 +53,27 @@ def _row(measure: Measure, found: dict[str, Tensor], plan: Plan) -> list[float]:
         if found[name].dtype not in FLOATS:
             values = values.astype(np.float32)
         flat = values.reshape(-1)
-        mean = float(flat.sum()) / flat.size
-        deviation = max(0.0, float(flat @ flat) / flat.size - mean * mean) ** 0.5
         ends = float(flat.min()), float(flat.max())  # NaN and Inf come through
+        mean, deviation = _moments(flat, max(-ends[0], ends[1]))
         scalars += [*ends, mean / (deviation + TINY), deviation]
         if name == plan.main:
             marks = _marks(measure, values)
-    single: list[float] = np.asarray(scalars + counts + marks).astype(np.float32).tolist()
+    row = np.asarray(scalars + counts + marks)
+    row = np.where(np.isfinite(row), row.clip(-LARGEST, LARGEST), row)  # float32 holds no more
+    single: list[float] = row.astype(np.float32).tolist()
     return single
+
+
+def _moments(flat: np.ndarray, largest: float) -> tuple[float, float]:
+    """Mean and deviation; in two passes over float64 where one over float32 would not do."""
+    mean, square = float(flat.sum()) / flat.size, float(flat @ flat) / flat.size
+    if square - mean * mean > ROUNDED * square:  # false where a sum or a square overflowed
+        return mean, (square - mean * mean) ** 0.5
+    unit = largest or 1.0
+    shares = flat.astype(np.float64) / unit
+    mean = float(shares.mean())
+    shares -= mean
+    return mean * unit, float(shares @ shares / flat.size) ** 0.5 * unit
 
 
 def _marks(measure: Measure, values: np.ndarray) -> list[float]:

@@ -10,7 +10,8 @@ from runner.checks.config import InputsConfig, Policy
 from runner.checks.inputs.baseline import Baseline
 from runner.checks.inputs.measure import LARGEST, Labels, Plan
 
-CHECKS = ("not_finite", "labels", "range", "drift")  # the worst first
+DRIFT = "drift"  # it is told of finite numbers only
+CHECKS = ("not_finite", "labels", "range", DRIFT)  # the worst first
 
 
 @dataclass(frozen=True)

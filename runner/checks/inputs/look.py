@@ -12,9 +12,11 @@ from torch import Tensor
 from runner.batch import Batch
 from runner.checks.config import InputsConfig, Policy
 from runner.checks.inputs.baseline import Baseline
+from runner.checks.inputs.finding import Finding, follows, reason
 from runner.checks.inputs.here import numbers
-from runner.checks.inputs.limits import Limit, limits
+from runner.checks.inputs.limits import DRIFT, Limit, limits
 from runner.checks.inputs.measure import (
+    LARGEST,
     Labels,
     Measure,
     Plan,
@@ -25,29 +27,10 @@ from runner.checks.inputs.measure import (
 )
 from runner.checks.inputs.repeats import Repeats
 from runner.checks.inputs.schema import Schema
-from runner.security.trust import Reason, Severity
+from runner.security.trust import Reason
 
+CHANCE = 1e-4  # of batches: constant ones that come more often are no fault
 BY_SAMPLE = ("not_finite", "range", "labels")  # a single sample can be at fault
-WAYS_OUT = {
-    "form": "mend the data, or give checks.inputs.schema.shape or dtype (or form: warn)",
-    "not_finite": "mend these samples, or leave them out: checks.inputs.not_finite=drop",
-    "range": "scale the data, or give checks.inputs.schema.low and high",
-    "labels": "mend these labels, or leave the samples out: checks.inputs.labels=drop",
-    "constant": "look at what the data set gives for them",
-    "duplicates": "look at how the data are put together and shuffled",
-    "drift": "shuffle the data, or raise checks.inputs.threshold",
-}
-
-
-@dataclass
-class Finding:
-    """One thing that is wrong with a batch."""
-
-    check: str
-    leaf: str
-    evidence: str
-    low: float = -math.inf  # what values must be within, where samples can be told by it
-    high: float = math.inf
 
 
 @dataclass
@@ -75,8 +58,9 @@ class InputChecks:
         classes: int | None = None,  # labels are below it
         ignored: int | None = None,  # a label that stands for none
         vocab: int | None = None,  # token ids are below it
+        longest: int | None = None,  # tokens of a sample
     ) -> None:
-        self.config = config or InputsConfig()
+        self.config, self.longest = config or InputsConfig(), longest
         self.known = Labels(self.config.schema.classes or classes or None, ignored, vocab)
         self.measure = Measure(self.known)
         self.schema = Schema(self.config.schema)
@@ -92,7 +76,7 @@ class InputChecks:
         """What is wrong with it; duplicates are looked for among those of the same `epoch`."""
         step = self.last + 1
         seen = self.see(batch)
-        if seen.plan.entries and not self.lost(seen):
+        if seen.plan.entries:
             self.judge(seen, numbers(self.measure, seen.found, seen.plan), step, epoch)
         self.remember(seen, step, epoch)
         return [reason(finding) for finding in seen.findings]
@@ -114,55 +98,80 @@ class InputChecks:
         main = found.get(self.plan.main or "")
         seen = Look(found, self.plan, samples, 0 if main is None else main.numel())
         if self.policy("form") is not Policy.off:
-            differs = self.schema.differs(found, self.plan.main)
+            differs = self.schema.differs(found, self.plan.main, self.plan.text, self.longest)
             if differs is not None:
                 seen.findings.append(Finding("form", "", differs))
         return seen
 
     @staticmethod
     def lost(seen: Look) -> bool:
-        """Whether it has another form, so that its values say nothing."""
+        """Whether it has another form, so that it is not held against earlier ones."""
         return any(finding.check == "form" for finding in seen.findings)
 
     def judge(self, seen: Look, row: list[float], step: int, epoch: int | None) -> None:
         """What its numbers say, added to the findings."""
         seen.row = row
-        usual = self._has_baseline(seen)
-        if self._outside(self.limits, seen) or self._constant(seen):
-            return  # which says it all
-        if usual:
-            self._outside(self.usual, seen)
-            self._judge_shares(seen)
-        if epoch is not None and self.policy("duplicates") is not Policy.off:
-            marks = row[seen.plan.width + seen.plan.shares :]
-            earlier = self.repeats.find(epoch, marks, seen.samples, step)
-            if earlier:
-                said = f"the batch of step {earlier} comes again in the epoch, or nearly so"
-                seen.findings.append(Finding("duplicates", seen.plan.main or "", said))
+        self._outside(self.limits, seen)
+        by_chance = self._constant(seen)
+        if not self.lost(seen):
+            if self._has_baseline(seen) and not by_chance:
+                self._outside(self.usual, seen)
+                self._judge_shares(seen)
+            self._again(seen, step, epoch)
+        seen.findings = [one for one in seen.findings if not self._is_said(one, seen)]
 
-    def _outside(self, limits: list[Limit], seen: Look) -> bool:
-        """Numbers that are not between their limits, the first of each leaf."""
-        bad: set[str] = set()
+    def _is_said(self, finding: Finding, seen: Look) -> bool:
+        """Whether another says as much, and as much or more is done about that one."""
+        order, policy = list(Policy), self.policy(finding.check)
+        return any(
+            order.index(self.policy(other.check)) >= order.index(policy)
+            for other in seen.findings
+            if follows(finding, other)
+        )
+
+    def _outside(self, limits: list[Limit], seen: Look) -> None:
+        """Numbers that are not between their limits, NaN too; the first of each check and leaf.
+
+        Of drift only what is finite tells.
+        """
+        told: set[tuple[str, str]] = set()
         for limit in limits if seen.plan is self.plan else ():
             value = seen.row[limit.at]
             if limit.low <= value <= limit.high:
                 continue
-            leaf = seen.plan.entries[limit.at].leaf
-            if leaf not in bad and (value == value or limit.check == "not_finite"):
-                bad.add(leaf)
+            if limit.check == DRIFT and not math.isfinite(value):
+                continue
+            place = limit.check, seen.plan.entries[limit.at].leaf
+            if place not in told:
+                told.add(place)
                 seen.findings.append(self._finding(limit, seen, value))
-        return bool(bad)
 
     def _constant(self, seen: Look) -> bool:
+        """Whether it is one value by chance; one that is so otherwise is a finding."""
         plan, main = seen.plan, seen.plan.main or ""
         if main not in plan.values or self.policy("constant") is Policy.off:
             return False
         at = next(i for i, entry in enumerate(plan.entries) if entry.leaf == main)
-        if seen.row[at] != seen.row[at + 1] or not seen.values > seen.samples > 1:
-            return False
-        said = f"every value of the batch is {seen.row[at]:g}"
-        seen.findings.append(Finding("constant", main, said))
-        return True
+        alike = seen.row[at] == seen.row[at + 1] and seen.values > seen.samples > 1
+        by_chance = alike and self._may_be_constant(seen)
+        if alike and not by_chance:
+            said = f"every value of the batch is {seen.row[at]:g}"
+            seen.findings.append(Finding("constant", main, said))
+        return by_chance
+
+    def _may_be_constant(self, seen: Look) -> bool:
+        """Whether the data are so sparse that it comes by chance."""
+        known = self.form == seen.plan.form
+        return known and self.baseline.all_alike(seen.plan, seen.samples) > CHANCE
+
+    def _again(self, seen: Look, step: int, epoch: int | None) -> None:
+        if epoch is None or self.policy("duplicates") is Policy.off:
+            return
+        marks = seen.row[seen.plan.width + seen.plan.shares :]
+        earlier = self.repeats.find(epoch, marks, seen.samples, step)
+        if earlier:
+            said = f"the batch of step {earlier} comes again in the epoch, or nearly so"
+            seen.findings.append(Finding("duplicates", seen.plan.main or "", said))
 
     def _judge_shares(self, seen: Look) -> None:
         plan, row = seen.plan, seen.row
@@ -214,13 +223,13 @@ class InputChecks:
             self.baseline.settle(plan)  # loaded from a checkpoint
         known = self.baseline if learned else None
         found = limits(plan, self.config, self.known, known)
-        self.limits = [limit for limit in found if limit.check != "drift"]
-        self.usual = [limit for limit in found if limit.check == "drift"]
+        self.limits = [limit for limit in found if limit.check != DRIFT]
+        self.usual = [limit for limit in found if limit.check == DRIFT]
 
     def _finding(self, limit: Limit, seen: Look, value: float) -> Finding:
         entry = seen.plan.entries[limit.at]
         low, high = limit.low, limit.high
-        if limit.check == "drift":
+        if limit.check == DRIFT:
             unit = " deviations" if entry.stat == "mean" else ""
             said = f"its {entry.stat} is {value:.4g}, and {low:.4g} to {high:.4g}{unit} is usual"
             return Finding("drift", entry.leaf, said)
@@ -230,6 +239,7 @@ class InputChecks:
             "labels": f"{what} such as {value:g}, and there are {low:g} to {high:g}",
             "range": f"values such as {value:.6g}, outside {low:.6g} to {high:.6g}",
         }[limit.check]
+        low, high = (x if abs(x) < LARGEST else math.copysign(math.inf, x) for x in (low, high))
         return Finding(limit.check, entry.leaf, said, low, high)
 
     # -- samples -------------------------------------------------------------------------------
@@ -241,6 +251,10 @@ class InputChecks:
         of_labels = finding.leaf == seen.plan.labels
         ignored = self.known.ignored if of_labels else None
         tensor = seen.found[finding.leaf]
+        if len(tensor) != seen.samples:
+            return None
+        if finding.check == "not_finite":
+            return (~tensor.isfinite()).reshape(len(tensor), -1).any(1).cpu()
         return bad_samples(tensor, finding.low, finding.high, ignored).cpu()
 
     def harmless(self, seen: Look) -> dict[str, Tensor]:
@@ -275,11 +289,3 @@ class InputChecks:
         self.schema.load(state["schema"])
         self.baseline.load(state["baseline"], None)
         self.repeats.load(state["repeats"])
-
-
-def reason(finding: Finding) -> Reason:
-    """As others say it."""
-    return Reason(
-        f"input.{finding.check}", Severity.WARNING, finding.leaf, finding.evidence,
-        WAYS_OUT[finding.check],
-    )  # fmt: skip

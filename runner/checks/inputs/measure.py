@@ -16,6 +16,7 @@ MOST_FEATURES = 4096  # of a sample that its projection is of
 MOST_COUNTED = 2**18  # labels times classes that are counted
 MOST_CLASSES = 256
 TINY = 1e-30
+ROUNDED = 1e-4  # of the mean square: a variance below it is lost in rounding
 MARKS = 8  # order statistics of a batch's projections
 STATS = ("low", "high", "mean", "deviation")
 
@@ -47,7 +48,8 @@ class Plan:
     values: list[str] = field(default_factory=list)  # leaves of which STATS are taken
     learned: list[str] = field(default_factory=list)  # those that have a usual: no masks, no types
     labels: str | None = None  # leaf of classes
-    tokens: str | None = None  # leaf of token ids
+    tokens: str | None = None  # leaf of token ids below a known number of words
+    text: str | None = None  # leaf of token ids [samples, length]
     main: str | None = None  # leaf that the batch is known again by
     shares: int = 0  # classes that are counted
 
@@ -124,8 +126,10 @@ def plan_of(found: dict[str, Tensor], known: Labels) -> Plan:
         if name == plan.main or not is_index(tensor):
             plan.learned.append(name)
         plan.entries += [Entry(name, stat) for stat in STATS]
-        if name == plan.main and is_index(tensor) and known.vocab:
-            plan.tokens = name
+        if name == plan.main and is_index(tensor):
+            plan.tokens = name if known.vocab else None
+            named = name == "inputs.input_ids"
+            plan.text = name if tensor.ndim == 2 and (known.vocab or named) else None
     return plan
 
 
@@ -151,9 +155,7 @@ class Measure:
             values = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
             flat = values.reshape(-1)
             low, high = torch.aminmax(flat)  # NaN and Inf come through, in one pass
-            mean = flat.sum() / flat.numel()
-            square = torch.dot(flat, flat) / flat.numel()
-            deviation = (square - mean * mean).clamp(min=0).sqrt()
+            mean, deviation = moments(flat, torch.maximum(-low, high))
             # in deviations: one value of a heavy tail moves both
             scalars += [low, high, mean / (deviation + TINY), deviation]
             if name == plan.main:
@@ -162,7 +164,10 @@ class Measure:
         if plan.shares and plan.labels is not None:
             parts.append(self._counts(found[plan.labels], plan.shares))
         parts += marks
-        return torch.cat(parts).to(torch.float32) if parts else torch.zeros(0)
+        row = torch.cat(parts) if parts else torch.zeros(0)
+        if row.dtype is torch.float64:  # what float32 does not hold is no Inf for that
+            row = torch.where(row.isfinite(), row.clamp(-LARGEST, LARGEST), row)
+        return row.to(torch.float32)
 
     def of_labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest, of those that stand for a class."""
@@ -208,6 +213,26 @@ class Measure:
             drawn = torch.randn(kind[0], generator=own) / max(1, kind[0]) ** 0.5
             self.directions[kind] = drawn.to(samples.device, samples.dtype)
         return self.directions[kind]
+
+
+def moments(flat: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation; nothing is read from an accelerator.
+
+    They are taken of shares of the largest value, so that no square is too large, and in two
+    passes, so that a small deviation is not lost beside a large mean. On the CPU that takes ten
+    times as long, and it shows beforehand whether it is needed.
+    """
+    if flat.device.type == "cpu":
+        mean, square = flat.sum() / flat.numel(), torch.dot(flat, flat) / flat.numel()
+        variance = square - mean * mean
+        if bool(variance > ROUNDED * square):  # false where a sum or a square overflowed
+            return mean, variance.sqrt()
+    unit = torch.where(largest > 0, largest, 1)
+    shares = flat / unit
+    mean = shares.sum() / shares.numel()
+    shares -= mean
+    deviation = (torch.dot(shares, shares) / shares.numel()).sqrt()
+    return mean * unit, deviation * unit
 
 
 def bad_samples(tensor: Tensor, low: float, high: float, ignored: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.checks.inputs.measure import MARKS
+from runner.checks.inputs.measure import LARGEST, MARKS
 
 KEPT = 1024  # batches of an epoch that are remembered
 LIKE = 1e-3  # of the samples' spread, by which the marks of the same batch may differ
@@ -70,4 +70,4 @@ class Repeats:
 
 def _telling(marks: list[float], samples: int) -> bool:
     distinct = marks[MARKS] if len(marks) > MARKS else 0.0
-    return distinct >= max(LEAST, samples / 2) and bool(np.isfinite(marks).all())
+    return distinct >= max(LEAST, samples / 2) and bool((np.abs(marks) < LARGEST / 4).all())

@@ -21,15 +21,30 @@ Form = tuple[str, tuple[int, ...]]
 
 
 class Schema:
-    """Type and shape of each tensor; lengths that vary among the first batches may vary on."""
+    """Type and shape of each tensor; lengths that vary among the first batches may vary on.
+
+    So may the length of texts, which are padded to the longest of a batch, even where the first
+    batches all had the same; with it goes each length of other tensors that was the same.
+    """
 
     def __init__(self, config: SchemaConfig) -> None:
         self.config = config
         self.forms: dict[str, Form] = {}
         self.settled = False  # no more is learned
 
-    def differs(self, found: dict[str, Tensor], main: str | None) -> str | None:
-        """What is another than it should be, in words; None: nothing is."""
+    def differs(
+        self,
+        found: dict[str, Tensor],
+        main: str | None,
+        text: str | None = None,
+        longest: int | None = None,
+    ) -> str | None:
+        """What is another than it should be, in words; None: nothing is.
+
+        `text` names a tensor of token ids [samples, length], of up to `longest` tokens where that
+        is known.
+        """
+        was, now = self._lengths(found, text, longest)
         for name, tensor in found.items():
             dtype, shape = form_of(tensor)
             known = self._known(name, (dtype, shape), name == main)
@@ -37,8 +52,10 @@ class Schema:
                 if self.forms:
                     return f"{name} is new: {dtype} of shape {list(shape)} a sample"
                 continue
+            asked = name == main and self.config.shape is not None
             fits = len(known[1]) == len(shape) and all(
-                a in (ANY, b) for a, b in zip(known[1], shape, strict=True)
+                a in (ANY, b) or (not asked and (a, b) == (was, now))
+                for a, b in zip(known[1], shape, strict=True)
             )
             if dtype != known[0] or not fits:
                 wanted = [n if n != ANY else "any" for n in known[1]]
@@ -48,6 +65,16 @@ class Schema:
                 )
         missing = [name for name in self.forms if name not in found]
         return f"there is no {missing[0]} (or nothing in it)" if missing else None
+
+    def _lengths(
+        self, found: dict[str, Tensor], text: str | None, longest: int | None
+    ) -> tuple[int | None, int]:
+        """How long texts were, None where they must be as they were, and how long they are now."""
+        if text is None or text not in self.forms or len(self.forms[text][1]) != 1:
+            return None, 0
+        was, now = self.forms[text][1][0], found[text].shape[1]
+        bounded = longest is not None and self.config.shape is None
+        return None if bounded and now > max(longest or 0, was) else was, now
 
     def learn(self, found: dict[str, Tensor]) -> None:
         """Take a sound batch in."""

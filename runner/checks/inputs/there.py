@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.checks.config import Policy
+from runner.checks.inputs.limits import DRIFT
 from runner.checks.inputs.look import InputChecks, Look
 
 VETOES = (Policy.drop, Policy.skip, Policy.stop)  # policies under which no update is made there
@@ -36,12 +37,13 @@ class There:
         self.never = torch.zeros((), device=device)
         self.always = torch.ones((), device=device)
         self.underway: deque[Underway] = deque()
-        self.limits: tuple[Tensor, Tensor, Tensor] | None = None
+        self.limits: tuple[Tensor, ...] | None = None
         self.limits_of: object = None
 
-    def send(self, number: int, seen: Look, row: Tensor) -> None:
-        """Let the numbers of that step's batch follow."""
-        ready = None
+    def send(self, number: int, seen: Look, row: Tensor, veto: Tensor | None) -> None:
+        """Let the numbers of that step's batch follow, and last of them whether it was vetoed."""
+        ready, flag = None, self.never if veto is None else veto
+        row = torch.cat((row, flag.reshape(1)))
         if row.device.type != "cpu":
             cuda = row.device.type == "cuda"
             host = torch.empty(row.shape, dtype=row.dtype, pin_memory=cuda)
@@ -69,11 +71,12 @@ class There:
             return None
         if self.limits is None:  # once, and once more when the baseline is complete
             columns = [[x.at for x in wanted], [x.low for x in wanted], [x.high for x in wanted]]
-            at, low, high = (torch.tensor(column) for column in columns)
-            self.limits = at.to(row.device), low.to(row.device), high.to(row.device)
-        at, low, high = self.limits
+            columns.append([x.check == DRIFT for x in wanted])
+            self.limits = tuple(torch.tensor(column).to(row.device) for column in columns)
+        at, low, high, drift = self.limits
         values = row.index_select(0, at)
-        good = ((values >= low) & (values <= high)).all()
+        within = (values >= low) & (values <= high)
+        good = (within | (drift & ~values.isfinite())).all()
         return torch.where(good, self.never, self.always)
 
     def state(self) -> list[list[Any]]:

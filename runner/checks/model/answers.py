@@ -32,7 +32,7 @@ class Expected:
     outputs: str | None = None  # one of OUTPUTS; None: what names and types tell
     classes: int | None = None  # ids lie below it
     targets: Tensor | None = None  # class indices of the probes
-    trained: bool = True  # long enough that it should tell samples apart
+    trained: bool | None = True  # long enough to tell samples apart; None: nobody knows
 
 
 def not_finite(found: dict[str, Tensor]) -> Iterator[Reason]:

@@ -58,6 +58,7 @@ def look(
     ]
     facts: dict[str, Any] = {
         "parameters": sum(one.tensor.numel() for one in parameters if plain(one.tensor)),
+        "trained": expected.trained,
         "layers": sum(1 for _ in model.modules()) - 1,
         "tensors": len(found),
         "types": dict(Counter(str(one.tensor.dtype).removeprefix("torch.") for one in parameters)),

@@ -11,6 +11,18 @@ from runner.record.console import one_line
 from runner.security.trust import Reason, Severity
 
 HEADER = ("severity", "code", "where", "what", "way out")
+SAID = {
+    "probes": ("probes", " samples"),
+    "repeated": ("two answers to the same samples differ by", " of their size"),
+    "gain": ("a tiny change of the inputs comes out", " times as large"),
+    "seconds": ("looked at for", " s"),
+}
+"""What a fact is called, and its unit, where its name says too little."""
+TRAINED = {
+    True: "yes",
+    False: "no",
+    None: "not known; with trained=True copies, zero layers and constant answers are warnings",
+}
 WORST = 5  # reasons that a summary holds; all are in the report, in TensorBoard and the history
 
 
@@ -18,8 +30,8 @@ WORST = 5  # reasons that a summary holds; all are in the report, in TensorBoard
 class ModelReport:
     """What was found in a model, the worst first, and what was looked at; `print` shows it.
 
-    REFUSAL: it cannot be of use as it is, such as with a NaN among its weights. WARNING: something
-    that hardly anybody wants. NOTE: good to know.
+    fault (Severity.REFUSAL): it cannot be of use as it is, such as with a NaN among its weights.
+    warning: something that hardly anybody wants. note: good to know. None of them ends a run.
     """
 
     reasons: list[Reason] = field(default_factory=list)
@@ -45,12 +57,7 @@ class ModelReport:
     @property
     def verdict(self) -> str:
         """How many there are of each, in a few words."""
-        named = (
-            (Severity.REFUSAL, "fault"),
-            (Severity.WARNING, "warning"),
-            (Severity.NOTE, "note"),
-        )
-        counts = [(self.count(severity), name) for severity, name in named]
+        counts = [(self.count(severity), severity.word) for severity in reversed(Severity)]
         said = ", ".join(f"{n} {name}{'s' * (n > 1)}" for n, name in counts if n)
         return said or "nothing found"
 
@@ -77,34 +84,34 @@ class ModelReport:
         """Two tables; every name and text in them is escaped."""
         parts = [f"**{self.verdict}**"]
         if self.reasons:
-            rows = [
-                (r.severity.name.lower(), r.code, r.where, r.evidence, r.way_out)
-                for r in self.reasons
-            ]
+            rows = [(r.severity.word, r.code, r.where, r.evidence, r.way_out) for r in self.reasons]
             parts.append(markdown.table(HEADER, rows))
         parts.append(markdown.table(("looked at", ""), list(self._facts())))
         return "\n\n".join(parts) + "\n"
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        lines += [f"{r.severity.name.lower()} {r.code}: {one_line(str(r))}" for r in self.reasons]
+        lines += [f"{r.severity.word} {r.code}: {one_line(str(r))}" for r in self.reasons]
         lines += [f"{name}: {one_line(value)}" for name, value in self._facts()]
         return "\n".join(lines)
 
     def _facts(self) -> Iterable[tuple[str, str]]:
         for name, value in self.facts.items():
+            if name == "trained":
+                value = TRAINED[value]
             if value in (None, [], {}):
                 continue
             if isinstance(value, list):
                 value = "; ".join(" = ".join(x) if isinstance(x, list) else str(x) for x in value)
             elif isinstance(value, dict):
-                value = ", ".join(f"{key}: {x:,}" for key, x in value.items())
+                value = ", ".join(f"{x:,} × {key}" for key, x in value.items())
             elif isinstance(value, float):
                 value = f"{value:.3g}"
             elif isinstance(value, int) and not isinstance(value, bool):
                 value = f"{value:,}"
-            yield name.replace("_", " "), str(value)
+            label, unit = SAID.get(name, (name.replace("_", " "), ""))
+            yield label, f"{value}{unit}"
 
 
 def _plain(reason: Reason) -> dict[str, Any]:
-    return asdict(reason) | {"severity": reason.severity.name}
+    return asdict(reason) | {"severity": reason.severity.word}

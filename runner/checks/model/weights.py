@@ -43,8 +43,8 @@ class Numbers:
         return max(abs(self.low), abs(self.high)) if self.low == self.low else math.nan
 
 
-def weights(model: nn.Module, tensors: Sequence[Held], trained: bool) -> Iterator[Reason]:
-    """What is wrong with the values; a model that is yet to be trained may hold zeros and copies.
+def weights(model: nn.Module, tensors: Sequence[Held], trained: bool | None) -> Iterator[Reason]:
+    """What is wrong with the values; unless `trained`, a model may hold zeros and copies.
 
     Integers, and tensors that are no plain memory (meta, quantized, sharded), are passed over.
     The host waits for the device once, and again for what is not finite or seems to be double.
@@ -121,7 +121,7 @@ def _is_matrix(tensor: Tensor) -> bool:
     return sum(size > 1 for size in tensor.shape) >= 2
 
 
-def _values(one: Held, numbers: Numbers, trained: bool) -> Iterator[Reason]:
+def _values(one: Held, numbers: Numbers, trained: bool | None) -> Iterator[Reason]:
     low, high, largest = numbers.low, numbers.high, numbers.largest
     if not math.isfinite(low) or not math.isfinite(high):
         if one.is_parameter or not _is_mask(low, high, one.attribute):
@@ -143,9 +143,10 @@ def _values(one: Held, numbers: Numbers, trained: bool) -> Iterator[Reason]:
         yield from _idle(one, numbers, trained)
 
 
-def _idle(one: Held, numbers: Numbers, trained: bool) -> Iterator[Reason]:
+def _idle(one: Held, numbers: Numbers, trained: bool | None) -> Iterator[Reason]:
     """Layers and units that do nothing, or all do the same."""
-    severity = Severity.WARNING if trained else Severity.NOTE  # many begin with a zero layer
+    severity = Severity.WARNING if trained else Severity.NOTE  # many begin with a zero layer …
+    some = Severity.NOTE if trained is False else Severity.WARNING  # … and few with some zero units
     matrix = _is_matrix(one.tensor)
     scale = one.attribute == "weight" and one.tensor.ndim == 1 and one.tensor.numel() > 1
     if numbers.largest <= NOTHING:
@@ -161,7 +162,7 @@ def _idle(one: Held, numbers: Numbers, trained: bool) -> Iterator[Reason]:
     elif (zero := numbers.zero_rows - _padding(one)) > 0:
         words = isinstance(one.owner, nn.Embedding | nn.EmbeddingBag)
         yield Reason(
-            "weights.dead_units", Severity.NOTE if words else severity, one.name,
+            "weights.dead_units", Severity.NOTE if words else some, one.name,
             f"{zero:,} of {numbers.rows:,} {'entries' if words else 'units'} are all zero",
             "they add nothing: prune them, or initialise them again",
         )  # fmt: skip
@@ -213,7 +214,7 @@ def _not_finite(one: Held) -> Reason:
 
 
 def _duplicates(
-    model: nn.Module, tensors: Sequence[Held], read: Sequence[Numbers], trained: bool
+    model: nn.Module, tensors: Sequence[Held], read: Sequence[Numbers], trained: bool | None
 ) -> Iterator[Reason]:
     """Matrices of the same bytes that are not the same memory; what is tied is left out."""
     alike: dict[tuple[object, ...], list[Held]] = {}

@@ -179,7 +179,8 @@ class Anomaly(Tool):
         action = "the run ends" if ends else "skipped" if run.update.guard else ""
         run.history.add(
             "anomaly", said, step=step, category="numerics",
-            severity="error" if ends else "warning", action=action, error=error, say=not ends,
+            severity="error" if ends else "warning", action=action, error=error,
+            say=not ends and step not in run.history.causes,  # else that was said of its batch
         )  # fmt: skip
         if ends:
             raise GaveUp(f"step {step}: {said} (debug.on_anomaly=raise)") from None

@@ -11,16 +11,16 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from runner.security.gate.format import Buffer
 from runner.security.gate.policy import Bounds
 from runner.security.gate.refused import Refused, repeated
+from runner.security.gate.threads import at_once
 
 STORED, DEFLATED = 0, 8
-LARGE, THREADS = 1 << 20, 3  # bytes of a member that is worth a thread
+LARGE = 1 << 20  # bytes of a member that is worth a thread
 DESCRIPTOR, UTF8 = 1 << 3, 1 << 11  # sizes follow the data; the name is UTF-8
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ZIP64, _PADDING = 0x0001, 0x4246  # extra fields: long sizes, and torch's alignment
@@ -96,13 +96,8 @@ def check_sums(data: Buffer, members: list[Member]) -> None:
     for member in members:
         if member.method == STORED and member.size < LARGE:
             check(member)
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            checks = pool.map(check, large)
-        except RuntimeError:  # the limited process may begin no threads
-            checks = map(check, large)
-        for _ in checks:
-            pass
+    if large:
+        at_once(check, large)
 
 
 def inflate(data: Buffer, member: Member) -> bytes | memoryview:
@@ -190,7 +185,7 @@ def _read_table(
             raise Refused("zip.flags", shown, what)
         if method not in methods:
             raise Refused(
-                "zip.method", shown, f"is compressed (method {method}), which torch.save never does"
+                "zip.method", shown, f"is compressed by a method that is not read here ({method})"
             )
         kind = stat.S_IFMT(attributes >> 16) if made >> 8 == 3 else 0
         if kind not in (0, stat.S_IFREG) or attributes & 0x10:

@@ -6,6 +6,8 @@ import ast
 import re
 from typing import Any
 
+import numpy as np
+
 from runner.security.gate.archive import DEFLATED, STORED, inflate, read_archive
 from runner.security.gate.format import Buffer
 from runner.security.gate.policy import Bounds
@@ -51,13 +53,18 @@ def check_npy(data: Buffer, bounds: Bounds, own: bool, where: str = "") -> None:
             "npy.size", where,
             f"of {kind} and shape {shape} takes {size:,} bytes, not {len(data) - begin:,}",
         )  # fmt: skip
+    if kind[1] == "b" and size and np.frombuffer(data, np.uint8, size, begin).max() > 1:
+        raise Refused(
+            "npy.bool", where, "has truth values other than 0 and 1, which are read in two ways",
+            "save it with array.astype(np.uint8).astype(bool)",
+        )  # fmt: skip
 
 
 def check_npz(data: Buffer, bounds: Bounds, own: bool) -> None:
     """Raises Refused, and NeedsPickle where an array holds objects."""
     members = read_archive(data, bounds, (STORED, DEFLATED))
     total = sum(member.size for member in members)
-    if total > len(data) * bounds.inflated + bounds.free:
+    if total > bounds.may_inflate(len(data)):
         raise Refused(
             "zip.ratio", "", f"says that its {len(data):,} bytes become {total:,}",
             "save it with np.savez, which does not compress",

@@ -62,9 +62,9 @@ class Assessor:
         known = _Known(thing, self.policy)
         for name, path, read in self._read(thing):
             if isinstance(read, CheckpointError):
-                loadable = is_loadable(path)
+                loads = is_loadable(path)  # one that is gone meanwhile goes by its name
                 found.refuse([Reason(
-                    "file.unreadable", Severity.REFUSAL if loadable else Severity.NOTE, name,
+                    "file.unreadable", Severity.REFUSAL if loads else Severity.NOTE, name,
                     str(read), "make it readable, or leave it out",
                 )])  # fmt: skip
                 continue
@@ -75,7 +75,7 @@ class Assessor:
                     self._look(found, name, read, known.says(name, read), thing.kind == "file")
             if told is not None:
                 told(found.files[name].size)
-        vouch(found, thing.path, self.policy)
+        vouch(found, thing.path, self.policy, by_root=thing.kind != "run")
         found.seconds = time.perf_counter() - start
         return found
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runner.security.gate.format import HEAD, is_raw
 from runner.security.gate.provenance import MANIFEST
-from runner.security.gate.signing import NAME as SIGNATURE
-from runner.security.gate.signing import SUFFIX
+from runner.security.gate.signing import find
 from runner.security.trust import Reason, Severity
 
 DEPTH = 64
@@ -26,6 +26,7 @@ LOADABLE = (
 """Names of files that hold models or arrays, or claim to."""
 MAGIC = (b"\x93NUMPY", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 """First bytes of those that are looked at whatever their name is."""
+SPECIAL = "a pipe, socket or device"
 PARTS = ("checkpoints", "debug/captures")  # a folder with one of them is a run's
 
 
@@ -55,47 +56,66 @@ def things(path: Path) -> Iterator[Thing]:
 
     Whether a loose file is worth a look is for `is_loadable` to say.
     """
-    if not path.is_dir():
-        yield Thing(path, "file", {path.name: path})
-        return
-    yield from _things(path, path, 0)
+    if not os.path.isdir(path):
+        yield _named(path)
+    else:
+        yield from _things(path, path, 0)
 
 
 def thing_of(path: Path) -> Thing:
     """One file, or one folder judged as a whole, whatever is in it."""
-    if not path.is_dir():
-        return Thing(path, "file", {path.name: path})
+    if not os.path.isdir(path):
+        return _named(path)
     return _whole(path, _kind(path) or "folder", path)
 
 
+def _named(path: Path) -> Thing:
+    found = Thing(path, "file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        found.odd.append(_odd("file.special", path.name, SPECIAL, refused=True))
+    else:
+        found.files[path.name] = path
+    return found
+
+
 def is_loadable(path: Path) -> bool:
-    """Whether the file is one that loaders read, by its name or its first bytes."""
-    if path.name.lower().endswith(LOADABLE) or path.name == ".metadata":
+    """Whether the file is one that loaders read, by its name or its first bytes.
+
+    One that cannot be read may be. The name `.bin` says nothing: token ids have it too.
+    """
+    anything = path.suffix.lower() == ".bin"
+    if path.name == ".metadata" or (_is_named(path) and not anything):
         return True
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return False
         with path.open("rb") as file:
-            head = file.read(8)
+            head = file.read(HEAD)
+            if anything:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                return not is_raw(head, file.read(1), size)
             if head.startswith(b"PK\x03\x04"):  # archives of other things are no concern of ours
                 file.seek(-min(path.stat().st_size, 1 << 16), os.SEEK_END)
                 tail = file.read()
                 return b"data.pkl" in tail or b".npy" in tail
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     return head.startswith(MAGIC)
 
 
 def _kind(folder: Path) -> str | None:
     """What a folder is, if it is one thing."""
-    if (folder / ".metadata").is_file():
+    is_file, is_folder = os.path.isfile, os.path.isdir  # of what cannot be reached: no
+    if is_file(folder / ".metadata"):
         return "dcp"
-    if (folder / MANIFEST).is_file() and (folder / "state.pt").exists():
+    if is_file(folder / MANIFEST) and os.path.exists(folder / "state.pt"):
         return "capture" if folder.absolute().parent.name == "captures" else "checkpoint"
-    if (folder / ".hydra").is_dir() and any((folder / part).is_dir() for part in PARTS):
+    if is_folder(folder / ".hydra") and any(is_folder(folder / part) for part in PARTS):
         return "run"
-    has_own = (folder / SIGNATURE).is_file() or folder.with_name(folder.name + SUFFIX).is_file()
-    return "signed" if has_own else None
+    return "signed" if find(folder) is not None else None
 
 
 def _things(folder: Path, top: Path, depth: int) -> Iterator[Thing]:
@@ -109,7 +129,7 @@ def _things(folder: Path, top: Path, depth: int) -> Iterator[Thing]:
             if depth < DEPTH:
                 yield from _things(Path(entry.path), top, depth + 1)
             else:
-                here.odd.append(_odd("folder.depth", entry.path, f"below {DEPTH} folders"))
+                here.odd.append(_too_deep(entry.path))
         else:
             found = Thing(Path(entry.path), "file")
             _sort(entry, found, top, Path(entry.path).parent)
@@ -130,7 +150,7 @@ def _whole(folder: Path, kind: str, top: Path) -> Thing:
             elif depth < DEPTH:
                 waiting.append((Path(entry.path), depth + 1))
             else:
-                found.odd.append(_odd("folder.depth", entry.path, f"below {DEPTH} folders"))
+                found.odd.append(_too_deep(entry.path))
     found.files = dict(sorted(found.files.items()))
     return found
 
@@ -140,7 +160,8 @@ def _entries(folder: Path, found: Thing) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        found.odd.append(_odd("folder.unreadable", str(folder), str(error.strerror)))
+        told = f"it cannot be read: {error.strerror}"
+        found.odd.append(_odd("folder.unreadable", str(folder), told, refused=True))
         return []
 
 
@@ -151,19 +172,30 @@ def _sort(entry: os.DirEntry[str], found: Thing, top: Path, base: Path) -> None:
     try:
         if entry.is_symlink():
             target = path.resolve()
-            if target.is_relative_to(top.resolve()) and target.exists():
-                return  # it is met where it really lies
-            found.odd.append(_odd("link.outside", name, f"a link that leads to {target}", path))
+            if not target.is_relative_to(top.resolve()) or not target.exists():
+                told = f"a link that leads to {target}"
+                found.odd.append(_odd("link.outside", name, told, _is_named(path)))
+            elif target.is_file() and _is_named(path) and path.suffix != target.suffix:
+                found.files[name] = path  # what it is depends on the name that it is loaded by
+            # else it is met where it really lies
         elif entry.is_file(follow_symlinks=False):
             found.files[name] = path
         else:
-            found.odd.append(_odd("file.special", name, "a pipe, socket or device", path))
+            found.odd.append(_odd("file.special", name, SPECIAL, _is_named(path)))
     except (OSError, RuntimeError) as error:  # a loop of links
-        found.odd.append(_odd("link.broken", name, str(error), path))
+        found.odd.append(_odd("link.broken", name, str(error), _is_named(path)))
 
 
-def _odd(code: str, where: str, evidence: str, path: Path | None = None) -> Reason:
-    """In the place of a model's file it is a refusal: that is what a loader would open."""
-    loadable = path is not None and path.name.lower().endswith(LOADABLE)
-    severity = Severity.REFUSAL if loadable else Severity.NOTE
+def _is_named(path: Path) -> bool:
+    """Whether it is in the place of a model's file: that is what a loader would open."""
+    return path.name.lower().endswith(LOADABLE)
+
+
+def _too_deep(path: str) -> Reason:
+    return _odd("folder.depth", path, f"it lies below {DEPTH} folders", refused=True)
+
+
+def _odd(code: str, where: str, evidence: str, refused: bool) -> Reason:
+    """What could not be looked at is refused where it may be something that is loaded."""
+    severity = Severity.REFUSAL if refused else Severity.NOTE
     return Reason(code, severity, where, f"{evidence}; it was not opened", "copy the file itself")

@@ -18,7 +18,7 @@ NAMES = {
 # the first pickle of a file by torch.save as it was before 1.6: its magic number
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
-CONVERT = "load it where it was made, and save its state_dict as safetensors"
+CONVERT = "load it on a machine apart, and save its state_dict alone, as safetensors"
 # By name: what is code, or is read by code that unpickles.
 CODE_NAMES = {
     ".pt2": ("program.export", "an exported program (torch.export), which is code", CONVERT),
@@ -53,16 +53,23 @@ OTHERS = (
     (b"MZ", "a program"),
     (b"#!", "a script"),
 )
+UNKNOWN = "format.unknown"
+HEAD = 512  # bytes that tell a format
 KNOWN = "the runner reads safetensors, torch.save (.pt .pth .ckpt .bin), .npy and .npz"
 
 
 def identify(data: Buffer, name: str) -> str:
     """The format. Raises Refused for one that is not read, or that the name denies."""
+    return identify_ends(bytes(data[:HEAD]), bytes(data[-1:]), len(data), name)
+
+
+def identify_ends(head: bytes, last: bytes, size: int, name: str) -> str:
+    """The same for a file that was not read yet, by its first `HEAD` bytes and its last one."""
     lower = name.lower()
     for suffix, (code, what, way_out) in CODE_NAMES.items():
         if lower.endswith(suffix):
             raise Refused(code, "", f"is {what}", way_out)
-    kind = _by_content(data, lower)
+    kind = _by_content(head, last, size, lower)
     if not lower.endswith(NAMES[kind]):
         raise Refused(
             "format.name", name, f"its content is {_words(kind)}, and its name says otherwise",
@@ -71,8 +78,19 @@ def identify(data: Buffer, name: str) -> str:
     return kind
 
 
-def _by_content(data: Buffer, name: str) -> str:
-    head = bytes(data[:512])
+def is_raw(head: bytes, last: bytes, size: int) -> bool:
+    """Whether a file is of none of the formats known here, such as numbers without a header.
+
+    By its first `HEAD` bytes, its last one and its size.
+    """
+    try:
+        _by_content(head, last, size, "")
+    except Refused as refused:
+        return refused.reason.code == UNKNOWN
+    return False
+
+
+def _by_content(head: bytes, last: bytes, size: int, name: str) -> str:
     if not head:
         raise Refused("format.empty", "", "the file is empty", DAMAGED)
     if head.startswith(b"PK\x03\x04"):
@@ -86,23 +104,26 @@ def _by_content(data: Buffer, name: str) -> str:
             raise Refused("format.unsupported", "at 0", f"is {what}", f"{KNOWN}; {CONVERT}")
     if head[257:262] == b"ustar":
         raise Refused("format.unsupported", "at 257", "is a tar archive", f"{KNOWN}; {SAVE_AGAIN}")
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= len(data):
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
         return "safetensors"
     if head.startswith(LEGACY):
         return "torch_legacy"
     # 0 to 5 are the protocols that there are; below 2 a pickle has no beginning of its own
-    if head[:1] == b"\x80" and head[1:2] <= b"\x05" or _is_old_pickle(data):
+    if head[:1] == b"\x80" and head[1:2] <= b"\x05" or _is_old_pickle(head, last):
         return "pickle"
-    raise Refused("format.unknown", "at 0", f"its first bytes are {head[:8].hex(' ')}", KNOWN)
+    raise Refused(
+        UNKNOWN, "at 0", f"its first bytes, {head[:8].hex(' ')}, are those of no format known here",
+        f"{KNOWN}; numbers without a header, such as token ids, are no model",
+    )  # fmt: skip
 
 
 def _first_member(head: bytes) -> bytes:
     return head[30 : 30 + int.from_bytes(head[26:28], "little")]
 
 
-def _is_old_pickle(data: Buffer) -> bool:
+def _is_old_pickle(head: bytes, last: bytes) -> bool:
     """Whether it could be of protocol 0 or 1: it ends in STOP and begins with an opcode."""
-    return bytes(data[-1:]) == b"." and bytes(data[:1]) in b"(]})cIFLSVUX[K"
+    return last == b"." and head[:1] in b"(]})cIFLSVUX[K"
 
 
 def _words(kind: str) -> str:

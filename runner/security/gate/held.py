@@ -3,7 +3,7 @@
 `Held` is for files that are loaded: the bytes lie in memory of this process alone, and the limited
 process gets a copy without a name that, on Linux, is sealed. `Watched` is for a verdict alone,
 after which nothing is loaded: the bytes stay where they are, which saves as much time again as the
-hashing takes, and a file that changes meanwhile gets no verdict.
+hashing takes, and a file that is seen to change meanwhile gets no verdict.
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ class Watched:
         return os.dup(self.file.fileno())
 
     def changed(self) -> bool:
-        """Whether it was written to since it was opened; no one but root can hide that."""
+        """Whether it was seen to be written to since it was opened.
+
+        One who had it mapped into memory before may hide that. What is loaded later is therefore
+        held, hashed and examined anew.
+        """
         return _stamp(self.file) != self._before
 
 
@@ -144,6 +148,17 @@ def hold(path: Path, stop: Event | None = None) -> Held:
     return Held(memory, found.hexdigest())
 
 
+def ends(path: Path, count: int) -> tuple[bytes, bytes, int]:
+    """Its first bytes, its last one, and its size; CheckpointError as for `hold`."""
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
+            first, size = file.read(count) or b"", os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - 1))
+            return first, file.read(1) or b"", size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def digest(path: Path, stop: Event | None = None) -> tuple[str, int]:
     """sha256 and size of a file that nobody will look into; CheckpointError as for `hold`."""
     with watch(path, stop) as found:
@@ -181,7 +196,10 @@ def _memory(size: int) -> memoryview:
     """So many bytes, in large pages: with small ones the system takes as long as the hashing."""
     if not size:
         return memoryview(bytearray())
-    memory = mmap.mmap(-1, size)
+    if sys.platform == "win32":
+        return memoryview(mmap.mmap(-1, size))
+    # not shared, as is the default: of shared memory few systems give large pages
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux" and size >= BLOCK:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.security.config import SecurityLevel
+from runner.security.gate import threads
 from runner.security.gate.held import mapped, place_of
 from runner.security.gate.policy import Bounds, Policy
 
@@ -31,6 +32,7 @@ def main(descriptor: int) -> None:
     from runner.security.gate.examine import examine
 
     torch.set_num_threads(1)  # more would need threads that the limits below forbid
+    threads.begin()
     _limit_for_good()
     send(line, {"ready": True})
     while True:

@@ -17,14 +17,22 @@ class Bounds:
 
     members: int = 100_000  # of an archive
     ratio: float = 4.0  # of bytes in memory to bytes in the file
-    inflated: float = 32.0  # of bytes in memory to bytes in a compressed .npz
+    inflated: float = 32.0  # of bytes in memory to bytes in a compressed .npz or .parquet
+    sparse: float = 256.0  # the same of a small one: arrays of almost only zeros are honest
+    small: int = 1 << 28  # bytes in memory that are small
     free: int = 1 << 20  # bytes in memory that are nobody's concern, whatever the ratio
     depth: int = 64  # of containers within containers
-    items: int = 10_000_000  # of containers together, tensors counted as one
+    # of containers together, tensors counted as one; twice as many opcodes, of which a parameter
+    # takes 119 with its state in Adam: 16,000 parameters, and GPT-2 has 148
+    items: int = 1_000_000
     text: int = 1 << 24  # characters of all text together
     header: int = 100 << 20  # bytes, of a safetensors file
     seconds: float = 300.0  # of the limited process
     memory_mb: float = 1024.0  # of the limited process, besides twice the file
+
+    def may_inflate(self, size: int) -> float:
+        """How many bytes so many compressed ones may become in memory."""
+        return max(size * self.inflated, min(size * self.sparse, self.small)) + self.free
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,10 @@ def is_own(path: Path, policy: Policy) -> bool:
         return False
 
 
-def own_tree(folder: Path) -> Path:
-    """The tree that a run's folder is part of: the nearest `outputs` above it, or itself."""
-    place = folder.absolute()
-    return next((p for p in (place, *place.parents) if p.name == "outputs"), place)
-
-
 def recorded(folder: Path) -> Recorded | None:
     """The manifest of a checkpoint or capture of ours; None where there is none."""
     path = folder / MANIFEST
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     try:
         if path.stat().st_size > LIMIT:
@@ -87,17 +81,19 @@ def _writer(body: Mapping[str, Any], folder: Path) -> str:
     return " ".join(f"{k} {one_line(str(value))[:100]}" for k, value in parts.items() if value)
 
 
-def vouch(found: Assessment, path: Path, policy: Policy) -> None:
+def vouch(found: Assessment, path: Path, policy: Policy, by_root: bool = True) -> None:
     """Raise the trust of a file or folder, unless it is refused, as far as somebody vouches for it.
 
     `found.files` must be complete: by their path in the folder, or the one name of a file. Whoever
     vouches must do so for all of them that are ever loaded, and a file that is not what its
-    manifest says is refused. Raises UsageError where a signature cannot be checked at all.
+    manifest says is refused. Not `by_root` are folders that are never loaded as a whole, such as a
+    run's: each of its checkpoints has to be pinned, as for loading it. Raises UsageError where a
+    signature cannot be checked at all.
     """
     found.policy, found.versions = policy.digest, versions()
     found.root = root_of(found.files)
     checked = _recorded(found, path if path.is_dir() else path.parent, policy)
-    pinned = _pinned(found, policy)
+    pinned = _pinned(found, policy, by_root)
     _sum_up(found, checked, pinned, signature_of(path, found.files, policy))
 
 
@@ -151,10 +147,23 @@ def _fits(found: Assessment, record: Recorded, names: list[str]) -> bool:
     return fits
 
 
-def _pinned(found: Assessment, policy: Policy) -> bool:
-    files = [facts for facts in found.files.values() if facts.format != OTHER]
+def _pinned(found: Assessment, policy: Policy, by_root: bool) -> bool:
     known = set(policy.pinned)
-    return found.root in known or (bool(files) and all(f.sha256 in known for f in files))
+    if not known or (by_root and found.root in known):
+        return bool(known)
+    left = {n: f for n, f in found.files.items() if f.format != OTHER and f.sha256 not in known}
+    folders = {Path(name).parent for name in left}
+    pinned = {folder for folder in folders if _root_within(found, folder) in known}
+    return any(f.format != OTHER for f in found.files.values()) and folders == pinned
+
+
+def _root_within(found: Assessment, folder: Path) -> str:
+    """The root of a folder in the one that was looked at; none of the whole itself."""
+    names = {name: Path(name) for name in found.files}
+    return root_of({
+        str(path.relative_to(folder)): found.files[name]
+        for name, path in names.items() if path.is_relative_to(folder)
+    }) if folder.parts else ""  # fmt: skip
 
 
 def _sum_up(found: Assessment, checked: bool, pinned: bool, signature: Signature) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,9 +41,10 @@ class Signature:
 
 def find(path: Path) -> Path | None:
     """The signature that is for the file or folder `path`."""
-    places = [path / NAME] if path.is_dir() else []
-    places.append(path.absolute().with_name(path.absolute().name + SUFFIX))
-    return next((place for place in places if place.is_file()), None)
+    places = [path / NAME] if os.path.isdir(path) else []
+    whole = Path(os.path.abspath(path))  # `.` has no name
+    places.append(whole.parent / (whole.name + SUFFIX))
+    return next((place for place in places if os.path.isfile(place)), None)
 
 
 def signature_of(path: Path, files: Mapping[str, FileFacts], policy: Policy) -> Signature:

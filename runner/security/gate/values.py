@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from runner.security.gate import threads
 from runner.security.gate.walk import Place
 from runner.security.trust import Reason, Severity
 
@@ -21,11 +22,13 @@ WAY_OUT = "check where it comes from before you use it: job=scan, check_model"
 
 
 def value_reasons(tensors: Iterable[tuple[Place, Tensor]]) -> list[Reason]:
-    """A warning for each tensor with such values; none for whole numbers."""
-    found: list[Reason] = []
-    for place, tensor in tensors:
-        if reason := _look(place, tensor.detach()):
-            found.append(reason)
+    """A warning for each tensor with such values; none for whole numbers. No tensor of truth
+    values may have others than two.
+    """
+    # else torch's own threads share out each tensor
+    each = threads.at_once(_look, tensors) if threads.have_begun() else map(_look, tensors)
+    found = [reason for reason in each if reason is not None]
+    found.sort(key=lambda reason: -reason.severity)
     if len(found) > MOST:
         more = len(found) - MOST
         found[MOST:] = [
@@ -34,7 +37,14 @@ def value_reasons(tensors: Iterable[tuple[Place, Tensor]]) -> list[Reason]:
     return found
 
 
-def _look(place: Place, tensor: Tensor) -> Reason | None:
+def _look(placed: tuple[Place, Tensor]) -> Reason | None:
+    place, tensor = placed[0], placed[1].detach()
+    if tensor.dtype is torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
+        return Reason(
+            "tensor.bool", Severity.REFUSAL, str(place),
+            "has truth values other than 0 and 1, which are read in two ways",
+            "save it with .to(torch.uint8).bool()",
+        )  # fmt: skip
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if tensor.is_complex():

@@ -10,12 +10,20 @@ from runner.security.gate.format import CONVERT
 from runner.security.gate.meanings import NAMES
 from runner.security.gate.refused import Refused, shown
 
-WAY_OUT = f"{CONVERT}; or, if you trust who made it, security.allow_pickle=[its sha256]"
+OR_RUN_IT = "; or, if you trust who made it, security.allow_pickle=[its sha256]"
+WAY_OUT = f"{CONVERT}{OR_RUN_IT}"
 MOST = 1000  # names that are looked for
 
 
 class NeedsPickle(Refused):
     """It is sound as far as can be seen, and only an unrestricted unpickler can load it."""
+
+    def filled_in(self, sha256: str, may_run: bool) -> Refused:
+        """The refusal of the file of that digest, which no way out lets run unless it `may_run`."""
+        told = OR_RUN_IT.replace("its sha256", sha256) if may_run else ""
+        reason = self.reason
+        way_out = reason.way_out.replace(OR_RUN_IT, told)
+        return Refused(reason.code, reason.where, reason.evidence, way_out)
 
 
 def dotted(argument: str) -> str:

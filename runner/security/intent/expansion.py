@@ -94,17 +94,16 @@ class _Counter:
 
 def references(text: str, path: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The keys that a value refers to; where a key is put together, all that it could be."""
-    spans = _spans(text, path)
     found = []
-    for start, end in spans:
+    for start, end in spans(text, path):
         inner = text[start:end]
         resolver = RESOLVER.match(inner)
         if resolver is None:
-            found.append(_key(inner, path))
+            found.append(key_of(inner, path))
         elif resolver[1] in FOLLOWS:
-            found.append(_key(inner[resolver.end() :].split(",")[0], path))
+            found.append(key_of(inner[resolver.end() :].split(",")[0], path))
         elif resolver[1] == "hydra":
-            found.append(("hydra", *_key(inner[resolver.end() :], ())))
+            found.append(("hydra", *key_of(inner[resolver.end() :], ())))
         elif resolver[1] in REWRITES and _rewrites(inner[resolver.end() :]):
             raise SecurityError(
                 f"{'.'.join(path)}: ${{{resolver[1]}:…}} is refused: what it makes of other keys "
@@ -118,7 +117,7 @@ def _rewrites(argument: str) -> bool:
     return "${" in rest or "\\$" in rest
 
 
-def _spans(text: str, path: tuple[str, ...]) -> list[tuple[int, int]]:
+def spans(text: str, path: tuple[str, ...]) -> list[tuple[int, int]]:
     """Where the inside of each `${…}` begins and ends, those within others too."""
     found, opened, i = [], [], 0
     while i < len(text):
@@ -141,7 +140,8 @@ def _spans(text: str, path: tuple[str, ...]) -> list[tuple[int, int]]:
     return found
 
 
-def _key(text: str, path: tuple[str, ...]) -> tuple[str, ...]:
+def key_of(text: str, path: tuple[str, ...]) -> tuple[str, ...]:
+    """The key that a reference at `path` leads to, as far as it is written out."""
     literal = text.partition("${")[0].strip().strip("'\"")
     dots = len(literal) - len(literal.lstrip("."))
     base = path[: len(path) - dots] if dots else ()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from runner.errors import SecurityError
 
 ROOTS = ("outputs", "multirun")  # the second one is Hydra's own, for configs that name no other
+
+# the folder that is resumed, and the output roots, as seen from where the command was typed
+_begun: ContextVar[tuple[Path | None, list[Path]] | None] = ContextVar("_begun", default=None)
 
 
 def roots() -> list[Path]:
@@ -15,7 +21,35 @@ def roots() -> list[Path]:
     return [Path(os.path.realpath(name)) for name in ROOTS]
 
 
-def check_place(key: str, value: object, allowed: tuple[Path, ...] = ()) -> None:
+@contextmanager
+def resumed_at(folder: Path | None) -> Iterator[None]:
+    """While entered, that folder is the one of a run that is resumed, and vouches for nothing.
+
+    The output roots are those of now, wherever a job goes.
+    """
+    token = _begun.set((folder and folder.resolve(), roots()))
+    try:
+        yield
+    finally:
+        _begun.reset(token)
+
+
+def own_trees(folder: Path | None) -> list[Path]:
+    """The folders of this run tree: what lies there was written by us.
+
+    These are the output roots, and for a run in a folder that somebody chose, the nearest `outputs`
+    above it, or itself. One that is resumed by its path may be anybody's, and is none of them.
+    """
+    resumed, own = _begun.get() or (None, roots())
+    if folder is None or folder.resolve() == resumed:
+        return own
+    place = folder.absolute()
+    return [*own, next((p for p in (place, *place.parents) if p.name == "outputs"), place)]
+
+
+def check_place(
+    key: str, value: object, allowed: tuple[Path, ...] = (), strict: bool = False
+) -> None:
     """Raise SecurityError for a path that leads out of the output root and of `allowed`.
 
     Symbolic links are followed, those on the way too.
@@ -28,10 +62,20 @@ def check_place(key: str, value: object, allowed: tuple[Path, ...] = ()) -> None
     if any(path.is_relative_to(folder) for folder in (*roots(), *allowed)):
         return
     where = f", which is {path}" if str(path) != text else ""
+    who = "security=strict" if strict else "a config"
+    way = "use a folder in there" if strict else f"if you mean it, type {key}=…"
     raise SecurityError(
-        f"{key}: {text}{where} is refused: a config writes nothing outside {roots()[0]}; "
-        f"if you mean it, type {key}=…"
+        f"{key}: {text}{where} is refused: {who} writes nothing outside {roots()[0]}; {way}"
     )
+
+
+def check_below(key: str, inside: str, folder: Path) -> None:
+    """Raise SecurityError for a path in a folder that leads out of it, or is the folder itself."""
+    home, path = (os.path.realpath(one) for one in (folder, folder / inside))
+    if home not in (str(parent) for parent in Path(path).parents):
+        raise SecurityError(
+            f"{key}: {inside} is refused: it is the name of a job's folder in {folder}"
+        )
 
 
 def typed_place(text: str) -> Path | None:

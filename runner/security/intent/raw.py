@@ -1,97 +1,20 @@
-"""Config files of other folders, looked at as YAML before anything is made of them.
-
-What is read here is what Hydra gets: `Reading` stands in for its own reader of files, for those
-that are not ours. It may be shown the same file twice, but not two files of one name.
-"""
+"""Config files of other folders, looked at as YAML before anything is made of them."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import OmegaConf
 
-from runner.errors import ConfigError, SecurityError
+from runner.errors import SecurityError
 from runner.security.intent import bounds
 from runner.security.intent.names import check_any
 
 PLAIN = {"str", "int", "float", "bool", "null", "map", "seq"}
 PLAIN_TAGS = {None, "!", *(f"tag:yaml.org,2002:{name}" for name in PLAIN)}
 VARIABLES = ("env_set", "env_copy")
-
-
-@dataclass
-class Reading:
-    """How config files are read in this process; `trusted` as it was typed."""
-
-    ours: Sequence[Path]
-    trusted: Sequence[str] = ()
-    seen: dict[str, str] = field(default_factory=dict)  # sha256 by path
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While entered, Hydra reads no file that was not looked at."""
-        Plugins.instance()
-        sources = cast(list[type[ConfigSource]], Plugins.instance().discover(ConfigSource))
-        file: Any = next(one for one in sources if one.scheme() == "file")
-        before, reading = file.load_config, self
-
-        def load_config(source: Any, config_path: str) -> ConfigResult:
-            path = os.path.join(source.path, source._normalize_file_name(config_path))
-            path = os.path.realpath(path)
-            if reading._is_ours(path) or not os.path.exists(path):
-                found: ConfigResult = before(source, config_path)
-                return found
-            text = reading.read(path)
-            try:
-                header = ConfigSource._get_header_dict(text[:512])
-            except ValueError as error:
-                raise ConfigError(
-                    path, f"its first line is no header: {error}", "write # @package _global_"
-                ) from error
-            return ConfigResult(
-                provider=source.provider, path=f"file://{source.path}",
-                config=OmegaConf.load(io.StringIO(text)), header=header,
-            )  # fmt: skip
-
-        file.load_config = load_config
-        try:
-            yield
-        finally:
-            file.load_config = before
-
-    def read(self, path: str) -> str:
-        """The text of a file that may be composed. Raises SecurityError or ConfigError."""
-        try:
-            with open(path, "rb") as file:
-                data = file.read(bounds.ALL_TEXT + 1)
-        except OSError as error:
-            raise ConfigError(path, f"cannot be read: {error.strerror}") from error
-        if len(data) > bounds.ALL_TEXT:
-            raise SecurityError(f"{path}: is larger than {bounds.ALL_TEXT} bytes: no config is")
-        digest = hashlib.sha256(data).hexdigest()
-        if self.seen.setdefault(path, digest) != digest:
-            raise SecurityError(
-                f"{path}: has changed since it was checked; start again once it stays as it is"
-            )
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(path, f"is no text: {error}", "save it as UTF-8") from error
-        look(text, path, self.trusted)
-        return text
-
-    def _is_ours(self, path: str) -> bool:
-        return any(Path(path).is_relative_to(folder) for folder in self.ours)
 
 
 @dataclass
@@ -142,6 +65,8 @@ def _step(
             anchors[done.anchor] = done.nodes, done.text
         _add(levels, done.nodes, done.text, None, here)
     elif isinstance(event, yaml.AliasEvent):
+        if levels[-1].mapping and levels[-1].key is None:
+            raise SecurityError(f"{here}: *{event.anchor} is refused: write the key itself")
         if event.anchor not in anchors:
             raise SecurityError(f"{here}: *{event.anchor} refers to itself, or to nothing")
         _add(levels, *anchors[event.anchor], None, here)

@@ -68,6 +68,8 @@ def read_overrides(overrides: Sequence[str], ours: Path) -> Said:
         check_key(one.key_or_group, one.package)
         if not one.is_delete():
             values[one.key_or_group] = one.value()
+    if [one.key_or_group for one in parsed].count("hydra.searchpath") > 1:
+        raise SecurityError("hydra.searchpath: comes twice: Hydra takes the first; type one list")
     said = Said(_security(parsed, ours), values)
     for one in parsed:
         _check_names(one, said.security.names)
@@ -146,6 +148,12 @@ def _count(override: Override) -> int:
         start, stop, step = (Decimal(str(n)) for n in numbers)
         return max(0, ceil((stop - start) / step))
     return 1  # a glob has no more values than there are files
+
+
+def security_of(overrides: Sequence[str], ours: Path) -> SecurityConfig:
+    """What these overrides say about security, wherever they come from."""
+    parsed = (parse(text) for text in overrides if "security" in text)
+    return _security([one for one in parsed if one is not None], ours)
 
 
 def _security(parsed: Sequence[Override], ours: Path) -> SecurityConfig:

@@ -162,6 +162,22 @@ def test_healthy_data_give_no_alarm(name: str, seed: int) -> None:
         assert list(run.history.faults) == []
 
 
+@pytest.mark.parametrize("samples", [4, 16])
+def test_constant_batches_of_sparse_data_are_usual(samples: int) -> None:
+    own = torch.Generator().manual_seed(0)
+    checks = InputChecks(classes=CLASSES)
+    constant = 0
+    for step in range(400):
+        x = torch.rand(samples, 4, generator=own)
+        x *= torch.rand(samples, 4, generator=own) > 0.9
+        x = x[:2] if step % 20 == 19 else x  # the last of an epoch
+        said = checks.look((x, torch.randint(0, CLASSES, (len(x),), generator=own)), step // 20)
+        if step >= 20 and not x.any():  # before, it is yet to be learned what is usual
+            constant += 1
+            assert said == []
+    assert constant > 5
+
+
 def test_lengths_that_vary_among_the_first_batches_may_vary_on() -> None:
     checks = InputChecks(InputsConfig(baseline=8))
     for i in range(20):

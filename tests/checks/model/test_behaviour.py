@@ -241,3 +241,13 @@ def test_a_model_on_an_accelerator_is_as_it_was_and_its_noise_too() -> None:
     assert "behaviour.writes" in {r.code for r in report.reasons}
     assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.cuda.get_rng_state(), noise)
+
+
+@pytest.mark.parametrize("trained", [None, False])
+def test_a_deep_model_that_is_yet_to_be_trained_may_answer_the_same(trained: bool | None) -> None:
+    torch.manual_seed(0)
+    deep = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
+    x = torch.randn(N, 16, generator=torch.Generator().manual_seed(1))
+    reasons = look(deep, x, expected=Expected("values", trained=trained)).reasons
+    assert ("behaviour.constant", Severity.NOTE) in [(r.code, r.severity) for r in reasons]
+    assert not [r for r in reasons if r.severity > Severity.NOTE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .case import EXPERIMENT, Case, by_file, typed
+from .changing import ARMS, CHANGING, OUTSIDE
 
 CALLED = (  # what Hydra 1.3.8 calls without a word, and more of the kind
     "os.system", "os.mkdir", "builtins.open", "builtins.eval", "shutil.copyfile", "venv.create",
@@ -27,8 +28,8 @@ PLACES = {  # where a config can name something to be called
     "within a hook": "debug:\n  hooks: [{_target_: evil_pkg.Payload}]\n",
     "as a technique": "optimization:\n  extra: [evil_pkg.Payload]\n",
     "as an objective": "objective:\n  _target_: evil_pkg.Payload\n",
-    "by reference": "optimizer:\n  options: {a: evil_pkg.Payload}\n"
-    "model:\n  _target_: ${optimizer.options.a}\n",
+    "by reference": "optimizer:\n  options: {evil: evil_pkg.Payload}\n"
+    "model:\n  _target_: ${optimizer.options.evil}\n",
     "by alias": "optimizer:\n  options: {a: &it evil_pkg.Payload}\nmodel:\n  _target_: *it\n",
     "among options": "optimizer:\n  options: {a: {_target_: evil_pkg.Payload}}\n",
     "as a callback": "hydra:\n  callbacks:\n    own: {_target_: evil_pkg.Payload}\n",
@@ -225,5 +226,5 @@ BOMBS = [
     Case("many overrides", [f"+model.x{i}={i}" for i in range(1001)], says="1001 overrides"),
 ]  # fmt: skip
 
-HOSTILE = [*CALLABLES, *LEVELS, *HYDRAS, *PLACED, *BOMBS]
+HOSTILE = [*CHANGING, *OUTSIDE, *ARMS, *CALLABLES, *LEVELS, *HYDRAS, *PLACED, *BOMBS]
 __all__ = ["EXPERIMENT", "HOSTILE"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def test_a_pickle_is_refused_at_every_level_and_names_type_place_and_way_out(
     text = str(caught.value)
     assert "mkdir" in text and "\n" not in text and caught.value.exit_code == 3
     if level is not OFF:
-        assert "data.pkl at " in text and "security.allow_pickle=[" in text
+        assert "data.pkl at " in text
+        way_out = f"security.allow_pickle=[{digest(pickled)}]"  # which strict does not have
+        assert (way_out in text) is (level is not STRICT)
     assert not (pickled.parent / "marker").exists()
 
 
@@ -256,3 +259,34 @@ def test_tensors_are_those_that_the_safetensors_library_reads(tmp_path: Path) ->
             both = (t.reshape(-1).view(torch.uint8).tolist() for t in (ours[name], tensor))
             assert next(both) == next(both)
             ours[name].zero_()  # they are the caller's to write into
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.npy"])
+def test_truth_values_that_are_neither_are_refused(name: str, tmp_path: Path) -> None:
+    odd = torch.tensor([0, 1, 2], dtype=torch.uint8)
+    path = tmp_path / name
+    if name == "m.npy":
+        np.save(path, odd.numpy().view(bool))
+    elif name == "m.pt":
+        torch.save({"mask": odd.view(torch.bool)}, path)
+    else:
+        save_file({"mask": odd.view(torch.bool)}, path)
+    (refusal,) = examine(path.read_bytes(), name, Policy()).reasons
+    assert refusal.severity is Severity.REFUSAL and "truth values" in refusal.evidence
+
+
+def test_arrays_of_objects_are_unpickled_where_their_digest_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.array([1, "a", None], dtype=object), y=np.arange(3))
+    content = open_file(path, Policy(allow_pickle=(digest(path),)), apart=False).content
+    assert content["x"].tolist() == [1, "a", None] and content["y"].tolist() == [0, 1, 2]
+
+
+def test_a_compressed_torchscript_program_is_called_a_program(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        for name in ("data.pkl", "code/__torch__.py", "constants.pkl"):
+            packed = zipfile.ZIP_DEFLATED if name.startswith("code/") else zipfile.ZIP_STORED
+            file.writestr(zipfile.ZipInfo(f"program/{name}"), b"x" * 99, packed)
+    with pytest.raises(SecurityError, match="TorchScript program, which is code"):
+        open_file(path, pinned(path))

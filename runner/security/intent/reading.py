@@ -1,0 +1,141 @@
+"""How config files are read, and configs composed, for as long as this process is at work.
+
+Whatever has a config composed (a run, each job of a sweep, an arm, a help text of Hydra's), the
+same is looked at: every file before it is parsed, and every config before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
+
+from runner.errors import ConfigError, SecurityError
+from runner.security.intent import bounds
+from runner.security.intent.composed import check_composed
+from runner.security.intent.expansion import check_expansion
+from runner.security.intent.levels import check_within
+from runner.security.intent.raw import look
+from runner.security.intent.said import Said, security_of
+
+
+@dataclass
+class Reading:
+    """`ours` are folders whose files are looked at no further, the first one of them with groups
+    of ours; `said` is what was typed.
+    """
+
+    ours: Sequence[Path]
+    said: Said = field(default_factory=Said)
+    seen: dict[str, str] = field(default_factory=dict)  # sha256 by path
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While entered, Hydra reads no file and composes no config that was not looked at."""
+        Plugins.instance()
+        sources = cast(list[type[ConfigSource]], Plugins.instance().discover(ConfigSource))
+        file: Any = next(one for one in sources if one.scheme() == "file")
+        loader: Any = ConfigLoaderImpl
+        stores: Any = ConfigRepository
+        before = file.load_config, stores.load_config, loader.load_configuration
+        read_file, find, compose = before
+        reading = self
+
+        def load_config(source: Any, config_path: str) -> ConfigResult:
+            path = os.path.join(source.path, source._normalize_file_name(config_path))
+            path = os.path.realpath(path)
+            if reading._is_ours(path) or not os.path.exists(path):
+                found: ConfigResult = read_file(source, config_path)
+                return found
+            return reading._result(source, path)
+
+        def load_named(repository: Any, config_path: str) -> ConfigResult | None:
+            _check_below(config_path)
+            found: ConfigResult | None = find(repository, config_path)
+            return found
+
+        def load_configuration(
+            loader: Any, config_name: str | None, overrides: list[str], *rest: Any, **named: Any
+        ) -> DictConfig:
+            config: DictConfig = compose(loader, config_name, overrides, *rest, **named)
+            reading.check(config, overrides)
+            return config
+
+        file.load_config, stores.load_config = load_config, load_named
+        loader.load_configuration = load_configuration
+        try:
+            yield
+        finally:
+            file.load_config, stores.load_config, loader.load_configuration = before
+
+    def check(self, config: DictConfig, overrides: Sequence[str]) -> None:
+        """Raise SecurityError for what a config that was just composed may not ask for."""
+        typed = security_of(overrides, self.ours[0])
+        check_within(typed, self.said.security)
+        check_expansion(config)
+        check_composed(config, self.said, typed)
+
+    def _result(self, source: Any, path: str) -> ConfigResult:
+        if self.said.strict:
+            raise SecurityError(
+                f"{path}: is refused under security=strict: it takes no configs of other folders"
+            )
+        if not self.said.off and not Path(path).is_relative_to(os.path.realpath(source.path)):
+            raise SecurityError(
+                f"{path}: is refused: a link leads there, out of {source.path}; copy the file"
+            )
+        text = self.read(path)
+        try:
+            header = ConfigSource._get_header_dict(text[:512])
+        except ValueError as error:
+            raise ConfigError(
+                path, f"its first line is no header: {error}", "write # @package _global_"
+            ) from error
+        return ConfigResult(
+            provider=source.provider, path=f"file://{source.path}",
+            config=OmegaConf.load(io.StringIO(text)), header=header,
+        )  # fmt: skip
+
+    def read(self, path: str) -> str:
+        """The text of a file that may be composed. Raises SecurityError or ConfigError."""
+        try:
+            with open(path, "rb") as file:
+                data = file.read(bounds.ALL_TEXT + 1)
+        except OSError as error:
+            raise ConfigError(path, f"cannot be read: {error.strerror}") from error
+        if len(data) > bounds.ALL_TEXT:
+            raise SecurityError(f"{path}: is larger than {bounds.ALL_TEXT} bytes: no config is")
+        digest = hashlib.sha256(data).hexdigest()
+        if self.seen.setdefault(path, digest) != digest:
+            raise SecurityError(
+                f"{path}: has changed since it was checked; start again once it stays as it is"
+            )
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(path, f"is no text: {error}", "save it as UTF-8") from error
+        look(text, path, self.said.security.names)
+        return text
+
+    def _is_ours(self, path: str) -> bool:
+        return any(Path(path).is_relative_to(folder) for folder in self.ours)
+
+
+def _check_below(name: str) -> None:
+    """Options and configs are named below their folder: a way out of it would lead anywhere."""
+    parts = name.replace("\\", "/").split("/")
+    if ".." in parts or name.startswith("/") or "://" in name or "\0" in name:
+        raise SecurityError(
+            f"{name}: is refused: a config is named below its folder; type --config-dir=FOLDER"
+        )

@@ -1,0 +1,118 @@
+"""What the environment holds is in no name, no refusal and no config that is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import masking
+from runner.cli.arguments import read_arguments
+from runner.cli.launch import launch
+from runner.cli.preflight import check
+from runner.composing import compose
+from runner.config import plain
+from runner.errors import ConfigError, SecurityError
+from runner.security import hidden, secrets
+
+LEAVE = "security.environment=[MY_TOKEN]"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From test to test."""
+    monkeypatch.setenv("SHORT", "abc")
+    monkeypatch.setattr(masking, "_spellings", {})
+    monkeypatch.setattr(masking, "_pattern", None)
+    monkeypatch.setattr(hidden, "_shown", {})
+    secrets.origin.clear()
+    yield
+
+
+@pytest.mark.parametrize(
+    ("key", "typed_in"),
+    [
+        ("hydra.output_subdir", ["hydra.output_subdir=x${oc.env:MY_TOKEN}"]),
+        ("hydra.job.name", ["hydra.job.name=${oc.env:MY_TOKEN}", "hydra/job_logging=default"]),
+        ("filename", ["+hydra.job_logging.handlers.x.class=logging.FileHandler",
+                      "+hydra.job_logging.handlers.x.filename=outputs/${oc.env:MY_TOKEN}"]),
+        ("hydra.sweep.subdir", ["-m", "seed=0,1", "+optimizer.options.pw=${oc.env:MY_TOKEN}",
+                                "hydra.sweep.subdir=${hydra.job.num}_${optimizer.options.pw}"]),
+        ("hydra.sweep.dir", ["-m", "seed=0,1", "name=${oc.env:MY_TOKEN}"]),
+    ],
+)  # fmt: skip
+def test_no_file_or_folder_that_hydra_makes_is_called_after_a_value(
+    key: str, typed_in: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_TOKEN", "canary_4b1d")
+    with pytest.raises(SecurityError, match="would show in the name") as refused:
+        check(read_arguments([*typed_in, LEAVE]))
+    assert key in str(refused.value) and "canary" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed_in", "value", "told"),
+    [
+        ("name=x${oc.env:SHORT}/", "p@s", "x${oc.env:SHORT}/"),
+        ("hydra.launcher._target_=${oc.env:SHORT}", "p@s", "${oc.env:SHORT}"),
+        ("model._target_=${oc.env:SHORT}", "p@s", "${oc.env:SHORT}"),
+        ("training.batch_size=${oc.env:SHORT}", "-17", "${oc.env:SHORT}"),
+        ("hydra.launcher.jobs=${oc.env:SHORT}", "x1", "${oc.env:SHORT}"),
+    ],
+)
+def test_a_refusal_tells_a_value_by_its_name(
+    typed_in: str, value: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHORT", value)
+    with pytest.raises((SecurityError, ConfigError)) as refused:
+        check(read_arguments([typed_in, "security.environment=[SHORT]"]))
+    assert value not in str(refused.value) and told in str(refused.value)
+
+
+@pytest.mark.parametrize("part", [[], ["-p", "seed"]])
+def test_a_config_that_is_shown_has_the_name_of_a_number_too(
+    part: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    monkeypatch.setenv("SHORT", "12345")
+    asked = ["--cfg", "job", "--resolve", *part, "seed=${oc.env:SHORT}", "training.steps=7"]
+    assert launch(check(read_arguments([*asked, "security.environment=[SHORT]"]))) == 0
+    shown = capsys.readouterr().out
+    assert "${oc.env:SHORT}" in shown and "12345" not in shown
+    assert part or ("steps: 7" in shown and "level: standard" in shown)
+
+
+@pytest.mark.parametrize(
+    ("resolver", "text", "parts"),
+    [
+        ("create", '{"key": "line1-AAAA\\"BBBBBB", "pin": 1234567890123456789}',
+         ['line1-AAAA"BBBBBB', "1234567890123456789"]),
+        ("decode", "{p: 'pass\\'word1234567'}", ["pass'word1234567"]),
+        ("create", '{"key": "caf\\u00e9-caf\\u00e9"}', ["café-café"]),
+    ],
+)  # fmt: skip
+def test_parts_are_hidden_that_were_spelled_otherwise_in_the_value(
+    resolver: str, text: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKED", text)
+    value = f"'${{oc.{resolver}:${{oc.env:PACKED}}}}'"
+    config = compose([f"+optimizer.options.x={value}", "security.environment=[PACKED]"])
+    assert {str(one) for one in config.optimizer.options["x"].values()} == set(parts)
+    for part in parts:
+        assert masking.masked(f"<{part}>") == "<${oc.env:PACKED}>"
+        assert part not in json.dumps(plain(config), ensure_ascii=False)
+
+
+def test_what_stands_beside_a_value_that_is_taken_apart_is_no_secret() -> None:
+    value = "'${oc.create:{public: hello-there-all, own: ${oc.env:SHORT}}}'"
+    config = compose([f"+optimizer.options.x={value}", "security.environment=[SHORT]"])
+    assert config.optimizer.options["x"] == {"public": "hello-there-all", "own": "abc"}
+    assert masking.masked("hello-there-all") == "hello-there-all"
