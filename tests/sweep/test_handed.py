@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,14 +14,13 @@ from runner.checkpoint import folder as folders
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
-from runner.cli.launch import launch
 from runner.cli.preflight import check
 from runner.errors import SecurityError, StorageError
-from runner.record.console import close_logging
 from runner.sweep.child import LOG, Child
 from runner.sweep.plan import set_aside
 from runner.sweep.record import Sweep
 
+ROOT = Path(__file__).parents[2]
 TYPED = ["-m", "seed=0,1", "training.epochs=1", "device=cpu", "optimization=none"]
 
 
@@ -132,11 +132,12 @@ def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path: Path) -> None
 def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path: Path) -> None:
     where = "+optimizer.options.where=inside,../outside"
     typed = [*TYPED[:1], *TYPED[2:], where, "hydra.sweep.subdir=${optimizer.options.where}"]
-    with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: \.\./outside is refused"):
-        try:
-            launch(check(read_arguments(typed)))
-        finally:
-            close_logging()
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *typed], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "hydra.sweep.subdir: ../outside is refused" in done.stderr
     assert not list(Path().rglob("*side"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
 
 # Who would be taken in: what reads the file when nobody looks at it first (see careless.py).
@@ -30,7 +30,11 @@ class Sample:
     @property
     def live(self) -> bool:
         """Whether it would do something here, if it were let."""
-        return bool(self.fires) and (not self.needs or find_spec(self.needs) is not None)
+        # not by every finder: to look for pip makes setuptools leave distutils to others
+        return bool(self.fires) and (
+            not self.needs
+            or any(one.find_spec(self.needs) is not None for one in (BuiltinImporter, PathFinder))
+        )
 
     def __str__(self) -> str:
         return f"{self.family}-{self.name}"
