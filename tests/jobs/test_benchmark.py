@@ -115,6 +115,7 @@ def test_a_stored_result_that_was_faster_is_a_regression(
     assert found.baseline is not None and found.baseline["regressed"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(

@@ -145,6 +145,7 @@ benchmark_optimizations(model, data, ["none", "basic"], budget_s=2, control=Fals
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "bare.py"
     script.write_text(SCRIPT)

@@ -32,6 +32,7 @@ def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> Non
     assert told(only(folder) / "0", "summary.json")["status"] == "timeout"
 
 
+@pytest.mark.slow
 def test_a_failure_that_was_bad_luck_is_made_good_by_another_try(folder: Path) -> None:
     done = sweep(folder, *NET, "+model.how=fail_once", "hydra.launcher.retries=1")
     assert done.returncode == 0, done.stderr

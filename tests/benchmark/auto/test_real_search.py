@@ -126,6 +126,7 @@ def test_a_knob_that_is_wrong_is_named(key: str, value: str) -> None:
         compose(["optimization=auto", f"optimization.auto.{key}={value}"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner", *LONG, "optimization.auto.budget_s=5",
                "training.steps=100000", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
