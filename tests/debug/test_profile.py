@@ -57,6 +57,7 @@ WIDE = ["model=mlp", "model.width=1536", "training.batch_size=256", "optimizer=s
         "optimization.fused_optimizer.enabled=true"]  # fmt: skip
 
 
+@pytest.mark.slow  # shares of time: true only of a machine that is not crowded
 @pytest.mark.parametrize(
     ("shape", "hook", "expected"),
     [

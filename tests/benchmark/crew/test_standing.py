@@ -32,6 +32,7 @@ def crew() -> Iterator[Crew]:
     assert not any(worker.is_running() for worker in workers)  # who is stopped ends all the same
 
 
+@pytest.mark.slow  # a ratio of times: true only of a machine that is not crowded
 def test_two_workers_are_twice_as_fast_and_no_more(crew: Crew) -> None:
     ratios = []
     for _ in range(3):
