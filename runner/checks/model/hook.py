@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -86,7 +87,8 @@ class ModelCheck(Hook):
             targets=targets if isinstance(targets, Tensor) else None,
             trained=trained,
         )
-        with run.update.averaged():
+        with run.update.averaged(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # training has said what the model warns of
             return look(
                 run.model, inputs, trusted=self.trusted, foreign=self.foreign, expected=expected,
                 contexts=run.contexts,
