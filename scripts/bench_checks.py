@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ class Turns:
 def measure(kind: str, steps: int, rounds: int) -> dict[str, float]:
     """Of one model: a step without, what is added to it, the ratio and its interval."""
     from runner import build, compose
+    from runner.benchmark.statistics import median_interval
 
     with build(compose([*MODELS[kind], *QUIET])) as run:
         turns = Turns(run)
@@ -94,21 +94,11 @@ def measure(kind: str, steps: int, rounds: int) -> dict[str, float]:
             plain.append(middle)
             before = after
         look = turns.look(200)
-    low, high = interval(ratios)
+    low, high = median_interval(ratios, 0.05)
     return {
         "us": statistics.median(plain), "added_us": statistics.median(added), "look_us": look,
         "ratio": statistics.median(ratios), "low": low, "high": high,
     }  # fmt: skip
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with 95 % confidence or more, as far as there are."""
-    n, ordered, outside, k = len(values), sorted(values), 0.0, 0
-    while k < n // 2 and 2 * (outside + comb(n, k) / 2**n) <= 0.05:
-        outside += comb(n, k) / 2**n
-        k += 1
-    k = max(k - 1, 0)
-    return ordered[k], ordered[-1 - k]
 
 
 def main() -> None:

@@ -65,6 +65,8 @@ def once(overrides: list[str], steps: int) -> tuple[float, float]:
 
 def measure(kind: str, name: str, steps: int, rounds: int) -> dict[str, Any]:
     """The added time per step of one tool: median, 95 % interval by the sign test, microseconds."""
+    from runner.benchmark.statistics import median_interval
+
     base, variant = ([*MODELS[kind], *extra] for extra in TOOLS[name])
     once(base, steps), once(variant, steps)  # imports, caches, a first start of the profiler
     before, added, ratios, plain, beside = once(base, steps), [], [], [], []
@@ -78,24 +80,12 @@ def measure(kind: str, name: str, steps: int, rounds: int) -> dict[str, Any]:
         plain.append(middle)
         beside.append(mine[1] - (before[1] + after[1]) / 2)
         before = after
-    low, high = interval(ratios)
+    low, high = median_interval(ratios, 0.05)
     return {
         "us": statistics.median(plain), "added_us": statistics.median(added),
         "ratio": statistics.median(ratios), "low": low, "high": high,
         "once_s": statistics.median(beside),
     }  # fmt: skip
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with 95 % confidence or more, as far as there are."""
-    from math import comb
-
-    n, ordered, outside, k = len(values), sorted(values), 0.0, 0
-    while k < n // 2 and 2 * (outside + comb(n, k) / 2**n) <= 0.05:
-        outside += comb(n, k) / 2**n
-        k += 1
-    k = max(k - 1, 0)
-    return ordered[k], ordered[-1 - k]
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
 Every variant is a run of its own in a process of its own, built as the command line builds it. They
 take turns, a fraction of a second each, so a drift of the machine hits all alike; a ratio is to the
 mean of the two turns of `none` around it. Printed are the median of the ratios, its 95 % interval
-(by bootstrap over the rounds), the first step with what was compiled, and the peak memory.
+(by order statistics of the rounds), the first step with what was compiled, and the peak memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.benchmark.statistics import median_interval
 from runner.device.openmp import SPIN
 
 MODELS = {
@@ -164,20 +164,13 @@ def measure(model: str, names: list[str], rounds: int) -> dict[str, Any]:
     for variant in variants:
         variant.finish()
         speed = ratios[variant.name] or [1.0]
-        low, high = interval(speed)
+        low, high = median_interval(speed, 0.05)
         rows[variant.name] = {
             "speed": statistics.median(speed), "low": low, "high": high,
             "step_ms": 1e3 * statistics.median(variant.laps), "first_s": variant.first,
             **variant.end,
         }  # fmt: skip
     return rows
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[1949]
 
 
 def show(model: str, rows: dict[str, Any]) -> None:

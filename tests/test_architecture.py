@@ -39,7 +39,7 @@ checkpoint
 batch objective
 hook technique
 run
-compiler deferred modes predict techniques.blocks reader recovery resume stability summary
+compiler deferred modes nest predict techniques.blocks reader recovery resume stability summary
 checks.outputs
 captures
 evaluation outcome step stopwatch benchmark.result

@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 
 from runner.errors import StorageError, UsageError
 from runner.storage import NO_LINK
@@ -56,12 +55,7 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
 

@@ -46,6 +46,10 @@ class Changes:
             return other if self.counts is None else self
         return Changes(self.counts + other.counts.to(self.counts.device, non_blocking=True))
 
+    def __repr__(self) -> str:
+        """The counts by name. The host waits for the device."""
+        return f"Changes({', '.join(f'{name}={count}' for name, count in self.read().items())})"
+
     def read(self) -> dict[str, int]:
         """The counts by name: nan, inf, limited, rescaled. The host waits for the device."""
         found = [0] * len(COUNTED) if self.counts is None else self.counts.tolist()
@@ -166,8 +170,11 @@ def _check(
         raise UsageError(f"{WHO}: low and high are for kind=quantities and classes")
     if low is not None and high is not None and low > high:
         raise UsageError(f"{WHO}: low={low} is above high={high}")
+    if kind is OutputKind.classes and classes is None and high is None:
+        raise UsageError(f"{WHO}: kind=classes needs to know how many there are: classes=N")
     if kind is OutputKind.classes and _highest(high, classes) < (low or 0.0):
-        raise UsageError(f"{WHO}: kind=classes needs classes= or high=, not below the least")
+        limits = f"low={low or 0.0:g}, high={high}, classes={classes}"
+        raise UsageError(f"{WHO}: kind=classes has no class within {limits}")
 
 
 def _highest(high: float | None, classes: int | None) -> float:

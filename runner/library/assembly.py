@@ -18,6 +18,7 @@ from runner.composing import compose
 from runner.errors import RunnerError, UsageError
 from runner.library import batches
 from runner.library.batches import InMemory
+from runner.nest import tensors
 from runner.objective import Objective
 from runner.optim.optimizer import Optimizer
 from runner.outcome import engagements, look
@@ -37,7 +38,7 @@ class Reach(Objective):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """A number that depends on every float of the output."""
-        found = [t for t in batches.tensors(_plain(output)) if t.is_floating_point()]
+        found = [t for t in tensors(_plain(output)) if t.is_floating_point()]
         if not found:
             raise UsageError(f"the model puts out {batches.describe(output)}, without a float")
         whole = torch.stack([t.float().mean() for t in found]).sum()
@@ -47,7 +48,7 @@ class Reach(Objective):
 
     def weight(self, target: Any) -> int:
         """How many samples there are."""
-        return len(batches.tensors(target)[0])
+        return len(tensors(target)[0])
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """The same, summed over samples."""
@@ -244,7 +245,7 @@ def _idle(model: nn.Module) -> Optimizer:
 
 def _sizes(inputs: Inputs) -> Sizes:
     """What the first tensor of an example tells."""
-    first = batches.tensors(inputs)[0]
+    first = tensors(inputs)[0]
     if not first.is_floating_point() and first.ndim == 2:
         return Sizes("given", sequence=first.shape[1])
     channels = first.shape[1] if first.ndim == 4 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from runner.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
 from runner.data.source import Source
 from runner.errors import UsageError
+from runner.nest import mapped, tensors
 from runner.technique import Choice
 
 
@@ -31,29 +31,6 @@ def as_batch(batch: Any, who: str) -> Batch:
         f"{who}: batch is {given}; give (inputs, target), or a dict with the target under one of "
         f"{', '.join(LABEL_KEYS)}"
     )
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in a nest of dicts, tuples and lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in tensors(item)] if isinstance(value, tuple | list) else []
-
-
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; what is no tensor stays."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        items = {key: mapped(item, change) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)
-    if isinstance(value, tuple | list):
-        parts = [mapped(item, change) for item in value]
-        named = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
-        return type(value)(*parts) if named else type(value)(parts)
-    return value
 
 
 def moved(value: Any, device: torch.device) -> Any:

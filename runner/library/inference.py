@@ -25,6 +25,7 @@ from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches
 from runner.library.assembly import check_module, device_of
 from runner.library.optimize import Optimized
+from runner.nest import mapped
 from runner.recovery import is_out_of_memory, let_go
 
 WHO = "safe_inference"
@@ -182,7 +183,7 @@ def _pieces(
         while done < samples:
             count = min(attempt.size, samples - done)
             try:
-                output = call(forward, batches.moved(batches.mapped(batch, cut), where))
+                output = call(forward, batches.moved(mapped(batch, cut), where))
             except Exception as error:
                 _react(attempt, error, count, scope)
             else:

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.batch import Inputs, call
 from runner.device.device import Device
-from runner.library import batches
 from runner.library.assembly import Reach, entered, gradients_aside
 from runner.library.optimize import Optimized
 from runner.measure import flops as counted
+from runner.nest import tensors
 
 MOST_OPERATORS = 10
 PROFILED = 3  # calls
@@ -142,7 +142,7 @@ def memory(subject: Subject, device: Device) -> Memory:
     own = [
         *subject.module.parameters(),
         *subject.module.buffers(),
-        *batches.tensors(subject.inputs),
+        *tensors(subject.inputs),
     ]
     known = {t.untyped_storage().data_ptr() for t in own}
     kept: dict[int, int] = {}
@@ -182,7 +182,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator and take note of what it made."""
         output = func(*args, **(kwargs or {}))
-        for tensor in batches.tensors(output):
+        for tensor in tensors(output):
             storage = tensor.untyped_storage()
             if storage in self.seen or storage.data_ptr() in self.known:
                 continue

@@ -15,6 +15,7 @@ from runner.batch import Inputs
 from runner.errors import UsageError
 from runner.library import batches
 from runner.library.assembly import Assembly, entered
+from runner.nest import mapped, tensors
 from runner.optim.optimizer import Optimizer
 from runner.run import Run
 from runner.technique import Choice, Engagement
@@ -103,7 +104,7 @@ class Optimized:
     def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with entered(run):
             output = self.within(*args, **kwargs)
-        return batches.mapped(output, _full) if run.contexts else output
+        return mapped(output, _full) if run.contexts else output
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
         """The run's own forward, without its contexts: for whoever has entered them."""
@@ -120,7 +121,7 @@ class Optimized:
         """What a call got, as the inputs of a batch; what is no tensor is left to its default."""
         if kwargs:
             bound = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
-            return {name: v for name, v in bound.items() if batches.tensors(v)}
+            return {name: v for name, v in bound.items() if tensors(v)}
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
 
     def engagements(self) -> list[Engagement]:

@@ -23,6 +23,7 @@ from runner.errors import DataError, UsageError
 from runner.library import batches
 from runner.library.batches import InMemory
 from runner.models.config import ModelConfig
+from runner.nest import mapped, tensors
 from runner.technique import Choice
 
 
@@ -92,7 +93,7 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
         parts = _two_parts(n, batches.samples(more[0], f"{who}: validation"))
         inputs, target = _joined(who, inputs, more[0]), _joined(who, target, more[1])
         n += len(parts[1])
-    for tensor in batches.tensors((inputs, target)):
+    for tensor in tensors((inputs, target)):
         if not tensor.ndim or len(tensor) != n:
             raise DataError(
                 f"{who}: data has {n:,} samples, and one of its tensors is "
@@ -115,8 +116,8 @@ class Rows:
     def sample(self, index: int) -> tuple[Any, Any]:
         """Inputs and target of one sample."""
         return (
-            batches.mapped(self.inputs, lambda t: t[index]),
-            batches.mapped(self.target, lambda t: t[index]),
+            mapped(self.inputs, lambda t: t[index]),
+            mapped(self.target, lambda t: t[index]),
         )
 
 

@@ -142,6 +142,7 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     assert changes.read()["nan"] == 4
     assert sanitise("text")[1].read() == {"nan": 0, "inf": 0, "limited": 0, "rescaled": 0}
     assert (Changes() + changes).read() == changes.read()
+    assert repr(changes).startswith("Changes(nan=4, inf=0, ")
     assert described(changes.read()) == "4 NaN" and described(Changes().read()) == ""
 
 
@@ -160,7 +161,8 @@ def test_an_empty_output_is_in_order() -> None:
         ("values", {"inf": -1.0}, "inf=-1.0 is not above 0"),
         ("values", {"low": 0.0}, "low and high are for kind=quantities"),
         ("quantities", {"low": 2.0, "high": 1.0}, "low=2.0 is above high=1.0"),
-        ("classes", {}, "needs classes="),
+        ("classes", {}, "needs to know how many there are: classes=N"),
+        ("classes", {"classes": 3, "low": 5.0}, "no class within low=5, high=None, classes=3"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(kind: str, options: dict[str, Any], problem: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from runner.benchmark.arms import Arm
@@ -69,12 +68,7 @@ class Crew:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Those that wait are asked, so that they close their files; then all are ended."""
         try:
             waiting = [self.members[name] for name in self.ready]

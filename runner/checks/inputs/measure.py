@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch
+from runner.nest import placed
 
 LARGEST = torch.finfo(torch.float32).max
 MOST_LEAVES = 8  # tensors of a batch that are looked at
@@ -61,22 +62,8 @@ class Plan:
 
 def leaves(batch: Batch) -> dict[str, Tensor]:
     """The dense tensors of a batch by name: inputs, inputs.key, inputs[1], target."""
-    found: dict[str, Tensor] = {}
-    _walk(batch[0], "inputs", found)
-    _walk(batch[1], "target", found)
-    return found
-
-
-def _walk(value: Any, name: str, found: dict[str, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and value.ndim and value.numel():
-            found[name] = value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _walk(item, f"{name}.{key}", found)
-    elif isinstance(value, tuple | list):
-        for i, item in enumerate(value):
-            _walk(item, f"{name}[{i}]", found)
+    named = (*placed(batch[0], "inputs"), *placed(batch[1], "target"))
+    return {name: t for name, t in named if t.layout is torch.strided and t.ndim and t.numel()}
 
 
 def mapped(value: Any, change: dict[str, Tensor], name: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.batch import Inputs
-from runner.checks.model.nest import tensors
+from runner.nest import tensors
 from runner.security.trust import Reason, Severity
 
 SAME = 1e-6  # relative spread over samples at which answers are one and the same

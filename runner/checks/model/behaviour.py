@@ -20,8 +20,8 @@ from runner.checks.model.answers import (
     out_of_range,
 )
 from runner.checks.model.inventory import Held
-from runner.checks.model.nest import mapped, named, tensors
 from runner.deferred import logits_in
+from runner.nest import mapped, placed, tensors
 from runner.security.trust import Reason, Severity
 
 CHANGE = 1e-4  # of each input value, upwards
@@ -48,7 +48,7 @@ def behaviour(
     seen = Seen()
     before = _versions(held)
     output = call(forward, probes)
-    found = dict(named(output))
+    found = dict(_named(output))
     seen.reasons += _written(held, before)
     bad = list(not_finite(found))
     seen.reasons += [*bad, *out_of_range(found, expected)]
@@ -82,8 +82,16 @@ def _main(output: Any) -> Tensor | None:
     """The logits, or the first float there is: what answers are compared by."""
     main = logits_in(output)
     if not isinstance(main, Tensor):
-        main = next((t for _, t in named(output) if t.is_floating_point()), None)
+        main = next((t for _, t in _named(output) if t.is_floating_point()), None)
     return main if main is not None and main.is_floating_point() else None
+
+
+def _named(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an output, by its place."""
+    inside = getattr(output, "logits", None)
+    if isinstance(inside, Tensor) and not isinstance(output, dict | tuple):
+        output = {"logits": inside}
+    return ((name, tensor.detach()) for name, tensor in placed(output, "output"))
 
 
 def _compared(main: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from runner.batch import rows
 from runner.checks.config import ModelCheckConfig
 from runner.checks.model.answers import Expected
 from runner.checks.model.look import look
-from runner.checks.model.nest import tensors
 from runner.checks.model.report import ModelReport
 from runner.hook import Hook
+from runner.nest import tensors
 from runner.run import Run
 from runner.security.config import SecurityConfig, SecurityLevel
 from runner.security.trust import Severity

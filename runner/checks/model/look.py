@@ -17,10 +17,10 @@ from runner.batch import Inputs
 from runner.checks.model.answers import Expected
 from runner.checks.model.behaviour import Seen, behaviour
 from runner.checks.model.inventory import Held, held, plain, tied
-from runner.checks.model.nest import mapped, tensors
 from runner.checks.model.report import ModelReport
 from runner.checks.model.structure import structure
 from runner.checks.model.weights import weights
+from runner.nest import mapped, tensors
 from runner.security.trust import Reason, Severity
 from runner.untouched import untouched
 

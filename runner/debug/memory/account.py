@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from runner.nest import tensors
 from runner.predict import Prediction
 from runner.run import Run
 
@@ -191,18 +192,6 @@ def beside(account: Account, said: Prediction | None) -> list[tuple[str, int, in
     peak = said.gradients + said.activations
     predicted = (said.parameters, said.gradients, said.optimizer, said.saved, peak)
     return [(name, measured[name], of) for name, of in zip(measured, predicted, strict=True)]
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
 
 
 def key(tensor: Tensor) -> int:

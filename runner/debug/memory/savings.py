@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.debug.memory import account as accounts
-from runner.debug.memory.account import Account, size
+from runner.debug.memory.account import Account, size, table
 from runner.debug.memory.prediction import of_run
 from runner.device import resources
+from runner.nest import tensors
 from runner.predict import Prediction
 from runner.record import markdown
 from runner.run import Run
@@ -61,7 +61,7 @@ def _smaller_parts(run: Run, now: Prediction) -> Iterator[Saving]:
             yield Saving(f"training.micro_batch={samples}", now.peak - then.peak, price)
     full = run.train.samples(0)
     if now.samples == 1 and full > 1:
-        batch = sum(size(t) for t in accounts.tensors(list(run.train.peek())))
+        batch = sum(size(t) for t in tensors(list(run.train.peek())))
         yield Saving(f"training.batch_size={full // 2}", batch // 2, "another gradient, noisier")
 
 
@@ -155,7 +155,7 @@ def report(run: Run, reason: str, account: Account | None = None) -> str:
     else:
         lines += ["Nothing that the runner has: make the model or its inputs smaller."]
     if account is not None:
-        header, shown = accounts.table(account, 20)
+        header, shown = table(account, 20)
         told = f"## By module, MiB, at step {account.step} with {account.samples} samples"
         lines += ["", told, "", markdown.table(header, shown)]
     else:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Self
 
 from runner.errors import CheckpointError
@@ -41,12 +40,7 @@ class Assessor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop.set()
         self.child.close()
         self.pool.shutdown(cancel_futures=True)

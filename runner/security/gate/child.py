@@ -22,7 +22,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -66,12 +65,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def examine(

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Self
 
 from runner.errors import CheckpointError
@@ -42,12 +41,7 @@ class Held:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -77,12 +71,7 @@ class Watched:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.file.close()
 
     def close(self) -> None:
