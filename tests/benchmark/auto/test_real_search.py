@@ -164,4 +164,4 @@ def test_the_choice_is_within_five_percent_of_an_exhaustive_search(own_cache: Pa
     sys.modules[spec.name] = script  # its dataclasses look themselves up there
     spec.loader.exec_module(script)
     found = script.compare("mlp", script.MODELS["mlp"], steps=50_000, budget_s=60, each_s=3)
-    assert found.kept, script.table([found])
+    assert found.kept != "NO", script.table([found])
