@@ -12,26 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
-from runner.checks.inputs.admission import Inputs
-from runner.checks.inputs.beforehand import SMALL, Beforehand
-from runner.checks.inputs.look import InputChecks
 from runner.config import RunConfig, config_hash, flat, plain
-from runner.data.loader import BatchLoader, make_loader, mover
+from runner.data.loader import make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.source import Source
-from runner.data.tensors import Tensors
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
 from runner.loop_config import TrainingConfig
-from runner.models.build import build_model
+from runner.models.build import build_model, refuse_lazy
 from runner.objective import Objective
 from runner.objectives.build import build_objective
 from runner.optim.adopted import adopt, share_state
@@ -55,7 +50,7 @@ from runner.technique import Choice, Draft, Technique
 from runner.techniques.applying import apply_techniques
 from runner.techniques.config import Optimization
 from runner.techniques.whole_step import warn_kept_out
-from runner.watchers import watchers
+from runner.watchers import batch_checks, watchers
 
 log = logging.getLogger("runner")
 
@@ -119,7 +114,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     model = given.model
     if model is None:
         model = build_model(config.model, data.sizes, look_up)
-    _refuse_lazy(model)
+    refuse_lazy(model)
     model = model.to(device.torch)
     objective = given.objective or build_objective(config.objective, data.sizes, look_up)
 
@@ -245,7 +240,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         report_every=config.monitoring.every,
         strict=config.optimization.strict,
     )
-    run.inputs = _inputs(config, run, train)
+    run.inputs = batch_checks(config, run, train)
     checkpointer.choices = {choice.key: choice.value for choice in run.choices}
     scope.callback(run.recorder.close)
     scope.callback(run.checkpointer.wait)
@@ -258,43 +253,6 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         made = [part for part in parts if getattr(given, part) is not None]
         run.captures = Captures(config.debug.capture, folder, plain(config), made)
     return run
-
-
-def _inputs(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | None:
-    """What looks at batches, before they are moved to the device."""
-    if not config.checks.inputs.enabled:
-        return None
-    checks = InputChecks(
-        config.checks.inputs,
-        classes=run.objective.indices,
-        ignored=run.objective.ignored,
-        vocab=run.sizes.vocab,
-        longest=run.sizes.sequence,
-    )
-    device, per_epoch = run.device.torch, train.steps_per_epoch
-    inputs = Inputs(checks, run.history, run.folder, device, per_epoch)
-    inputs.indices, inputs.stand_in = train.indices, partial(train.fetch, (0, 0))
-    source, order = train.fetch.source, train.fetch.order
-    work = order.batch_size * sum(weight.numel() for weight in run.model.parameters())
-    if type(source) is Tensors and work < SMALL:
-        inputs.beforehand = Beforehand(
-            source.inputs, source.target, order.indices, order.batch_size
-        )
-    train.inspector = inputs
-    return inputs
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    """Raise ConfigError where a size is yet to be found by the first forward."""
-    for name, module in model.named_modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(is_lazy(tensor) for tensor in own):
-            raise ConfigError(
-                "model",
-                f"{name or 'the model'} ({type(module).__name__}) is lazy: its sizes are unknown "
-                "until a first forward, and the optimizer is made before one",
-                "name the sizes (Linear for LazyLinear), or run one batch through it beforehand",
-            )
 
 
 def _micro_batch(training: TrainingConfig, recorded: Mapping[str, Any]) -> int:

@@ -1,13 +1,21 @@
-"""Which hooks a config asks for, in the order in which they are entered; they leave in reverse."""
+"""Who watches a run: its hooks, in the order in which they are entered; they leave in reverse; and
+what looks at its batches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.checks.inputs.admission import Inputs
+from runner.checks.inputs.beforehand import SMALL, Beforehand
+from runner.checks.inputs.look import InputChecks
 from runner.checks.model.hook import ModelCheck
 from runner.config import RunConfig
+from runner.data.loader import BatchLoader
+from runner.data.tensors import Tensors
 from runner.debug.memory.shortage import Shortage
 from runner.device.resources import Machine
 from runner.errors import ConfigError
@@ -18,6 +26,7 @@ from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
 from runner.record.export import check
+from runner.run import Run
 from runner.security.targets import assembled
 
 OWN = "debug.hooks"
@@ -50,6 +59,30 @@ def watchers(
     if config.monitoring.progress:
         hooks.append(Progress(config.monitoring))
     return hooks
+
+
+def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | None:
+    """What looks at batches, before they are moved to the device; None if nobody."""
+    if not config.checks.inputs.enabled:
+        return None
+    checks = InputChecks(
+        config.checks.inputs,
+        classes=run.objective.indices,
+        ignored=run.objective.ignored,
+        vocab=run.sizes.vocab,
+        longest=run.sizes.sequence,
+    )
+    device, per_epoch = run.device.torch, train.steps_per_epoch
+    inputs = Inputs(checks, run.history, run.folder, device, per_epoch)
+    inputs.indices, inputs.stand_in = train.indices, partial(train.fetch, (0, 0))
+    source, order = train.fetch.source, train.fetch.order
+    work = order.batch_size * sum(weight.numel() for weight in run.model.parameters())
+    if type(source) is Tensors and work < SMALL:
+        inputs.beforehand = Beforehand(
+            source.inputs, source.target, order.indices, order.batch_size
+        )
+    train.inspector = inputs
+    return inputs
 
 
 def _tools(config: RunConfig) -> list[Hook]:

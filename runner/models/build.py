@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from runner.batch import Sizes
 from runner.errors import ConfigError
@@ -71,6 +72,19 @@ def build_model(config: ModelConfig, sizes: Sizes, resolve: Callable[[str, str],
             "there is nothing to train; leave requires_grad on for some",
         )
     return model
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise ConfigError where a size is yet to be found by the first forward."""
+    for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in own):
+            raise ConfigError(
+                "model",
+                f"{name or 'the model'} ({type(module).__name__}) is lazy: its sizes are unknown "
+                "until a first forward, and the optimizer is made before one",
+                "name the sizes (Linear for LazyLinear), or run one batch through it beforehand",
+            )
 
 
 def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
