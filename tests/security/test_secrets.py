@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from runner.errors import ConfigError, SecurityError
 from runner.overrides.groups import CONF
 from runner.record import markdown
 from runner.record.console import one_line
-from runner.security import hidden, secrets
+from runner.security import secrets
 
 CANARY = "canary-4b1d <&'\"*_>"
 OTHER = "canary-nobody-asked-for"
@@ -48,16 +47,11 @@ class Net(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two variables, and nothing remembered from test to test."""
+def variables(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three variables, and nothing remembered from test to test."""
     monkeypatch.setenv("MY_TOKEN", CANARY)
     monkeypatch.setenv("SHORT", "abc")
     monkeypatch.setenv("OTHER", OTHER)
-    monkeypatch.setattr(masking, "_spellings", {})
-    monkeypatch.setattr(masking, "_pattern", None)
-    monkeypatch.setattr(hidden, "_shown", {})
-    secrets.origin.clear()
-    yield
 
 
 # who may read

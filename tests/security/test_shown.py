@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,14 @@ from runner.cli.preflight import check
 from runner.composing import compose
 from runner.config import plain
 from runner.errors import ConfigError, SecurityError
-from runner.security import hidden, secrets
 
 LEAVE = "security.environment=[MY_TOKEN]"
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """From test to test."""
+def variable(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one."""
     monkeypatch.setenv("SHORT", "abc")
-    monkeypatch.setattr(masking, "_spellings", {})
-    monkeypatch.setattr(masking, "_pattern", None)
-    monkeypatch.setattr(hidden, "_shown", {})
-    secrets.origin.clear()
-    yield
 
 
 @pytest.mark.parametrize(

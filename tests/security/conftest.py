@@ -1,0 +1,17 @@
+"""What tests of secrets share."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner import masking
+from runner.security import hidden, secrets
+
+
+@pytest.fixture
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value that was read before is hidden now, nor one of now afterwards."""
+    monkeypatch.setattr(masking, "_spellings", {})
+    monkeypatch.setattr(masking, "_pattern", None)
+    monkeypatch.setattr(hidden, "_shown", {})
+    secrets.origin.clear()
