@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto.choose import EVIDENCE, arms_in, resolved
@@ -56,6 +57,7 @@ class Compared:
     others: dict[str, float] = field(default_factory=dict)
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)  # of the search
 
     @property
     def best(self) -> str:
@@ -93,7 +95,7 @@ def compare(
         resolved(config, Path(folder))
         evidence = json.loads((Path(folder) / EVIDENCE).read_text())
     chosen = str(evidence["chosen"])
-    found = Compared(model, chosen, time.monotonic() - began)
+    found = Compared(model, chosen, time.monotonic() - began, evidence=evidence)
     space = space_of(look_at(config, Given()).reasons, [], memory=False)
     arms = {arm.name: arm for arm in arms_in(config, space)}
     del arms[AGAIN]
@@ -157,7 +159,7 @@ def main() -> int:
     rows = []
     for model in typed.models:
         rows.append(compare(model, MODELS[model], typed.steps, typed.budget, typed.each))
-        print(f"{model}: {json.dumps(asdict(rows[-1]))}", file=sys.stderr)
+        print(f"{model}: {rows[-1].others} {rows[-1].ended}", file=sys.stderr)
     print(table(rows))
     if typed.json is not None:
         typed.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
