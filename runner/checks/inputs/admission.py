@@ -200,7 +200,7 @@ class Inputs:
         if not seen.plan.entries:
             return batch
         row = checks.measure.row(seen.found, seen.plan)
-        self.veto = self.there.veto(row, checks)
+        self.veto = self.there.veto(row, seen, checks)
         self.there.send(number, seen, row, self.veto)
         if vetoes(checks, "labels"):
             batch = exchanged(batch, checks.harmless(seen))

@@ -146,23 +146,32 @@ class InputChecks:
                 told.add(place)
                 seen.findings.append(self._finding(limit, seen, value))
 
-    def _constant(self, seen: Look) -> bool:
-        """Whether it is one value by chance; one that is so otherwise is a finding."""
-        plan, main = seen.plan, seen.plan.main or ""
-        if main not in plan.values or self.policy("constant") is Policy.off:
-            return False
-        at = next(i for i, entry in enumerate(plan.entries) if entry.leaf == main)
-        alike = seen.row[at] == seen.row[at + 1] and seen.values > seen.samples > 1
-        by_chance = alike and self._may_be_constant(seen)
-        if alike and not by_chance:
-            said = f"every value of the batch is {seen.row[at]:g}"
-            seen.findings.append(Finding("constant", main, said))
-        return by_chance
+    def main_at(self, seen: Look) -> int | None:
+        """Where in its row the least value of the main leaf is, and next to it the largest, if it
+        is worth a word that the two are one; no value is read.
+        """
+        main = seen.plan.main or ""
+        if main not in seen.plan.values or self.policy("constant") is Policy.off:
+            return None
+        if not seen.values > seen.samples > 1:
+            return None
+        return next(i for i, entry in enumerate(seen.plan.entries) if entry.leaf == main)
 
-    def _may_be_constant(self, seen: Look) -> bool:
+    def may_be_constant(self, seen: Look) -> bool:
         """Whether the data are so sparse that it comes by chance."""
         known = self.form == seen.plan.form
         return known and self.baseline.all_alike(seen.plan, seen.samples) > CHANCE
+
+    def _constant(self, seen: Look) -> bool:
+        """Whether it is one value by chance; one that is so otherwise is a finding."""
+        at = self.main_at(seen)
+        if at is None or seen.row[at] != seen.row[at + 1]:
+            return False
+        if self.may_be_constant(seen):
+            return True
+        said = f"every value of the batch is {seen.row[at]:g}"
+        seen.findings.append(Finding("constant", seen.plan.main or "", said))
+        return False
 
     def _again(self, seen: Look, step: int, epoch: int | None) -> None:
         if epoch is None or self.policy("duplicates") is Policy.off:

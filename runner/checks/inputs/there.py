@@ -62,8 +62,20 @@ class There:
                 entry.ready.synchronize()
             yield entry
 
-    def veto(self, row: Tensor, checks: InputChecks) -> Tensor | None:
-        """1.0 if a number is outside limits whose policy keeps the update from being made."""
+    def veto(self, row: Tensor, seen: Look, checks: InputChecks) -> Tensor | None:
+        """1.0 if a number is outside limits whose policy keeps the update from being made, or all
+        values are one; None where nothing is kept from being made.
+        """
+        good = self._within(row, checks)
+        if vetoes(checks, "constant"):
+            at = checks.main_at(seen)
+            if at is not None and not checks.may_be_constant(seen):
+                varied = row[at] != row[at + 1]
+                good = varied if good is None else good & varied
+        return None if good is None else torch.where(good, self.never, self.always)
+
+    def _within(self, row: Tensor, checks: InputChecks) -> Tensor | None:
+        """Whether every number is between limits whose policy keeps an update from being made."""
         if self.limits_of is not checks.limits:
             self.limits_of, self.limits = checks.limits, None
         wanted = [x for x in checks.limits + checks.usual if vetoes(checks, x.check)]
@@ -76,8 +88,7 @@ class There:
         at, low, high, drift = self.limits
         values = row.index_select(0, at)
         within = (values >= low) & (values <= high)
-        good = (within | (drift & ~values.isfinite())).all()
-        return torch.where(good, self.never, self.always)
+        return (within | (drift & ~values.isfinite())).all()
 
     def state(self) -> list[list[Any]]:
         """What a checkpoint keeps; waits for the device, as a checkpoint does anyway."""
