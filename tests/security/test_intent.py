@@ -108,6 +108,7 @@ def test_a_refusal_names_the_file_the_line_and_the_way_out(folder: Path) -> None
         ("# @package _global_ : foo\n", "own.yaml: its first line is no header"),
         ("# @package\n", "own.yaml: its first line is no header"),
         ("# @package _global_\ndefaults: [null]\n", "Unsupported type in defaults"),
+        ("# @package _global_\nhydra:\n", "own.yaml: Hydra cannot compose it"),
     ],
 )
 def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(

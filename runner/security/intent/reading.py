@@ -18,10 +18,12 @@ from typing import Any, cast
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from runner.errors import ConfigError, SecurityError
+from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security.intent import bounds
 from runner.security.intent.composed import check_composed
 from runner.security.intent.expansion import check_expansion
@@ -68,7 +70,12 @@ class Reading:
         def load_configuration(
             loader: Any, config_name: str | None, overrides: list[str], *rest: Any, **named: Any
         ) -> DictConfig:
-            config: DictConfig = compose(loader, config_name, overrides, *rest, **named)
+            try:
+                config: DictConfig = compose(loader, config_name, overrides, *rest, **named)
+            except (RunnerError, HydraException, OmegaConfBaseException):
+                raise
+            except Exception as error:  # Hydra takes it for granted that its own part is whole
+                raise reading._not_composed(error) from error
             reading.check(config, overrides)
             return config
 
@@ -85,6 +92,13 @@ class Reading:
         check_within(typed, self.said.security)
         check_expansion(config)
         check_composed(config, self.said, typed)
+
+    def _not_composed(self, error: Exception) -> ConfigError:
+        where = ", ".join(self.seen) or "the command line"
+        return ConfigError(
+            where, f"Hydra cannot compose it ({type(error).__name__}: {error})",
+            "is what stands below hydra: a part that Hydra knows, and whole?",
+        )  # fmt: skip
 
     def _result(self, source: Any, path: str) -> ConfigResult:
         if self.said.strict:
