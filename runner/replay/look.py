@@ -147,7 +147,8 @@ class Look:
             return
         replay.script = path.name
         code, replay.script_says = script.run_script(path, self.timeout_s)
-        replay.script_agrees = code == 1 and replay.reproduced
+        replay.script_ran = code in (0, script.BAD)
+        replay.script_agrees = code == script.BAD and replay.reproduced
 
 
 def earlier(capture: Path, step: int) -> Path | None:

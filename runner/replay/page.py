@@ -59,6 +59,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
     lines += [("note", note) for note in found.notes]
     if replay.script:
         agrees = "bad there too" if replay.script_agrees else "not bad there"
+        agrees = agrees if replay.script_ran else "it did not run to its end"
         says = replay.script_says.removeprefix("bad: ")
         lines.append(("script", f"{replay.script}: {agrees}" + (f": {says}" if says else "")))
     elif replay.script_says:

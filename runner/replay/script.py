@@ -1,6 +1,6 @@
 """The bad step as a script that needs torch, safetensors and the model's own class, and no runner.
 
-reproduce.py               forward, loss and backward; says where it goes bad, exits with 1 if so
+reproduce.py               forward, loss and backward; says where it goes bad, exits with 3 if so
 reproduce/weights.safetensors, batch.pt, watch.py
 reproduce/model_code/      where the model is one of ours: the files it is made of
 """
@@ -32,7 +32,8 @@ from runner.security.secrets import STANDS
 from runner.seeds import mix
 
 FILES = "reproduce"
-TEMPLATE = '''"""Makes step {step} of {name!r} again, without the runner; exits with 1 if it is bad.
+BAD = 3  # what a script exits with that found it bad; 1 is Python's for one that fell over
+TEMPLATE = '''"""Makes step {step} of {name!r} again, without the runner; exits with 3 if it is bad.
 
 {about}
 """
@@ -96,14 +97,14 @@ try:
 {passes}except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
     print((watch.verdict(inputs) if watch else "") or "raised outside the model's modules")
-    sys.exit(1)
+    sys.exit({exit})
 gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
 norm = float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt()){unscaled}
 print(f"loss {{loss:g}}, gradient norm {{norm:g}}")
 bad = {bad}
 said = watch.verdict(inputs, loss) if watch else ""
 print(said or ({found!r} if bad else "all is finite"))
-sys.exit(int(bad))
+sys.exit({exit} if bad else 0)
 '''
 
 
@@ -146,6 +147,7 @@ def write(
             passes=_passes(len(_first(target)), run.micro_batch, autocast, scale),
             unscaled="" if scale == 1.0 else f" / {scale}",
             found=f"bad: {found}",
+            exit=BAD,
             bad=_bad(capture),
         )
     )  # fmt: skip

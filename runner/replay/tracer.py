@@ -42,7 +42,7 @@ class Frame:
 
 @dataclass
 class Event:
-    """An operation that made something not finite of finite numbers, or NaN of Inf."""
+    """An operation that made something not finite of finite numbers, NaN of Inf, or of a constant."""
 
     operation: str
     frame: Frame | None  # None: outside the model, so the objective
@@ -105,7 +105,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             if number not in self.at:
                 self.at[number] = self._whereabouts()
-        before, origin, told = FINITE, None, False
+        before, origin, told, of = FINITE, None, False, ""
         leaves = tree_leaves((args, kwargs))
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -118,6 +118,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     origin, told = known, told or _storage(leaf) in self.origins
             elif isinstance(leaf, float) and leaf - leaf != 0.0:
                 before, told = max(before, INF), True  # written there by hand
+                of = of or ("Inf" if leaf == leaf else "a NaN that its code names")
         output = func(*args, **kwargs)
         if name in UNWRITTEN:
             return output
@@ -131,7 +132,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         said = said if begins else f"code that torch does not see, before {said}"
                         origin, told = self._event(said, node, leaf, origin), True
                         origin.made = "NaN" if after == NAN else "Inf"
-                        origin.of = "finite numbers" if before == FINITE else "Inf"
+                        origin.of = of or ("finite numbers" if before == FINITE else "Inf")
                     self.origins[_storage(leaf)] = origin
         return output
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.nest import tensors
-
 
 class Watch:
     """Hooks on every module; `verdict` after forward and backward."""
@@ -112,3 +110,12 @@ def finite(tensor: Tensor) -> bool:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     return bool(torch.isfinite(tensor).all())
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in a nest of tuples, lists and dicts; here, since no runner is beside it."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in tensors(item)] if isinstance(value, list | tuple) else []

@@ -91,5 +91,10 @@ def test_an_exception_has_advice_and_the_script_names_the_model_itself() -> None
 def test_the_page_does_not_stutter() -> None:
     replay = a_replay(Found(Phase.spike, "the batch itself"), seen="the step without any technique")
     replay.script, replay.script_says, replay.script_agrees = "reproduce.py", "bad: so", True
+    replay.script_ran = True
     assert told(replay)["script"] == "reproduce.py: bad there too: so"
+    replay.script_says = "No module named 'x'"
+    replay.script_ran = replay.script_agrees = False
+    said = "reproduce.py: it did not run to its end: No module named 'x'"
+    assert told(replay)["script"] == said
     assert told(replay)["looked at"] == "the step without any technique"

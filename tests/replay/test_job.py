@@ -76,7 +76,7 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
 
     assert found.script_agrees
     done = run_alone(folder / "reproduce.py", tmp_path)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == script.BAD, done.stderr
     assert done.stdout.splitlines()[-1] == "forward: part (Cancels)"
 
 
@@ -120,7 +120,7 @@ def test_the_script_says_the_same_without_the_runner(
         path = script.write(run, capture, config, tmp_path / "script", "", compiled=False)
     assert path is not None
     done = run_alone(path, tmp_path)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == script.BAD, done.stderr
     assert done.stdout.splitlines()[-1] == says
 
 
