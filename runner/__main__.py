@@ -6,6 +6,7 @@ import os
 import sys
 
 from runner.errors import RunnerError, SweepFailed
+from runner.interrupts import early, sigterm_unwinds
 
 TOO_NEW = (3, 14)
 
@@ -17,14 +18,17 @@ def main() -> int:
         _say(f"hydra 1.3 does not start on Python {found}; use Python 3.11, 3.12 or 3.13")
         return 2
     try:
-        code = _main(sys.argv[1:])
+        with sigterm_unwinds():
+            code = _main(sys.argv[1:])
         sys.stdout.flush()
         return code
     except RunnerError as error:
         _say(str(error), lines=isinstance(error, SweepFailed))
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        interrupted = early(error, " before anything was begun")
+        _say(str(interrupted))
+        return interrupted.exit_code
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -27,7 +27,7 @@ from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
 from runner.loop_config import TrainingConfig
 from runner.models.build import build_model, refuse_lazy
-from runner.objective import Objective
+from runner.objective import Objective, monitored
 from runner.objectives.build import build_objective
 from runner.optim.adopted import adopt, share_state
 from runner.optim.optimizer import Optimizer, build_optimizer, find_optimizer
@@ -119,6 +119,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     objective = given.objective or build_objective(config.objective, data.sizes, look_up)
 
     training = config.training
+    monitor = monitored(objective, training.monitor)
     to_device = mover(device.torch, pin=False, aside=False) or (lambda batch: batch)
     checkpointer = Checkpointer(
         folder if config.checkpoint.enabled else None,
@@ -213,8 +214,8 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         validate_every=validate_every,
         checkpoint_every=config.checkpoint.every or validate_every,
         patience=training.patience,
-        monitor=training.monitor or objective.monitor,
-        higher_is_better=objective.rises(training.monitor or objective.monitor),
+        monitor=monitor,
+        higher_is_better=objective.rises(monitor),
         recorder=Recorder(folder, config.monitoring),
         history=History(folder),
         checkpointer=checkpointer,

@@ -13,7 +13,7 @@ RunnerError                1   a fault of ours
 ├── Regression             6   a benchmark came out worse than the stored one
 ├── SweepFailed            7   some jobs of a sweep, or arms of a benchmark, failed
 ├── NotVerified            1   the numbers are not what they should be
-└── Interrupted          130   Ctrl-C (130), SIGTERM (143), SIGHUP (129); a checkpoint was written
+└── Interrupted          130   Ctrl-C (130), SIGTERM (143), SIGHUP (129); says what was saved
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Interrupted(RunnerError):
 
     def __init__(self, signal_number: int, where: str = "") -> None:
         self.exit_code = 128 + signal_number
-        name = {1: "SIGHUP", 2: "Ctrl-C", 15: "SIGTERM"}.get(
-            signal_number, f"signal {signal_number}"
-        )
-        super().__init__(f"interrupted by {name}{where}")
+        super().__init__(f"interrupted by {self.named(signal_number)}{where}")
+
+    @staticmethod
+    def named(number: int) -> str:
+        """What people call the signal."""
+        return {1: "SIGHUP", 2: "Ctrl-C", 15: "SIGTERM"}.get(number, f"signal {number}")

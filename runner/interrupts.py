@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from runner.errors import Interrupted
+
+log = logging.getLogger("runner")
 
 HANGUP = getattr(signal, "SIGHUP", None)  # its terminal has gone; none on Windows
 ENDS = [signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP])]
 """Signals that ask a process to end."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM where nothing is there to be finished; unwinds what Ctrl-C would."""
+
+
+def early(error: KeyboardInterrupt, where: str = "") -> Interrupted:
+    """The error that a signal amounts to, where no run was there yet to take it."""
+    number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    return Interrupted(number, where)
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """While entered, and no `Interrupts` are, SIGTERM raises Terminated instead of saying nothing.
+
+    One that somebody else has taken, or ignores, stays theirs.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
 
 
 class Interrupts:
@@ -18,14 +56,16 @@ class Interrupts:
 
     The first one is remembered and the loop ends at the next step boundary; while the loop only
     waits for data (`waiting`), it cuts the wait short, since that can take for ever. The second one
-    ends the process at once, as if nobody had caught the first.
+    ends the process at once, as if nobody had caught the first. `notice` is what to say at the
+    first one, since a step can take a while.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: str = "") -> None:
         self.received: int | None = None
         self.waiting = False
         self.cut_short = False  # the wait was, so the run is as it was before it
         self.previous: dict[int, object] = {}
+        self.notice = _Notice(notice) if notice else None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -33,9 +73,13 @@ class Interrupts:
                 if number == HANGUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 self.previous[number] = signal.signal(number, self._on_signal)
+            if self.notice is not None:
+                self.notice.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.notice is not None:
+            self.notice.stop()
         for number, handler in self.previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
         self.previous.clear()
@@ -51,3 +95,40 @@ class Interrupts:
     def error(self, where: str = "") -> Interrupted:
         """The error that the run ends with; `where` says how far it came."""
         return Interrupted(self.received or signal.SIGINT, where)
+
+
+class _Notice:
+    """Says a line at the first signal, from a thread of its own.
+
+    A handler may not: it can come in the middle of a line of the log or of the display. And it has
+    to wait where Python does, for a compiler or a long kernel; what is behind `set_wakeup_fd` has
+    not.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.before = self.reads = self.writes = -1
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self.reads, self.writes = os.pipe()
+        os.set_blocking(self.writes, False)
+        self.before = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
+        self.thread = threading.Thread(target=self._wait, name="interrupts", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        if self.thread is None:
+            return
+        signal.set_wakeup_fd(self.before, warn_on_full_buffer=False)
+        os.write(self.writes, b"\0")  # closing it ends no read: a forked worker has it too
+        self.thread.join()
+        os.close(self.writes)
+        os.close(self.reads)
+        self.thread = None
+
+    def _wait(self) -> None:
+        while number := os.read(self.reads, 1)[0]:
+            if number in ENDS:
+                log.warning("%s: %s", Interrupted.named(number), self.text)
+                return

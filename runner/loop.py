@@ -17,10 +17,14 @@ from runner.errors import (
 from runner.evaluation import evaluate
 from runner.hook import Evaluation, Verdict
 from runner.interrupts import Interrupts
+from runner.objective import unknown
 from runner.outcome import engagements, look, summarise
+from runner.record import noted
+from runner.record.typed import resuming
 from runner.recovery import in_plain_words, is_out_of_memory
 from runner.resume import roll_back, save, trouble
 from runner.run import Run
+from runner.security.secrets import told_by_name
 from runner.step import ask, count_in, has, make_step
 from runner.summary import Summary
 
@@ -40,6 +44,8 @@ def train(run: Run) -> Summary:
         if ended.status in ("done", "stopped") and ended.steps == run.progress.step:
             log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
             return ended  # its record stays as it is
+    if run.folder is not None:
+        noted.adopt(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
     summarise(run, "running", must=True)
@@ -48,7 +54,7 @@ def train(run: Run) -> Summary:
         with ExitStack() as stack:
             for hook in run.hooks:
                 stack.enter_context(hook.session(run))
-            with in_plain_words("while training"):
+            with told_by_name(), in_plain_words("while training"):
                 _train(run)
             look(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
@@ -68,7 +74,7 @@ def _train(run: Run) -> None:
     watchers = [h for h in run.hooks if has(h, "on_gradients") or has(h, "around")]
     step_hooks = [hook for hook in run.hooks if has(hook, "on_step")]
     run.model.train()
-    with Interrupts() as interrupts:
+    with Interrupts(_on_a_signal(run)) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
@@ -149,12 +155,22 @@ def _leave(run: Run) -> None:
     save(run, final=True)
 
 
+def _on_a_signal(run: Run) -> str:
+    """What is said at once, wherever the run is; a compiler belongs to the step it compiles for."""
+    if run.checkpointer.in_memory:
+        return "stopping after the step in hand, or its compilation; once more to end at once"
+    return (
+        "stopping after the step in hand, or its compilation, with a checkpoint; once more to end "
+        "at once, without one"
+    )
+
+
 def _whereabouts(run: Run) -> str:
     """Where an interrupted run stands, and how to go on."""
     at = f" at step {run.progress.step} of {run.total_steps}"
     if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
         return at
-    return f"{at}; a checkpoint is written; to go on: checkpoint.resume={run.folder}"
+    return f"{at}; a checkpoint is written; to go on: {resuming(run.folder)}"
 
 
 def _between_steps(run: Run, interrupts: Interrupts) -> None:
@@ -194,10 +210,8 @@ def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Whether this is the best so far, and what the hooks say to it."""
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
-        known = ", ".join(sorted(metrics))
-        raise ConfigError(
-            "training.monitor", f"there is no metric {run.monitor!r}", f"one of {known}"
-        )
+        _leave(run)
+        raise unknown(run.monitor, sorted(metrics), f"; stopped{_whereabouts(run)}")
     value = metrics[run.monitor]
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MONITOR = "training.monitor"
 
 
 class Objective(ABC):
@@ -48,6 +54,13 @@ class Objective(ABC):
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of everything tallied, by bare names (`loss`, `accuracy`)."""
 
+    def metric_names(self) -> list[str] | None:
+        """The metrics that there can be, by the same names; None: they show when there are some.
+
+        It speaks of the `metrics` of its own class, not of those that a subclass makes.
+        """
+        return None
+
     def rises(self, metric: str) -> bool:
         """Whether more of `metric` (`val/…`) is better."""
         if metric == self.monitor:
@@ -57,3 +70,34 @@ class Objective(ABC):
     def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
         """Counts [true class, predicted class], where that makes sense."""
         return None
+
+
+def monitored(objective: Objective, asked: str | None) -> str:
+    """What to monitor. ConfigError where it is certain that there will be no such metric."""
+    if asked is None:
+        return objective.monitor
+    names = objective.metric_names() if _speaks_for_itself(objective) else None
+    found = None if names is None else [f"val/{name}" for name in names]
+    if found is not None and asked not in (objective.monitor, *found):
+        raise unknown(asked, found)
+    return asked
+
+
+def _speaks_for_itself(objective: Objective) -> bool:
+    """Whether `metric_names` is of the class that makes the metrics; a subclass may make others."""
+    made, named = (
+        next(one for one in type(objective).__mro__ if method in vars(one))
+        for method in ("metrics", "metric_names")
+    )
+    return issubclass(named, made)
+
+
+def unknown(asked: str, found: Iterable[str], then: str = "") -> ConfigError:
+    """The error about a metric that is not there; `then` is what comes of the run."""
+    names = list(found)
+    near = get_close_matches(asked, names, 1) or [n for n in names if n == f"val/{asked}"]
+    shown = [name for name in names if name.count("/") < 2]  # not those of single classes
+    guess = f"did you mean {MONITOR}={near[0]}? " if near else ""
+    return ConfigError(
+        MONITOR, f"there is no metric {asked!r}", f"{guess}there are {', '.join(shown)}{then}"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.checkpoint.content import check_state, refused
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
 from runner.errors import CheckpointError
@@ -24,6 +25,8 @@ log = logging.getLogger("runner")
 
 
 OF_NO_CONSEQUENCE = ("name", "checkpoint.resume", "job.kind", "evaluate.export")
+MISFITS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+"""What loading raises where a state is not one of this run's."""
 
 
 def save(run: Run, best: bool = False, final: bool = False) -> None:
@@ -92,19 +95,22 @@ def _state(run: Run) -> dict[str, Any]:
 def restore(run: Run, where: Path | None) -> bool:
     """Put the run where its newest usable checkpoint left it; False if there is none to continue.
 
-    `where` is a run's folder or one of its step folders; None is the run's own folder.
+    `where` is a run's folder or one of its step folders; None is the run's own folder. Raises
+    CheckpointError, before anything in the run's folder is changed, for what is not what `save`
+    keeps or does not fit this run.
     """
-    restored = run.checkpointer.restore(where)
+    restored = run.checkpointer.restore(where, check_state)
     if restored is None:
         return False
     state = restored.state
     load_weights(run, restored.path, restored.model, state["update"])
-    run.progress = Progress(**state["progress"])
-    run.reader.load(state["reader"])
-    run.history.load(state["history"])
-    run.guardian.load(state["stability"], run.progress.step)
-    if run.inputs is not None and state.get("inputs") is not None:
-        run.inputs.load(state["inputs"])
+    with _named(restored.path):
+        run.progress = Progress(**state["progress"])
+        run.reader.load(state["reader"])
+        run.history.load(state["history"])
+        run.guardian.load(state["stability"], run.progress.step)
+        if run.inputs is not None and state.get("inputs") is not None:
+            run.inputs.load(state["inputs"])
     if state["config_hash"] != run.config_hash:
         before, after = state["settings"], _plain(run.settings)
         changed = [k for k in after if before.get(k) != after[k]]
@@ -126,9 +132,25 @@ def restore(run: Run, where: Path | None) -> bool:
     if own and run.folder is not None:
         run.record_offset = state["record"]
         run.saved_step = run.progress.step
-        adopt_config(run.folder)
-    set_random(state["random"])  # last, since anything before it may draw
+    with _named(restored.path):
+        set_random(state["random"])  # last of the state, since anything before it may draw
     return True
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Whatever fails in putting a state back is the checkpoint's fault, in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except MISFITS as error:
+        raise refused(str(path), _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line, not too long: torch lists every tensor."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def set_random(state: Mapping[str, Any]) -> None:
@@ -137,14 +159,6 @@ def set_random(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])
-
-
-def adopt_config(folder: Path) -> None:
-    """Let the config of a resumed run take the place of the one it was started with."""
-    new, old = folder / ".hydra-resumed", folder / ".hydra"
-    if new.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-        new.rename(old)
 
 
 def roll_back(run: Run, factor: float) -> bool:
@@ -187,7 +201,7 @@ def _last_good(run: Run) -> Restored | None:
     second: tuple[tuple[bool, bool], Restored] | None = None
     while True:
         try:
-            restored = run.checkpointer.restore(where)
+            restored = run.checkpointer.restore(where, check_state)
             step = None if restored is None else restored.step
         except CheckpointError as error:
             log.warning("%s", error)
@@ -217,9 +231,10 @@ def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, 
     try:
         run.model.load_state_dict(model)
         run.update.load(update)
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]  # torch lists every tensor
+    except torch.OutOfMemoryError:
+        raise
+    except MISFITS as error:
         raise CheckpointError(
-            f"{path}: does not fit this run's model or optimizer ({reason}); resume with the "
-            "config it was written under"
+            f"{path}: does not fit this run's model or optimizer ({_reason(error)}); resume with "
+            "the config it was written under"
         ) from error

@@ -18,6 +18,8 @@ from runner.masking import masked
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}  # file systems that cannot sync a folder
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # of a pipe; of a file it changes nothing
+LARGEST = 2**28  # bytes of a record that is read whole; ours have some thousands
 OLD = ".old-"  # before the name of a folder that is being replaced
 
 
@@ -83,7 +85,14 @@ def for_owners(path: str, flags: int) -> int:
     """Never to be written by everybody, whatever the umask says, nor through a planted link."""
     if os.path.islink(path):
         os.unlink(path)
-    return os.open(path, flags | NO_LINK, 0o664)
+    return _regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)
+
+
+def _regular(descriptor: int, path: str | Path) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return descriptor
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -92,11 +101,19 @@ def replace_text(path: Path, text: str) -> None:
     Lone surrogates, which names of files may bring, are written as escapes, and what the
     environment holds by its name. Raises OSError, and leaves what was there.
     """
-    text = masked(text)
-    temporary = path.with_name(f".{path.name}.tmp")
+    replace_bytes(path, masked(text).encode("utf-8", "backslashreplace"))
+
+
+def replace_bytes(path: Path, data: bytes, meanwhile: str = "") -> None:
+    """The same, as they are. What a crash or somebody else left under the temporary name goes.
+
+    `meanwhile`: that name, where readers look for files of names such as the path's.
+    """
+    temporary = path.with_name(meanwhile or f".{path.name}.tmp")
     try:
-        with open(temporary, "wb", opener=for_owners) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=for_owners) as file:
+            file.write(data)
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):
@@ -104,12 +121,27 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read from. Raises OSError, also for a pipe, on which opening would wait for ever.
+
+    Whatever lies in a folder of somebody else's is opened with this.
+    """
+    flags = os.O_RDONLY | NO_WAIT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    return os.fdopen(_regular(os.open(path, flags), path), "rb")
+
+
+def read_record(path: Path, most: int = LARGEST) -> bytes:
+    """All of a file of at most `most` bytes. Raises OSError, also where it has more."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
+        return file.read()
+
+
 def read_file(path: Path) -> bytes:
-    """All of a file; CheckpointError says why it cannot be had."""
+    """The same; CheckpointError says why it cannot be had."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-            raise CheckpointError(f"{path}: not a file")
-        return path.read_bytes()
+        return read_record(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
     except OSError as error:
@@ -192,6 +224,6 @@ def point(link: Path, target: str) -> None:
 def pointed(link: Path) -> str | None:
     """The name that `link` leads to, or None."""
     try:
-        return os.readlink(link) if link.is_symlink() else link.read_text()
-    except OSError:
+        return os.readlink(link) if link.is_symlink() else read_record(link).decode()
+    except (OSError, UnicodeDecodeError):
         return None

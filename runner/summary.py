@@ -11,7 +11,7 @@ from typing import Any
 from runner.errors import StorageError
 from runner.hook import Cost
 from runner.record.plain import finite, made
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 from runner.technique import Choice, Engagement
 
 FILE = "summary.json"
@@ -104,7 +104,7 @@ class Summary:
         Raises StorageError if there is none or it is not one.
         """
         try:
-            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            found = json.loads(read_record(folder / FILE))
             metrics = {k: math.nan if v is None else v for k, v in found.get("metrics", {}).items()}
             throughput = found.get("throughput", {})
             nested = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 
 import pytest
 
-from runner.interrupts import Interrupts
+from runner.interrupts import Interrupts, early, sigterm_unwinds
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -18,6 +20,44 @@ def test_a_signal_during_a_step_is_remembered_and_the_handlers_are_put_back(numb
         assert interrupts.received == number
         assert interrupts.error().exit_code == 128 + number
     assert signal.getsignal(number) is before
+
+
+def test_the_first_signal_is_answered_at_once_and_only_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.set()
+
+    logger, handler = logging.getLogger("runner"), Told()
+    logger.addHandler(handler)
+    try:
+        with Interrupts("stopping after this step"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert said.wait(10)  # while nothing else goes on
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        logger.removeHandler(handler)
+    assert caplog.messages == ["SIGTERM: stopping after this step"]
+    assert "interrupts" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_sigterm_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt) as ended, sigterm_unwinds():
+            with Interrupts() as interrupts:  # theirs while they are there
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts.received == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert early(ended.value).exit_code == 143
+        assert early(KeyboardInterrupt()).exit_code == 130
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_cuts_a_wait_short() -> None:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from runner import build, compose, evaluate, train
+from runner.build import Given
 from runner.errors import ConfigError, GaveUp, StorageError, UsageError
 from runner.hook import Hook, Report, Step, Verdict
+from runner.objectives.classification import Classification
 from runner.run import Run
 from runner.step import backward
 from runner.summary import Summary
@@ -117,10 +120,30 @@ def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path)
     assert not (tmp_path / "checkpoints" / "best").exists()
 
 
-def test_an_unknown_metric_to_monitor_is_answered_with_those_there_are() -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=2", "training.monitor=val/acuracy"]
-    with build(compose(overrides)) as run, pytest.raises(ConfigError, match="val/accuracy"):
+@pytest.mark.parametrize("asked", ["val/acuracy", "accuracy", "train/loss"])
+def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: str) -> None:
+    near = "" if asked == "train/loss" else r"did you mean training.monitor=val/accuracy\? "
+    with pytest.raises(ConfigError, match=f"{near}there are val/loss, val/accuracy$"):
+        build(compose([*OURS, "data=cancer", "training.steps=2", f"training.monitor={asked}"]))
+
+
+class Own(Classification):
+    """Somebody's own metrics, which nobody knows of beforehand."""
+
+    def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        return {"loss": 0.5, "f1": 0.75}
+
+
+def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: Path) -> None:
+    overrides = [*OURS, "data=cancer", "training.steps=2"]
+    given = Given(objective=Own(2))
+    with build(compose([*overrides, "training.monitor=val/f1"]), given=given) as run:
+        assert train(run).best == 0.75
+    wrong = compose([*overrides, "training.monitor=val/f2"])
+    says = r"did you mean training.monitor=val/f1\? there are .*; stopped at step 1 of 2; a check.*"
+    with build(wrong, tmp_path, given) as run, pytest.raises(ConfigError, match=says):
         train(run)
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
 
 
 class Spy(Hook):

@@ -159,7 +159,7 @@ def test_a_finished_run_is_left_as_it_is_and_a_used_folder_is_refused(tmp_path: 
         build(compose(overrides), tmp_path)
 
 
-def test_what_a_run_was_started_with_is_replaced_once_its_checkpoint_is_loaded(
+def test_what_a_run_was_started_with_is_replaced_once_it_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,9 +174,12 @@ def test_what_a_run_was_started_with_is_replaced_once_its_checkpoint_is_loaded(
     with pytest.raises(CheckpointError):
         build(compose([*resumed, "model.width=7"]), tmp_path / "run")
     assert kept.read_text() == "old"
+    with build(compose([*resumed, "training.steps=5"]), tmp_path / "run") as run:
+        assert train(run).steps == 5  # there was nothing to do
+    assert kept.read_text() == "old"
     with build(compose(resumed), tmp_path / "run") as run:
-        assert kept.read_text() == "new"
         assert train(run).steps == 9
+    assert kept.read_text() == "new"
 
 
 def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Path) -> None:

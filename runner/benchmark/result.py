@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from runner.errors import StorageError
 from runner.record.plain import finite
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 
 FILE = "benchmark.json"
 SCHEMA = 1
@@ -172,7 +172,7 @@ class BenchmarkResult:
         """
         path = path / FILE if path.is_dir() else path
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_record(path))
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:

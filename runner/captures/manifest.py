@@ -19,7 +19,7 @@ from typing import Any
 from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
 from runner.security.sealed import read_sealed, sealed
-from runner.storage import HashedFile, Written
+from runner.storage import HashedFile, Written, read_record
 
 FOLDER = "debug/captures"
 REPLAY = "replay.json"  # what job=replay leaves in its own folder
@@ -139,7 +139,7 @@ def find(path: Path) -> Path:
 def _replayed(page: Path) -> Path:
     """The capture that a replay was of."""
     try:
-        found = Path(json.loads(page.read_text("utf-8"))["capture"])
+        found = Path(json.loads(read_record(page))["capture"])
     except (OSError, ValueError, LookupError, TypeError):
         raise CheckpointError(f"replay.path: {page} does not say what it is a replay of") from None
     if not found.is_dir():

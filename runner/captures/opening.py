@@ -12,6 +12,7 @@ from torch import Tensor
 from runner.batch import Batch
 from runner.captures.manifest import CHECKPOINT, Manifest, Weights, read_manifest
 from runner.checkpoint import folder as checkpoints
+from runner.checkpoint.content import check_state
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.errors import CheckpointError
@@ -54,7 +55,7 @@ class Capture:
         """The linked checkpoint, verified; CheckpointError where it is not good."""
         if self.manifest.checkpoint is None:
             return None
-        restored = checkpoints.load(self.path / CHECKPOINT, self.policy)
+        restored = checkpoints.load(self.path / CHECKPOINT, self.policy, check_state)
         if restored.step != self.manifest.checkpoint:
             raise CheckpointError(f"{self.path / CHECKPOINT}: is that of step {restored.step}")
         return restored

@@ -16,7 +16,7 @@ import torch
 from runner import storage
 from runner.checkpoint import folder as folders
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import FOLDER, Restored
+from runner.checkpoint.folder import FOLDER, Check, Restored
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
@@ -111,24 +111,25 @@ class Checkpointer:
         if self._failures:
             raise self._error("the last checkpoint was")
 
-    def restore(self, where: Path | None = None) -> Restored | None:
+    def restore(self, where: Path | None = None, check: Check | None = None) -> Restored | None:
         """The newest good checkpoint: of this run, of the run in `where`, or that step folder.
 
-        A bad one is named in the warnings and the one before it is used. None if this run has no
+        A bad one, such as one whose state fails the `check`, is named in the warnings and the one
+        before it is used. None if this run has no
         checkpoint yet; CheckpointError if there are some and none is good, or none in `where`;
         SecurityError if the newest holds more than data, which damage does not bring about.
         """
         if self._thread is not None:
             self._thread.join()
         if where is not None and _is_step(where):
-            restored: Restored | None = folders.load(where, self._policy)
+            restored: Restored | None = folders.load(where, self._policy, check)
         elif where is not None:
             root = where if where.name == FOLDER else where / FOLDER
-            restored = folders.load_newest(root, self._policy)
+            restored = folders.load_newest(root, self._policy, check)
             if restored is None:
                 raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
         elif self._root is not None:
-            restored = folders.load_newest(self._root)
+            restored = folders.load_newest(self._root, check=check)
         else:
             restored = self._remembered()
         for warning in restored.warnings if restored else ():

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,9 @@ FOLDER = "checkpoints"
 STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 TEMPORARY = ".tmp-"
 ASIDE = "abandoned_"  # before the name of a checkpoint that the run went back behind
+
+Check = Callable[[Any, int, str], None]
+"""Given a state, its step and the file's name; raises CheckpointError where it is no state."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ def is_checkpoint(folder: Path) -> bool:
     return os.path.isfile(folder / manifest.NAME)
 
 
-def load(folder: Path, policy: Policy | None = None) -> Restored:
+def load(folder: Path, policy: Policy | None = None, check: Check | None = None) -> Restored:
     """One checkpoint, verified before use; CheckpointError says in what way it is not good.
 
     With a policy, one from outside this run tree is looked at as a foreign one first, since
-    anybody can write a manifest that fits. Raises SecurityError for what is not let in.
+    anybody can write a manifest that fits. Raises SecurityError for what is not let in. `check`
+    says whether the state is one that can be gone on with.
     """
     admitted = None if policy is None else admit_folder(folder, policy)
     facts = read_manifest(folder)
@@ -92,6 +97,8 @@ def load(folder: Path, policy: Policy | None = None) -> Restored:
         own = state["state"]
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
+    if check is not None:
+        check(own, facts.step, str(folder / manifest.STATE))
     here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     warnings = [
         f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
@@ -102,7 +109,9 @@ def load(folder: Path, policy: Policy | None = None) -> Restored:
     return Restored(facts.step, model, own, folder, warnings)
 
 
-def load_newest(root: Path, policy: Policy | None = None) -> Restored | None:
+def load_newest(
+    root: Path, policy: Policy | None = None, check: Check | None = None
+) -> Restored | None:
     """The newest good checkpoint; bad ones are named in its warnings.
 
     None if there is none at all, and CheckpointError naming each if none is good.
@@ -111,7 +120,7 @@ def load_newest(root: Path, policy: Policy | None = None) -> Restored | None:
     bad: list[str] = []
     for step in sorted(found, reverse=True):
         try:
-            restored = load(found[step], policy)
+            restored = load(found[step], policy, check)
         except CheckpointError as error:
             bad.append(str(error))
         else:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from runner.errors import StorageError, UsageError
-from runner.storage import NO_LINK
+from runner.storage import NO_LINK, NO_WAIT
 
 try:
     import fcntl
@@ -106,7 +106,7 @@ def is_locked(folder: Path) -> bool:
     if _held_here(folder):
         return True
     try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | NO_WAIT)
     except OSError:
         return False
     try:

@@ -36,6 +36,7 @@ class Told:
     rare: bool = False  # its rows of the few that are not of the commonest class are right but one
     same: bool = False  # each of its values stands for one label, or it sorts as the target does
     counts_rows: bool = False  # a number of the row: it rises by the same from row to row
+    trend: bool = False  # of a quantity: it goes one way along the rows, as a time does
 
     @property
     def constant(self) -> bool:
@@ -87,6 +88,8 @@ def tell(
             fact.skill, fact.same, fact.rare = label.told_by(values)
         if fact.share < 1 / 2 and not column.values:
             fact.counts_rows = _rises_evenly(values, rows)
+            # rows that are sorted by the quantity itself are another matter
+            fact.trend = classes is None and not fact.same and _goes_one_way(values, rows)
     if whole and len(rows) < len(train):
         _count_all(inputs, train, [f for f in seen if f.share > 0.98], codes, seen)
     return told, len(rows)
@@ -126,6 +129,11 @@ def _rises_evenly(values: Ints | Floats, rows: Ints) -> bool:
     if len(x) < ENOUGH or not (np.all(x[1:] > x[:-1]) or np.all(x[1:] < x[:-1])):
         return False
     return bool(abs(np.corrcoef(x, number)[0, 1]) > 1 - 1e-4)
+
+
+def _goes_one_way(values: Ints | Floats, rows: Ints) -> bool:
+    rises = np.diff(values[np.argsort(rows)])
+    return bool((rises >= 0).all() or (rises <= 0).all())
 
 
 def _count_all(

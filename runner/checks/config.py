@@ -20,7 +20,8 @@ class Policy(Enum):
 
 
 DTYPES = (
-    "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "uint8", "int8", "int16", "int32", "int64", "bool",
 )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ class InputsConfig:
 
     enabled: bool = True
     schema: SchemaConfig = field(default_factory=SchemaConfig)
-    form: Policy = Policy.stop  # dtype or shape is another than the schema's
+    form: Policy = Policy.stop  # type, dimensions or features are not those of the schema
     not_finite: Policy = Policy.skip
     range: Policy = Policy.warn  # outside the schema's
     labels: Policy = Policy.stop  # a class that there is not

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from runner.checks.held import WHO
+from runner.errors import UsageError
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -35,16 +41,34 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         for one in fields(value):
             object.__setattr__(clone, one.name, change(getattr(value, one.name)))  # frozen or not
         return clone
-    inside = (
-        value if isinstance(value, set | frozenset) else getattr(value, "__dict__", {}).values()
-    )
-    if any(isinstance(item, Tensor) for item in inside):
+    if isinstance(value, Iterator):
+        kind = type(value).__name__
+        raise UsageError(f"{WHO}: a {kind} would be used up by a look at it; give a list of it")
+    plain = isinstance(value, Set | ValuesView | deque)
+    inside = value if plain else getattr(value, "__dict__", {}).values()
+    if any(isinstance(item, Tensor | np.ndarray) for item in inside):
         raise _opaque(value)
     return value
 
 
+def as_array(change: Callable[[Any], Any], array: np.ndarray) -> np.ndarray:
+    """A new array of changed numbers; one of texts, times or numbers in order comes back itself."""
+    if array.dtype.kind in "SUMm":
+        return array
+    try:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError("what is masked has no value")
+        tensor = torch.from_numpy(np.array(array, order="C"))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{WHO}: an array of {array.dtype} is no tensor ({error}); give numbers such as float32"
+        ) from None
+    changed = change(tensor)
+    return array if changed is tensor else changed.numpy()
+
+
 def _opaque(value: Any) -> TypeError:
     return TypeError(
-        f"sanitise: a {type(value).__name__} holds tensors and cannot be made of changed ones; "
+        f"{WHO}: a {type(value).__name__} holds tensors and cannot be made of changed ones; "
         "give them in a tensor, dict, tuple, list or dataclass"
     )

@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from runner.checks.containers import rebuilt
+from runner.checks.containers import as_array, rebuilt
+from runner.checks.held import WHO, check_dense, inside, wide_of
 from runner.errors import UsageError
 
-WHO = "sanitise"
 COUNTED = ("nan", "inf", "limited", "rescaled")
 
 
@@ -29,6 +30,9 @@ class OutputKind(Enum):
     probabilities = "probabilities"  # shares from 0 to 1 that sum to one
     quantities = "quantities"  # regression: within stated limits
     classes = "classes"  # whole numbers from 0, or between stated limits
+
+
+NESTS = (OutputKind.values, OutputKind.logits)  # kinds that outputs of several tensors may have
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def sanitise(
     """The output with nothing in it that a consumer could choke on, and what was changed.
 
     `values` and `logits` may be nests of tensors: mappings, tuples, lists and dataclasses. Of these
-    every tensor of floats is looked at.
+    every tensor of floats is looked at, and every NumPy array, which comes back as one.
     NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the type.
     `quantities` are kept from `low` to `high`, NaN being `nan` within these. `classes` are whole
     numbers (in their own type) from `low` to `high`, or below `classes`; NaN is the least. Where a
@@ -79,42 +83,57 @@ def sanitise(
     is not one within the rounding of its type; a row of nothing becomes equal shares, and with
     `dim=None` each value is a probability by itself. What is in order comes back bit for bit.
 
-    Queues work on the device and waits for nothing. Raises UsageError for what cannot be meant, and
-    TypeError for an object with tensors in it that cannot be made anew.
+    Queues work on the device and waits for nothing. Raises UsageError for what cannot be meant, for
+    sparse, nested and quantized tensors, iterators (they would be used up) and what holds itself,
+    and TypeError for an object with tensors in it that cannot be made anew.
     """
     kind = _known(kind)
     _check(kind, nan, inf, low, high, classes)
-    if isinstance(output, Tensor):
-        if kind is OutputKind.probabilities:
-            return _probabilities(output, dim)
-        if kind is OutputKind.classes:
-            return _classes(output, low or 0.0, _highest(high, classes))
-        if kind is OutputKind.quantities:
-            return _numbers(output, nan, inf, low, high)
-        return _numbers(output, nan, inf, None, None)
-    if kind not in (OutputKind.values, OutputKind.logits):
+    changes = Changes()
+    within: set[int] = set()  # containers that are being rebuilt
+
+    def change(value: Any) -> Any:
+        nonlocal changes
+        if isinstance(value, np.ndarray):
+            return as_array(change, value)
+        if isinstance(value, Tensor):
+            clean, found = _cleaned(value, kind, nan, inf, low, high, classes, dim)
+            changes = changes + found
+            return clean
+        if id(value) in within:
+            raise UsageError(f"{WHO}: the output has a {type(value).__name__} that holds itself")
+        within.add(id(value))
+        made = rebuilt(value, change)
+        within.discard(id(value))
+        return made
+
+    if not isinstance(output, Tensor | np.ndarray) and kind not in NESTS:
         raise UsageError(
             f"{WHO}: kind={kind.value} is for one tensor, and the output is a "
             f"{type(output).__name__}; name the tensor in it"
         )
-    changes = Changes()
-
-    def change(value: Any) -> Any:
-        nonlocal changes
-        if isinstance(value, Tensor):
-            clean, found = _numbers(value, nan, inf, None, None)
-            changes = changes + found
-            return clean
-        return rebuilt(value, change)
-
     clean = change(output)
     return clean, changes
+
+
+def _cleaned(
+    x: Tensor, kind: OutputKind, nan: float, inf: float | None, low: float | None,
+    high: float | None, classes: int | None, dim: int | None,
+) -> tuple[Tensor, Changes]:  # fmt: skip
+    if kind not in NESTS or x.is_floating_point() or x.is_complex():
+        check_dense(x)
+    if kind is OutputKind.probabilities:
+        return _probabilities(x, dim)
+    if kind is OutputKind.classes:
+        return _classes(x, low or 0.0, _highest(high, classes))
+    return _numbers(x, nan, inf, low, high)
 
 
 def counts_of(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each tensor of floats in a nest: its name, itself, and int64 [2] of NaN and of ±Inf."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
+            check_dense(value)
             yield name, value, torch.stack([value.isnan().sum(), value.isinf().sum()])
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -194,13 +213,13 @@ def _numbers(
         if low is None and high is None or x.dtype is torch.bool:
             return x, Changes()
         return _whole(x, -math.inf if low is None else low, math.inf if high is None else high)
-    wide, largest = _wide(x), torch.finfo(x.dtype).max
+    wide, largest = wide_of(x), torch.finfo(x.dtype).max
     # a number that the type does not hold would be Inf again
     nan = min(max(nan, -largest), largest)
     inf = largest if inf is None else min(inf, largest)
     clean = torch.nan_to_num(wide, nan, inf, -inf)
     if low is not None or high is not None:
-        kept = clean.clamp(*_inside(x.dtype, low, high))
+        kept = clean.clamp(*inside(x.dtype, low, high))
         clean = torch.where(kept == clean, clean, kept)  # -0 is in order
     return clean.to(x.dtype), _changes(wide, limited=((clean != wide) & wide.isfinite()).sum())
 
@@ -208,7 +227,9 @@ def _numbers(
 def _probabilities(x: Tensor, dim: int | None) -> tuple[Tensor, Changes]:
     if not x.is_floating_point():
         raise UsageError(f"{WHO}: probabilities are floats, not {x.dtype}")
-    wide = _wide(x)
+    if dim is not None and x.ndim and not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"{WHO}: dim={dim}, and the output has {x.ndim} dimensions")
+    wide = wide_of(x)
     limited = torch.nan_to_num(wide, 0.0, 1.0, 0.0).clamp(0.0, 1.0)
     limited = torch.where(limited == wide, wide, limited)  # -0 is in order
     beyond = ((limited != wide) & wide.isfinite()).sum()
@@ -235,41 +256,10 @@ def _classes(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
         return x, Changes()
     if not x.is_floating_point():
         return _whole(x, low, high)
-    wide = _wide(x)
-    least, most = _inside(x.dtype, math.ceil(low), math.floor(high))
+    wide = wide_of(x)
+    least, most = inside(x.dtype, math.ceil(low), math.floor(high))
     clean = torch.nan_to_num(wide, least, most, least).round().clamp(least, most)
     return clean.to(x.dtype), _changes(wide, limited=((clean != wide) & wide.isfinite()).sum())
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In a type that all of torch computes in, and that holds every number of the tensor's own."""
-    if x.dtype is torch.float8_e8m0fnu:
-        raise UsageError(f"{WHO}: {x.dtype} holds neither 0 nor Inf; give the numbers it scales")
-    return x.float() if x.element_size() < 4 else x
-
-
-def _inside(
-    dtype: torch.dtype, low: float | None, high: float | None
-) -> tuple[float | None, float | None]:
-    """The limits as numbers of that type, from which casting goes no further out."""
-    kind = torch.finfo(dtype)
-
-    def nearest(limit: float, whole: Callable[[float], int]) -> float:
-        if kind.bits >= 32:
-            return min(max(limit, -kind.max), kind.max)  # as torch rounds it when it compares
-        normal = max(abs(limit), kind.smallest_normal)
-        step = math.ldexp(kind.eps, math.frexp(normal)[1] - 1)
-        return whole(limit / step) * step
-
-    least = None if low is None else nearest(low, math.ceil)
-    most = None if high is None else nearest(high, math.floor)
-    if most is not None:
-        most = min(most, kind.max)
-    if least is not None:
-        least = max(least, -kind.max)
-    if (-kind.max if least is None else least) > (kind.max if most is None else most):
-        raise UsageError(f"{WHO}: {dtype} holds no number from {low} to {high}")
-    return least, most
 
 
 def _whole(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:

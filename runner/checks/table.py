@@ -24,6 +24,7 @@ from runner.technique import Choice
 NEARLY_ALL = {True: 0.98, False: 0.99}  # errors saved by a leak: of a class, of a rank's variance
 NEXT_BEST = 0.9  # where an honest column saves so much, the data are easy
 NUMBERED = 0.9  # errors saved by a number of the row, which nobody has when predicting
+TREND = 0.9  # errors saved by a time, from which it is worth a word
 OF_ALL = 1 / 3  # columns that each give the label are no leak any more: the data are easy
 ENOUGH_ROWS = 20  # below which a column may be of one value by chance
 SHOWN = 5
@@ -138,7 +139,10 @@ def _constants(looked: Looked, table: Table, told: list[Told], config: TableConf
 
 def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> None:
     enough = NEARLY_ALL[table.classes is not None]
-    judged = [fact for fact in told if fact.skill is not None and not fact.constant]
+    for fact in told:
+        if fact.trend and (fact.skill or 0.0) >= TREND:
+            looked.add(_trend(fact), "kept")
+    judged = [f for f in told if f.skill is not None and not (f.constant or f.trend)]
     strong = {f for f in judged if (f.skill or 0.0) >= enough or f.rare or f.same}
     others = [fact for fact in judged if fact not in strong]
     best = max(others, key=lambda fact: fact.skill or 0.0, default=None)
@@ -147,7 +151,7 @@ def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> No
     for number, fact in enumerate(told):
         skill = fact.skill or 0.0
         numbered = fact.counts_rows and skill >= NUMBERED
-        if not (fact.same or numbered or (fact in strong and not easy)):
+        if fact.trend or not (fact.same or numbered or (fact in strong and not easy)):
             continue
         if table.classes is not None:
             evidence = f"alone saves {_share(skill)} of the errors that are made without it"
@@ -163,6 +167,16 @@ def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> No
         where = f"column {fact.name!r}"
         _note(looked, "leak", policy, number, fact,
               Reason("table.leak", Severity.WARNING, where, evidence, way_out))  # fmt: skip
+
+
+def _trend(fact: Told) -> Reason:
+    evidence = (
+        f"goes one way along the rows and alone explains {_share(fact.skill or 0.0)} of how the "
+        "target's values are ordered: a trend. Validation rows lie between those of training, so "
+        "they do not say how it goes on"
+    )
+    # a time is known beforehand, so no policy takes it away
+    return Reason("table.trend", Severity.NOTE, f"column {fact.name!r}", evidence)
 
 
 def _note(

@@ -42,6 +42,11 @@ class Arguments:
         return self.cfg is not None or self.info is not None
 
     @property
+    def only_prints(self) -> bool:
+        """Whether something is to be shown, a config or Hydra's help, and nothing to be run."""
+        return self.only_shows or self.hydra_help or self.shell_completion
+
+    @property
     def is_hydras(self) -> bool:
         """Whether the answer is Hydra's alone, or the config is not ours."""
         return self.hydra_help or self.shell_completion or self.config_path is not None

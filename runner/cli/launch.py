@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import hydra
@@ -21,18 +21,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
-from runner.cli.shown import by_name
+from runner.cli.shown import as_plain_text, by_name
 from runner.cli.sweep import compare, quiet_hydra
 from runner.composing import typed
 from runner.device.openmp import patience
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
+from runner.interrupts import early
 from runner.jobs import find
+from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
 from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
-from runner.overrides.spelling import quoted
-from runner.record import provenance
+from runner.record import noted, provenance
 from runner.record.console import close_logging, one_line, set_up_logging
+from runner.record.raised import told
+from runner.record.typed import quoted
 from runner.security import folders, hidden, secrets
 from runner.security.config import SecurityLevel
 from runner.security.intent import places
@@ -86,13 +89,14 @@ def launch(request: Request) -> int:
 
     sys.argv[1:] = request.arguments
     if request.continues:  # what the run was started with stays until its checkpoint is loaded
-        sys.argv.append("hydra.output_subdir=.hydra-resumed")
+        sys.argv.append(f"hydra.output_subdir={noted.RESUMED}")
     if session is not None:
         sys.argv.append(f"hydra.sweep.dir={quoted(str(session.folder))}")
     try:
         may_read = secrets.door(request.may_read, shows=request.only_shows)
-        resumed = places.resumed_at(request.resumed)
-        with may_read, request.reading.at_work(), folders.own_files(), resumed:
+        resumed = places.resumed_at(request.resumed, request.chosen)
+        shows = as_plain_text() if request.only_prints else nullcontext()
+        with may_read, request.reading.at_work(), folders.own_files(), resumed, shows:
             _hand_over(task, session, state, request.said)
     except (Reported, SweepFailed) as error:
         raise _sweep_failed(state) from error
@@ -102,13 +106,24 @@ def launch(request: Request) -> int:
         raise UsageError(str(error)) from error
     except BrokenPipeError:
         raise
-    except OSError as error:  # before a job began: the folder cannot be made
-        raise StorageError(f"the run's folder cannot be made: {error}") from error
+    except OSError as error:  # before a job began
+        raise _no_folder(
+            error, "hydra.run.dir" if session is None else "hydra.sweep.dir"
+        ) from error
     finally:
         sys.argv[:] = as_typed
     if state.failures:  # a sweeper that puts up with them
         raise _sweep_failed(state)
     return state.exit_code
+
+
+def _no_folder(error: OSError, key: str) -> StorageError:
+    """Hydra, or a sweep, could not make its folder."""
+    taken = isinstance(error, FileExistsError | NotADirectoryError)
+    why = "something on the way is no folder" if taken else error.strerror or str(error)
+    return StorageError(
+        f"{key}: {error.filename} cannot be made: {why}; name another place: {key}=/path/to/folder"
+    )
 
 
 def _hand_over(
@@ -148,11 +163,19 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
     state.jobs += 1
     before = _written(folder)
     try:
-        hidden.mask_saved(folder / ".hydra")
-        return _job(config, request.said, folder, [*request.notes, *_title(number, overrides)])
+        for name in (noted.FOLDER, noted.RESUMED):
+            hidden.mask_saved(folder / name)
+        with secrets.told_by_name():
+            return _job(config, request.said, folder, [*request.notes, *_title(number, overrides)])
     except Interrupted as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # past Hydra: no further job is begun
+    except KeyboardInterrupt as error:
+        unbegun = config.job.kind is JobKind.train and _written(folder) == before
+        where = " before the first step; no checkpoint is written" if unbegun else ""
+        interrupted = early(error, where)
+        log.error("%s", interrupted)
+        raise SystemExit(interrupted.exit_code) from error
     except Exception as error:
         if _written(folder) != before:  # training had begun: the table says what there is of it
             with suppress(StorageError):
@@ -169,6 +192,7 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
         raise Reported(code) from error  # launchers and sweepers are to know
     finally:
         close_logging()
+        shutil.rmtree(folder / noted.RESUMED, ignore_errors=True)  # of what has not gone on
 
 
 def _written(folder: Path) -> int:
@@ -219,8 +243,8 @@ def _report(error: Exception, folder: Path) -> tuple[str, int]:
             log.error("  %s", line, extra={"live": True})  # not on the screen
         log.error("%s%s", first, f"; the traceback is in {folder / 'run.log'}" if more else "")
         return first, error.exit_code
-    last = extract_tb(error.__traceback__)[-1]
-    message = masked(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+    said, file, number = told(error)
+    message = masked(f"{said} ({file}:{number})")
     log.error(message, exc_info=error, extra={"live": True})  # not on the screen
     log.error("%s; the traceback is in %s", message, folder / "run.log")
     return message, 1

@@ -9,25 +9,28 @@ from pathlib import Path
 
 import hydra
 from hydra.core.plugins import Plugins
+from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from runner.benchmark.arms import arms_of
 from runner.cli.arguments import Arguments
 from runner.cli.replay import with_captured
 from runner.cli.resume import Resumed, unfinished, with_recorded
-from runner.cli.sweep import prepare
+from runner.cli.sweep import MODE, prepare
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
+from runner.errors import ConfigError
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
-from runner.overrides.spelling import quoted, some_jobs, spelled
+from runner.overrides.spelling import some_jobs, spelled
+from runner.record.typed import quoted
 from runner.security import secrets
 from runner.security.folders import keep_within
-from runner.security.intent.composed import check_leads
 from runner.security.intent.flags import check_folders
 from runner.security.intent.places import check_place
 from runner.security.intent.reading import Reading
 from runner.security.intent.said import Said, check_text, read_overrides
+from runner.security.intent.settled import check_leads
 from runner.sweep import job
 from runner.sweep.plugin import make_known
 from runner.sweep.session import Session
@@ -44,9 +47,11 @@ class Request:
     sweeps: bool = False
     continues: bool = False  # in the folder of an earlier run
     resumed: Path | None = None  # the folder of a run that was named to go on with
+    chosen: bool = True  # the folder to write to, by somebody
     notes: list[str] = field(default_factory=list)
     session: Session | None = None  # of the sweep, where there is one
     only_shows: bool = False  # a config; nothing is run
+    only_prints: bool = False  # that, or help
     may_read: list[str] | None = field(default_factory=list)  # of the environment; None: all of it
     said: Said = field(default_factory=Said)  # about security
     reading: Reading = field(default_factory=lambda: Reading(OURS))  # how config files are read
@@ -56,7 +61,8 @@ def check(arguments: Arguments) -> Request:
     """Compose what was asked for, and check it as the run will. Raises what the run would."""
     make_known()
     Plugins.instance()  # found now, while the current folder is not on the module path
-    arguments.overrides += job.overrides()
+    orders = job.orders()
+    arguments.overrides += orders.overrides
     check_text(arguments.overrides)  # before any of it is parsed
     said = read_overrides(arguments.overrides, CONF)
     flags = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
@@ -70,8 +76,10 @@ def check(arguments: Arguments) -> Request:
             secrets.check_text(text, text.partition("=")[0].lstrip("+~"))
         found = _check(arguments, said)
     return replace(
-        found, only_shows=arguments.only_shows, may_read=may_read, said=said, reading=reading
-    )
+        found, only_shows=arguments.only_shows, only_prints=arguments.only_prints,
+        may_read=may_read, said=said, reading=reading,
+        chosen=orders.chosen,
+    )  # fmt: skip
 
 
 def _check(arguments: Arguments, said: Said) -> Request:
@@ -123,7 +131,9 @@ def _whole(compose: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
     """The same, for the config of a run: whatever Hydra will act on leads somewhere."""
 
     def whole(overrides: list[str], hydra_too: bool = False) -> DictConfig:
-        config = compose(overrides, hydra_too=True)
+        config = compose([text for text in overrides if text != MODE], hydra_too=True)
+        if config.hydra.mode is RunMode.MULTIRUN:  # its jobs would be sweeps as well
+            raise ConfigError("hydra.mode", "is not for a config", "leave it out, and type -m")
         check_leads(config)
         if not hydra_too:
             with open_dict(config):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.overrides.groups import ALIASES, options
+from runner.overrides.diagnosis import nearest
+from runner.overrides.groups import ALIASES, FOREIGN, chosen, options
 from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
 from runner.record import noted
 from runner.record.noted import OVERRIDES as FILE
+from runner.storage import read_record
 
 KEY = "checkpoint.resume"
 STEP = re.compile(r"step_\d+|last|best")
+CHECKPOINTS = "checkpoints"
 ENDED = ("done", "stopped")
 
 
@@ -40,12 +43,16 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
     if not asked:
         return Resumed(list(overrides))
     names = _values(asked[-1])
-    paths = [Path(name) for name in names if name not in ("none", "auto", "None", "")]
+    if "" in names:
+        raise ConfigError(
+            KEY, "is empty, as of a variable that the shell does not have",
+            "name the folder of a run, or auto",
+        )  # fmt: skip
+    paths = [Path(name) for name in names if name not in ("none", "auto", "None")]
     if not paths:
         return Resumed(list(overrides))
     for path in paths:
-        if not path.exists():
-            raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()})")
+        _check_leads(path)
     runs = [_run_of(path) for path in paths]
     before = [_recorded(run) for run in runs]
     if any(other != before[0] for other in before[1:]):
@@ -64,14 +71,26 @@ def _values(typed: Typed) -> list[str]:
     return [str(typed.parsed.value())]
 
 
+def _check_leads(path: Path) -> None:
+    """It is there, and not a folder above runs; what is in it is looked at when it is loaded."""
+    if not path.exists():
+        near = nearest(path.name, [p.name for p in path.parent.glob("*") if p.is_dir()])
+        guess = f"; did you mean {path.with_name(near)}?" if near else ""
+        raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){guess}")
+    runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
+    if runs and _run_of(path) is None:
+        newest = max(runs, key=lambda run: run.stat().st_mtime_ns)
+        raise CheckpointError(f"{KEY}: {path} is no run; the newest in it is {newest}")
+
+
 def _run_of(path: Path) -> Path | None:
     """The run's folder that `path` is, or lies in; None for a checkpoint on its own."""
     folder = path
-    if STEP.fullmatch(folder.name) and folder.absolute().parent.name == "checkpoints":
+    if STEP.fullmatch(folder.name) and folder.absolute().parent.name == CHECKPOINTS:
         folder = folder.absolute().parent if folder.parent == Path() else folder.parent
-    if folder.name == "checkpoints":
+    if folder.name == CHECKPOINTS:
         folder = folder.absolute().parent if folder.parent == Path() else folder.parent
-    return folder if (folder / "checkpoints").is_dir() else None
+    return folder if (folder / CHECKPOINTS).is_dir() else None
 
 
 def _recorded(run: Path | None) -> list[str]:
@@ -89,10 +108,12 @@ def _under(started: Sequence[str], user: Sequence[Typed]) -> list[str]:
     groups = options()
     mine = with_arguments({ALIASES.get(o.key, o.key) for o in user})
     gone = {EXCLUDE[key] for key in mine if key in EXCLUDE}
+    now = {ALIASES.get(o.key, o.key): o.value for o in user}
+    named = {group: now[group] for group in now.keys() & groups.keys()}
     before = {o.key: o.value for o in map(read, started)}
-    swapped = [
-        f"{o.key}." for o in user if o.key in groups and before.get(o.key, o.value) != o.value
-    ]
+    if "experiment" not in before:  # which names options of its own
+        before = {g: option for g, option in chosen().items() if g in FOREIGN} | before
+    swapped = [f"{g}." for g in named if _part({**named, **before}, g) != _part(now, g)]
     kept = []
     for text in started:
         key = read(text).key
@@ -109,17 +130,23 @@ def _under(started: Sequence[str], user: Sequence[Typed]) -> list[str]:
     return kept
 
 
+def _part(overrides: Mapping[str, str], group: str) -> str:
+    """What the group is: a class of somebody's own, or an option."""
+    target = overrides.get(f"{group}._target_", "null")
+    return overrides[group] if target in ("null", "") else target
+
+
 def unfinished(planned: Path, config_hash: str) -> Path | None:
     """The newest run beside `planned` with that config and checkpoints, but no end and no owner."""
     found = []
     for file in planned.parent.glob("*/summary.json"):
         try:
-            summary = json.loads(file.read_text(encoding="utf-8"))
+            summary = json.loads(read_record(file))
             written = file.stat().st_mtime_ns
         except (OSError, ValueError):  # a run that is no more readable is no candidate
             continue
         same = isinstance(summary, dict) and summary.get("config_hash") == config_hash
-        if same and summary.get("status") not in ENDED and (file.parent / "checkpoints").is_dir():
+        if same and summary.get("status") not in ENDED and (file.parent / CHECKPOINTS).is_dir():
             found.append((written, file.parent))
     newest_first = (folder for _, folder in sorted(found, reverse=True))
     return next((folder for folder in newest_first if not is_locked(folder)), None)

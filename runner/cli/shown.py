@@ -1,13 +1,19 @@
-"""`--cfg`: a config that is only printed, with names in place of what the environment holds."""
+"""What Hydra prints by itself: configs with names in place of what the environment holds, and
+nothing with codes for the terminal.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig, OmegaConf
+
+from runner.masking import masked
+from runner.record.console import lines_of
 
 
 @contextmanager
@@ -27,3 +33,23 @@ def by_name() -> Iterator[None]:
         yield
     finally:
         Hydra.get_sanitized_cfg = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_plain_text() -> Iterator[None]:
+    """While entered, what is printed is text alone: files of others may be part of it."""
+    plain: Any = _Plain(sys.stdout)
+    with redirect_stdout(plain):
+        yield
+
+
+class _Plain:
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(lines_of(masked(text)))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()

@@ -17,12 +17,12 @@ from runner.composing import typed
 from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
-from runner.overrides.spelling import Compose, quoted, read, some_jobs
+from runner.overrides.spelling import Compose, some_jobs
 from runner.record.console import one_line
+from runner.record.typed import quoted
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.folders import keep_within
-from runner.security.intent.places import check_place
 from runner.sweep import plan
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
@@ -35,7 +35,6 @@ log = logging.getLogger("runner")
 
 MODE = "hydra.mode=MULTIRUN"
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-RESUME = "sweep.resume"
 AFRESH = ("auto", "none", "None", "")
 
 
@@ -95,12 +94,15 @@ def _prepared(
     flags = _flags(arguments)
     session = Session(folder, "", flags, sweep_hash(overrides, flags))
     resume = str(config.sweep.resume)
+    if isolated and config.checkpoint.resume == "auto":
+        raise ConfigError(
+            "checkpoint.resume", "auto is for one run",
+            "leave it out: the same command again goes on with a sweep that was cut off",
+        )  # fmt: skip
     if isolated:
-        if resume not in AFRESH and all(read(o).key != RESUME for o in arguments.overrides):
-            check_place(RESUME, resume)
         named = any(o.startswith("hydra.sweep.dir=") for o in overrides)
         found = plan.find(folder, named, resume, session.hash, flags)
-        session.folder = found or folder
+        session.folder, session.resumed = found or folder, resume not in AFRESH
         if found is not None and config.security.level is not SecurityLevel.off:
             keep_within(found)
     elif resume not in ("auto", "none"):

@@ -22,6 +22,7 @@ from runner.security.gate.policy import Policy
 from runner.technique import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
+TABLES = (".csv", ".tsv", ".parquet")
 
 
 def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
@@ -33,6 +34,8 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     """
     check_task(config.task, TASKS)
     path = existing(config.path)
+    if path.suffix.lower() in TABLES:
+        raise ConfigError("data.path", f"{path} is a table and no .npz", "use data=tabular")
     held = read_arrays(path, policy or Policy())
     x = _pick(held, path, config.inputs, "data.inputs")
     y = _pick(held, path, config.target, "data.target")

@@ -6,7 +6,7 @@ import random
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from runner.data.order import sample_seeds, split
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError, RunnerError
 from runner.technique import Choice
+
+MORE = 3  # samples that are timed besides the first
+SLOW_S = 0.5  # of a first sample, after which nobody waits for more
 
 
 class Foreign(Source):
@@ -56,6 +59,7 @@ class Foreign(Source):
         self.train, self.validation = split(len(self.dataset), validation, split_seed, target)
         self.sizes, inferred = infer_sizes(self.dataset, target, self._look_at)
         self.choices = (*choices, *inferred)
+        self._time_more()
 
     def _sound(
         self, dataset: Any, target: str, config: DataConfig
@@ -72,6 +76,15 @@ class Foreign(Source):
                 problems[index] = f"sample {index}: a value is not finite"
         choices = left_out(list(problems.values()), len(dataset), config, target)
         return Kept(dataset, [i for i in range(len(dataset)) if i not in problems]), choices
+
+    def _time_more(self) -> None:
+        """How long a sample takes once the first one has opened, imported and begun everything."""
+        seconds = self.sample_seconds
+        for index in range(1, min(1 + MORE, len(self.dataset))):
+            if seconds is None or seconds > SLOW_S:
+                return
+            with suppress(DataError):  # its turn will come
+                self._look_at(index)
 
     def _look_at(self, index: int) -> tuple[Nest, Nest]:
         started = time.perf_counter()
@@ -109,18 +122,22 @@ class Foreign(Source):
         return as_pair(sample, index)
 
     def _check(self, inputs: Nest, target: Nest, indices: np.ndarray) -> None:
-        what, fix = "data: target of sample", "give the data set an attribute {}"
-        sizes = self.sizes
+        what, sizes = "data: target of sample", self.sizes
         if sizes.task == "classification" and sizes.classes and isinstance(target, torch.Tensor):
             if not target.is_floating_point():
-                check_range(target, sizes.classes, indices, what, fix.format("`classes`"))
+                check_range(target, sizes.classes, indices, what, self._fix("classes"))
         if sizes.vocab is None:
             return
         ids = main_leaf(inputs)
         if not ids.is_floating_point():
-            check_range(ids, sizes.vocab, indices, "data: inputs of sample", fix.format("`vocab`"))
+            check_range(ids, sizes.vocab, indices, "data: inputs of sample", self._fix("vocab"))
         if sizes.task == "language_modelling":
-            check_range(target, sizes.vocab, indices, what, fix.format("`vocab`"))
+            check_range(target, sizes.vocab, indices, what, self._fix("vocab"))
+
+    def _fix(self, name: str) -> str:
+        if getattr(self.dataset, name, None) is None:
+            return f"give the data set an attribute `{name}`"
+        return f"correct it, or what the data set's attribute `{name}` says"
 
 
 class Kept:

@@ -37,6 +37,13 @@ def infer_sizes(dataset: Any, name: str, sample: Sample) -> tuple[Sizes, tuple[C
     if "task" in stated:
         return Sizes(**stated), ()
     inputs, target = sample(0)
+    for key, value in (("inputs are", main_leaf(inputs)), ("target is", target)):
+        if isinstance(value, Tensor) and value.is_complex():
+            raise DataError(
+                f"data: sample 0: the {key} {_dtype(value)}, and sizes follow from real numbers "
+                f"only; return torch.view_as_real(x), or give {name} an attribute "
+                "sizes = {'task': …} if model and objective are made for them"
+            )
     shown = {**_input_sizes(main_leaf(inputs)), **stated}
     if not isinstance(target, Tensor):
         raise DataError(
@@ -116,6 +123,7 @@ def _count(
         for attribute in ("targets", "labels"):
             labels = _whole_numbers(getattr(dataset, attribute, None), len(dataset))
             if labels is not None:
+                _check_label(int(labels.min()), int(labels.argmin()), name)
                 classes = int(labels.max()) + 1
                 reason = f"one more than the largest of {name}.{attribute}"
                 return {"classes": classes}, (Choice("data.classes", classes, reason),)
@@ -136,7 +144,8 @@ def _count(
             ids = [main_leaf(inputs)] + [target] * (task == "language_modelling")
             largest["vocab"] = max(largest["vocab"], *(int(x.max()) for x in ids if x.numel()))
         if "classes" in wanted:
-            largest["classes"] = max(largest["classes"], _label(target, index))
+            _check_label(int(target), index, name)
+            largest["classes"] = max(largest["classes"], int(target))
     found = {key: value + 1 for key, value in largest.items()}
     whole = "all" if len(looked_at) == n else f"{len(looked_at):,} of"
     reason = (
@@ -145,11 +154,17 @@ def _count(
     return found, tuple(Choice(f"data.{key}", value, reason) for key, value in found.items())
 
 
-def _label(target: Tensor, index: int) -> int:
-    label = int(target)
+def _check_label(label: int, index: int, name: str) -> None:
     if label < 0 and label != NO_LOSS:
-        raise DataError(f"data: sample {index}: the label {label} is negative; labels count from 0")
-    return label
+        raise DataError(
+            f"data: sample {index}: the label {label} is negative; labels count from 0. Where "
+            "targets are quantities (a regression), return them as float32 from "
+            f"{name}.__getitem__, such as torch.tensor([y], dtype=torch.float32)"
+        )
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _whole_numbers(values: Any, n: int) -> np.ndarray | None:

@@ -40,7 +40,9 @@ def encode(values: Sequence[object]) -> tuple[np.ndarray, tuple[str, ...]]:
 def check_classes(names: Sequence[str], what: str) -> None:
     """Refuse a classification with one class."""
     if len(names) < 2:
-        raise DataError(f"{what}: every sample has the label {names[0]!r}; nothing to tell apart")
+        raise DataError(
+            f"{what}: every sample has the label {names[0][:40]!r}; nothing to tell apart"
+        )
 
 
 def check_count(count: int, what: str) -> None:

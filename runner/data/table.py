@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 
 from runner.batch import RowNames
+from runner.data.budget import CELL, Budget
+from runner.data.parquet import read_parquet
 from runner.data.paths import existing, suggestion
 from runner.errors import ConfigError, DataError
-from runner.security.gate.policy import Bounds
 
 MISSING = {"", "na", "n/a", "nan", "none", "null"}  # what tables write where a value is not known
 SURROGATE = re.compile(r"[\ud800-\udfff]")
+LARGEST = float(np.finfo(np.float32).max)  # models compute in it; the square is a float64 still
+LONGEST = 40  # characters of a cell, in a message
+SMALLER = "split it, or leave out columns"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Table:
     path: Path
     columns: dict[str, list[Any]]
     where: RowNames  # what a message calls a row, such as `line 17`
+    budget: Budget  # what it takes, and may take
     problems: list[str] = field(default_factory=list)  # a line for each row that was left out
 
     def __len__(self) -> int:
@@ -47,9 +52,8 @@ class Table:
         columns = {name: [values[i] for i in stay] for name, values in self.columns.items()}
         numbers = stay if self.where.numbers is None else self.where.numbers[stay]
         problems = [f"{self.where(row)}, {bad[row]}" for row in sorted(bad)]
-        return Table(
-            self.path, columns, RowNames(self.where.word, numbers), self.problems + problems
-        )
+        where = RowNames(self.where.word, numbers)
+        return Table(self.path, columns, where, self.budget, self.problems + problems)
 
     def missing(self, name: str, row: int) -> DataError:
         """The error for a value that is not there."""
@@ -67,7 +71,13 @@ def read_table(path: str, drop: bool = False) -> Table:
     file = existing(path)
     if file.is_dir():
         raise ConfigError("data.path", f"{file} is a folder", "name the csv or parquet file in it")
-    table = _read_parquet(file) if file.suffix in (".parquet", ".pq") else _read_csv(file, drop)
+    budget = Budget(file)
+    if file.suffix in (".parquet", ".pq"):
+        columns = read_parquet(file, budget, _check_names)
+        count = len(next(iter(columns.values()), []))
+        table = Table(file, columns, RowNames("row", np.arange(1, count + 1)), budget)
+    else:
+        table = _read_csv(file, budget, drop)
     if not table.columns or not len(table):
         raise DataError(f"{file}: the table is empty")
     return table
@@ -90,13 +100,16 @@ def numbers(table: Table, name: str) -> np.ndarray | None:
             return None
         row = next(r for r, v in enumerate(values) if str(v).strip().lower() in MISSING)
         raise table.missing(name, row) from None
-    bad = np.flatnonzero(~np.isfinite(found))
+    bad = np.flatnonzero(~_usable(found))
     if len(bad):
         row = int(bad[0])
         if np.isnan(found[row]):
             raise table.missing(name, row)
+        wrong = "too large for float32" if np.isfinite(found[row]) else "not finite"
         raise DataError(
-            f"{table.path}: {table.where(row)}, column {name!r}: {values[row]} is not finite"
+            f"{table.path}: {table.where(row)}, column {name!r}: {_cut(values[row])} is {wrong}; "
+            "correct it, leave such rows out with data.bad_samples=drop, or the column with "
+            "data.ignore"
         )
     return found
 
@@ -116,12 +129,19 @@ def bad_cells(table: Table, names: Sequence[str], most_bad: float) -> dict[int, 
             found = np.array([_number(value) for value in values])
             if np.isnan(found).sum() > most_bad * len(values):
                 found = np.array([np.nan if v is None or v == "" else 0.0 for v in values])
-        for row in np.flatnonzero(~np.isfinite(found)).tolist():
+        for row in np.flatnonzero(~_usable(found)).tolist():
             value = values[row]
             missing = value is None or str(value).strip().lower() in MISSING
-            wrong = "is missing" if missing else f"{str(value)[:40]!r} is no finite number"
+            what = "too large for float32" if np.isfinite(found[row]) else "no finite number"
+            wrong = "is missing" if missing else f"{_cut(value)!r} is {what}"
             bad.setdefault(row, f"column {name!r}: the value {wrong}")
     return bad
+
+
+def _usable(found: np.ndarray) -> np.ndarray:
+    """Which of the numbers are finite, and stay so as float32."""
+    usable: np.ndarray = np.abs(found) <= LARGEST  # NaN is not
+    return usable
 
 
 def _number(value: Any) -> float:
@@ -139,7 +159,7 @@ def _all_numbers(values: list[Any]) -> bool:
     return True
 
 
-def _read_csv(path: Path, drop: bool) -> Table:
+def _read_csv(path: Path, budget: Budget, drop: bool) -> Table:
     problems: list[str] = []
     try:
         # bytes that are no text come as lone surrogates, so that one line does not cost the file
@@ -159,6 +179,8 @@ def _read_csv(path: Path, drop: bool) -> Table:
                     continue
                 wrong = _wrong(row, len(header), drop)
                 if not wrong:
+                    size = CELL * len(row) + sum(map(len, row))
+                    budget.take(size, f"{len(rows) + 1:,} rows", SMALLER)
                     rows.append(row)
                     lines.append(reader.line_num)
                 elif drop:
@@ -172,7 +194,7 @@ def _read_csv(path: Path, drop: bool) -> Table:
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: {error}") from None
     columns = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
-    return Table(path, columns, RowNames("line", np.array(lines)), problems)
+    return Table(path, columns, RowNames("line", np.array(lines)), budget, problems)
 
 
 def _next_row(reader: Any, problems: list[str] | None) -> list[str] | None:
@@ -198,66 +220,15 @@ def _wrong(row: list[str], columns: int, drop: bool) -> str:
     return ""
 
 
-def _read_parquet(path: Path) -> Table:
-    try:
-        import pyarrow
-        from pyarrow import parquet, types
-    except ImportError:
-        raise ConfigError(
-            "data.path", "reading parquet needs pyarrow", 'pip install "runner[parquet]"'
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            _check_size(path, file.metadata)
-            schema = file.schema_arrow
-        _check_names(path, schema.names)
-        kept_once = [field.name for field in schema if _is_text(path, field, types)]
-        with parquet.ParquetFile(path, read_dictionary=kept_once) as file:
-            table = file.read()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}") from None
-    columns: dict[str, list[Any]] = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        columns[name] = []
-        for chunk in column.chunks:
-            if types.is_dictionary(chunk.type):  # a text that is there a million times is one
-                values = [*chunk.dictionary.to_pylist(), None]
-                places = chunk.indices.fill_null(len(values) - 1).to_pylist()
-                columns[name] += [values[place] for place in places]
-            else:
-                columns[name] += chunk.to_pylist()
-    return Table(path, columns, RowNames("row", np.arange(1, table.num_rows + 1)))
-
-
-def _check_size(path: Path, about: Any) -> None:
-    """Before anything is read: a small file may say that it holds more than fits anywhere."""
-    size = path.stat().st_size
-    groups = [about.row_group(i) for i in range(about.num_row_groups)]
-    rows = sum(group.num_rows for group in groups)
-    held = max(8 * rows * about.num_columns, sum(group.total_byte_size for group in groups))
-    if held > Bounds().may_inflate(size):
-        raise DataError(
-            f"{path}: refused: its {size:,} bytes become {held:,} ({rows:,} rows of "
-            f"{about.num_columns:,} columns); if you know where it comes from, save it as csv"
-        )
-
-
-def _is_text(path: Path, field: Any, types: Any) -> bool:
-    """Whether a column holds texts; a DataError where it holds neither these nor numbers."""
-    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-    numbers = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-    if types.is_string(kind) or types.is_large_string(kind):
-        return True
-    if not any(check(kind) for check in numbers):
-        raise DataError(
-            f"{path}: column {field.name!r} is of type {kind}, neither numbers nor texts; convert "
-            "it, or leave it out when the file is written"
-        )
-    return False
-
-
 def _check_names(path: Path, names: list[str]) -> None:
+    seen: set[str] = set()
     for name in names:
-        if names.count(name) > 1 or not name:
-            problem = f"two columns are called {name!r}" if name else "a column has no name"
+        if name in seen or not name:
+            problem = f"two columns are called {_cut(name)!r}" if name else "a column has no name"
             raise DataError(f"{path}: {problem}; each needs a name of its own in the first line")
+        seen.add(name)
+
+
+def _cut(value: Any) -> str:
+    """As much of a cell as a message has room for."""
+    return str(value)[:LONGEST]

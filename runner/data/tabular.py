@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from runner.batch import Column, Sizes
 from runner.data.bad import dropping, left_out
+from runner.data.budget import FEATURE
 from runner.data.config import Tabular
 from runner.data.labels import check_classes, check_task, encode, guess_task
 from runner.data.order import split
 from runner.data.paths import suggestion
-from runner.data.table import Table, bad_cells, numbers, read_table
+from runner.data.table import LONGEST, Table, bad_cells, numbers, read_table
 from runner.data.tensors import Tensors, scale_of, standardised
 from runner.errors import ConfigError, DataError
 from runner.technique import Choice
 
+log = logging.getLogger("runner")
+
 MOST_CATEGORIES = 256
+DECIMAL_COMMA = re.compile(r"-?[0-9.]*[0-9],[0-9]+")
 
 
 def tabular(config: Tabular) -> Tensors:
@@ -34,9 +42,7 @@ def tabular(config: Tabular) -> Tensors:
     total = len(table) + len(table.problems)
     choices = left_out(table.problems, total, config, str(table.path))
     parts = split(len(table), config.validation, config.split_seed, str(table.path))
-    read = [_features(table, name, parts[0]) for name in used]
-    inputs = np.concatenate([values for values, _ in read], axis=1)
-    columns = tuple(column for _, column in read)
+    inputs, columns = _inputs(table, used, parts[0])
     features = inputs.shape[1]
 
     task, reason, target = _target(table, config)
@@ -59,20 +65,50 @@ def tabular(config: Tabular) -> Tensors:
     )
 
 
-def _features(table: Table, name: str, train: np.ndarray) -> tuple[np.ndarray, Column]:
-    """The column as float32 [rows, width], and what was made of it."""
-    values = numbers(table, name)
-    if values is not None:
-        scaled, mean, deviation = standardised(values[:, None], train)
-        return scaled, Column(name, 1, float(mean[0]), float(deviation[0]))
-    labels, names = encode([str(v) for v in table.columns[name]])
-    if len(names) > MOST_CATEGORIES:
+def _inputs(
+    table: Table, used: Sequence[str], train: np.ndarray
+) -> tuple[np.ndarray, tuple[Column, ...]]:
+    """The columns as float32 [rows, features], and what was made of each."""
+    read = [_column(table, name, train) for name in used]
+    rows = np.arange(len(table))
+    inputs = np.zeros((len(rows), sum(column.width for _, column in read)), np.float32)
+    at = 0
+    for values, column in read:
+        if column.values:
+            inputs[rows, at + values] = 1.0
+        else:
+            inputs[:, at] = values
+        at += column.width
+    return inputs, tuple(column for _, column in read)
+
+
+def _column(table: Table, name: str, train: np.ndarray) -> tuple[np.ndarray, Column]:
+    """Standardised numbers, or which category each row has; and what becomes of it."""
+    leave_out = f"leave it out with data.ignore=[{name}]"
+    found = numbers(table, name)
+    if found is not None:
+        table.budget.take(FEATURE * len(found), f"column {name!r} as a number a row", leave_out)
+        with np.errstate(all="ignore"):  # said below
+            scaled, mean, deviation = standardised(found[:, None], train)
+        if len(far := np.flatnonzero(~np.isfinite(scaled[:, 0]))):
+            raise DataError(
+                f"{table.path}: {table.where(int(far[0]))}, column {name!r}: {found[far[0]]:g} is "
+                f"too far from the rest, which differ by {deviation[0]:g}; correct it, or "
+                f"{leave_out}"
+            )
+        return scaled[:, 0], Column(name, 1, float(mean[0]), float(deviation[0]))
+    labels, texts = encode([str(v) for v in table.columns[name]])
+    commas = _decimal_commas(texts)
+    if len(texts) > MOST_CATEGORIES:
         raise DataError(
-            f"{table.path}: column {name!r} has {len(names):,} different texts, more than "
-            f"{MOST_CATEGORIES} categories; leave it out with data.ignore=[{name}]"
+            f"{table.path}: column {name!r} has {len(texts):,} different texts, more than "
+            f"{MOST_CATEGORIES} categories; {commas or leave_out}"
         )
-    one_hot: np.ndarray = np.eye(len(names), dtype=np.float32)[labels]
-    return one_hot, Column(name, len(names), values=names)
+    if commas:
+        log.warning("%s: column %r is taken for categories; %s", table.path, name, commas)
+    width = f"column {name!r} as {len(texts)} numbers a row"
+    table.budget.take(FEATURE * len(labels) * len(texts), width, leave_out)
+    return labels, Column(name, len(texts), values=texts)
 
 
 def _target(table: Table, config: Tabular) -> tuple[str, str, np.ndarray]:
@@ -80,18 +116,31 @@ def _target(table: Table, config: Tabular) -> tuple[str, str, np.ndarray]:
     values = numbers(table, config.target)
     if values is None:
         if config.task == "regression":
-            first = next(v for v in table.columns[config.target] if not _is_number(v))
+            texts = (str(v) for v in table.columns[config.target] if not _is_number(v))
+            first = next(texts)[:LONGEST]
             raise ConfigError(
                 "data.task",
                 f"column {config.target!r} holds texts such as {first!r}, which have no size",
                 suggestion("classification", ["classification"], "use"),
             )
-        texts = np.array([str(v) for v in table.columns[config.target]], dtype=object)
-        return "classification", f"column {config.target!r} holds texts", texts
+        classes = np.array([str(v) for v in table.columns[config.target]], dtype=object)
+        if commas := _decimal_commas(classes.tolist()):
+            log.warning("%s: column %r is taken for classes; %s", table.path, config.target, commas)
+        return "classification", f"column {config.target!r} holds texts", classes
     task, reason = guess_task(values)
     if config.task != "auto":
         task, reason = config.task, "asked for"
     return task, f"{reason}; data.task says otherwise where that is wrong", values
+
+
+def _decimal_commas(texts: Sequence[str]) -> str:
+    """What to do where all of them look like numbers as half of the world writes them."""
+    if not all(DECIMAL_COMMA.fullmatch(text) for text in texts):
+        return ""
+    return (
+        f"all of them look like numbers with a decimal comma, such as {texts[0][:LONGEST]!r}: save "
+        "the table with decimal points"
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -20,6 +20,7 @@ from runner.hooks.predictions import Predictions
 from runner.record import columns, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.run import Run
+from runner.storage import read_record
 
 log = logging.getLogger("runner")
 
@@ -127,7 +128,7 @@ class Recording(Hook):
         step = run.progress.step
         config = run.folder / ".hydra" / "config.yaml"  # environment variables are unresolved in it
         if config.is_file():
-            text = config.read_text(encoding="utf-8", errors="replace")
+            text = read_record(config).decode("utf-8", "replace")
             recorder.text("about/config", markdown.code(text, "yaml"), step)
         if origin:
             recorder.text("about/origin", _origin(origin), step)

@@ -75,6 +75,12 @@ class Classification(Objective):
             sums["confusion"] = matrix.view(self.classes, self.classes)
         return sums
 
+    def metric_names(self) -> list[str]:
+        """Those of `metrics`; each class's accuracy last."""
+        top = [] if self.top_k is None else [f"top{self.top_k}"]
+        named = self.class_names if self.classes <= NAMED else ()
+        return ["loss", "accuracy", *top, *(f"accuracy/{name}" for name in named)]
+
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss`, `accuracy`, `top<k>`, and `accuracy/<class>` of each class that occurred."""
         count = reading.counted(totals)

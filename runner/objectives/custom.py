@@ -61,6 +61,10 @@ class Custom(Objective):
             "count": torch.full((), count, device=loss.device),
         }
 
+    def metric_names(self) -> list[str]:
+        """Those of `metrics`."""
+        return ["loss"]
+
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss`, the mean over all samples."""
         count = reading.counted(totals)

@@ -64,6 +64,10 @@ class LanguageModelling(Objective):
             sums = {name: sums[name] + more[name] for name in sums} or more
         return sums
 
+    def metric_names(self) -> list[str]:
+        """Those of `metrics`."""
+        return ["loss", self.bits, "perplexity", "accuracy"]
+
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss` (nats), `bits_per_byte` or `bits_per_token`, `perplexity` and `accuracy`."""
         count = reading.counted(totals)

@@ -57,6 +57,10 @@ class Regression(Objective):
             "target_squared": target.square().sum(0),
         }
 
+    def metric_names(self) -> list[str]:
+        """Those of `metrics`."""
+        return ["loss", "mse", "mae", "rmse", "r2"]
+
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss` and `mse`, `mae`, `rmse`, and `r2`, the mean over the targets that vary."""
         count = reading.counted(totals)

@@ -14,6 +14,9 @@ from runner.optim.config import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""State of torch's own optimizers that has a value for each of the weight's."""
+
 
 def find_optimizer(name: str) -> type[Optimizer]:
     """The class of torch.optim with that name."""
@@ -97,13 +100,18 @@ def fit_state(optimizer: Optimizer) -> None:
     """Bring state that was loaded to where an update takes it for granted to be.
 
     That is, moments in their weights' memory order for fused kernels, and counters on the device
-    for all that never make the host wait.
+    for all that never make the host wait. Raises ValueError for moments that have not the shape of
+    their weights: fused kernels read and write beyond the end of smaller ones.
     """
+    torchs = type(optimizer).__module__.startswith("torch.optim.")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
+                if torchs and key in MOMENTS and value is not None:
+                    if getattr(value, "shape", None) != parameter.shape:
+                        raise ValueError(f"{key} has not its weight's shape, {parameter.shape}")
                 if not isinstance(value, torch.Tensor):
                     continue
                 dense = value.layout is torch.strided and value.shape == parameter.shape

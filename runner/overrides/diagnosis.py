@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from hydra.errors import HydraException
@@ -55,7 +56,8 @@ def explain(
             continue
         if found := _wrong_key(override, groups, config) or _wrong_item(override, config):
             return found
-    return translated(error)
+    scalars = [o for o in typed if isinstance(o.parsed.value(), str | int | float)]
+    return translated(error, {o.key: o.value for o in scalars})
 
 
 def _several_values(override: Typed, error: Exception) -> ConfigError | None:
@@ -98,7 +100,7 @@ def _wrong_key(
         if not isinstance(node, DictConfig):
             path = ".".join(parts[:i])
             return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
-        if part in node:
+        if part in node.keys():  # of a key without a value yet `part in node` says no
             node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
             continue
         if OmegaConf.get_type(node) is dict and i:  # free keys, as in optimizer.options
@@ -159,6 +161,9 @@ def _wrong_item(override: Typed, config: DictConfig) -> ConfigError | None:
     value = override.parsed.value()
     if isinstance(value, dict):
         return ConfigError(override.key, "is a list", f"write {override.key}=[{override.value}]")
+    if isinstance(value, str | int | float):
+        first = f"[{{{_key_for(value, part)}: {override.value}}}]"
+        return ConfigError(override.key, "is a list", f"write {override.key}={first}")
     for i, item in enumerate(value if isinstance(value, list) else []):
         key = f"{override.key}[{i}]"
         if not isinstance(item, dict):
@@ -189,13 +194,16 @@ def _key_for(item: object, part: type) -> str:
     return fields(part)[0].name
 
 
-def translated(error: Exception) -> ConfigError:
-    """Hydra's own words on one line, led by the key where the error knows it."""
+def translated(error: Exception, values: Mapping[str, str] | None = None) -> ConfigError:
+    """Hydra's own words on one line, led by the key where the error knows it.
+
+    `values` are those of the keys that one value was typed for.
+    """
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
         inner = inner.__cause__
     if isinstance(inner, ValidationError):
-        return _wrong_type(inner)
+        return _wrong_type(inner, values=values or {})
     if inner is not None:
         first = (inner.msg or str(inner)).partition("\n")[0]
         known = getattr(inner.object_type, "__dataclass_fields__", None)
@@ -211,7 +219,9 @@ def translated(error: Exception) -> ConfigError:
     return ConfigError("config", text or type(error).__name__)
 
 
-def _wrong_type(error: ValidationError, within: str = "") -> ConfigError:
+def _wrong_type(
+    error: ValidationError, within: str = "", values: Mapping[str, str] = MappingProxyType({})
+) -> ConfigError:
     key = within + (error.full_key or "config")
     first = (error.msg or str(error)).partition("\n")[0]
     if found := re.search(r"Value '(.*)' of type .* could not be converted to (\w+)", first):
@@ -223,7 +233,11 @@ def _wrong_type(error: ValidationError, within: str = "") -> ConfigError:
         fix = (f"did you mean {near}?" if within else f"did you mean {key}={near}?") if near else ""
         return ConfigError(key, f"{found[1]!r} is not one of {found[2]}", fix)
     if "is not a ListConfig" in first:
-        return ConfigError(key, "is a list", f"write {key}=[…]")
+        value = values.get(key)
+        problem = "is a list" if value is None else f"{value!r} is not a list"
+        return ConfigError(key, problem, f"write {key}=[{value or '…'}]")
+    if found := re.search(r"Cannot convert '(list|dict)' to string: '(.*)'$", first):
+        return ConfigError(key, f"{found[2]} is a {found[1]}, where one value belongs")
     if found := re.search(r"Value (.*) \((list|dict)\) is not a valid input", first):
         return ConfigError(key, f"{found[1]} is a {found[2]}, where one value belongs")
     if "not Optional" in first or "is None" in first:

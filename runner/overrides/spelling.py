@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
@@ -16,9 +16,9 @@ from runner.data.config import DataConfig
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
 from runner.overrides.groups import ALIASES, FOREIGN, options
+from runner.record.typed import in_shell
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
-INTERPOLATION = re.compile(r"(\\*)\$\{")
 STAYS = {
     "data": {f.name for f in fields(DataConfig)},  # how it is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
@@ -58,25 +58,18 @@ def read(text: str) -> Typed:
         if "=" not in text and not text.startswith("~"):
             raise ConfigError(text, "gives no value", f"write {text.lstrip('+')}=…") from error
         lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
-        key = text.partition("=")[0].lstrip("+~") or text
+        key, _, value = text.partition("=")
+        several = value.startswith(("[", "{"))
+        meant = "'key=[\"a value\"]'" if several else in_shell(key, value)
         raise ConfigError(
-            key,
+            key.lstrip("+~") or text,
             f"{text} cannot be read ({' '.join(lines[1:]).strip() or lines[0]})",
-            "values with special characters are quoted twice: 'key=\"a value\"'",
+            f"values with special characters are quoted twice: {meant}",
         ) from error
     shape = SHAPE.match(text)
     if shape is None:
         raise ConfigError(text, "names no key", "write key=value")
     return Typed(shape["sign"], shape["key"], shape["rest"], parsed)
-
-
-def quoted(text: str) -> str:
-    """The text as a value that Hydra reads back as it is.
-
-    It takes backslashes for escapes only before a quote, and OmegaConf only before `${`.
-    """
-    literal = INTERPOLATION.sub(r"\1\1\\${", text)
-    return QuotedString(literal, Quote.single).with_quotes()
 
 
 def spelled(overrides: Sequence[str], compose: Compose) -> list[str]:

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from runner.storage import NO_LINK, NO_WAIT
+
 
 class Appender:
     """Appends records to a file; one that cannot be written whole is taken back.
@@ -17,7 +19,7 @@ class Appender:
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0)
-        flags |= getattr(os, "O_NOFOLLOW", 0)  # a folder that is resumed may be another's work
+        flags |= NO_LINK | NO_WAIT  # a folder that is resumed may be another's work
         self.path = path
         self.descriptor = os.open(path, flags, 0o644)
         self.size = os.fstat(self.descriptor).st_size

@@ -8,16 +8,20 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from runner.masking import masked
 from runner.record.history import alike
+from runner.storage import for_owners
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
+BREAKS = re.compile(r"([\n\t])")  # of a text of several lines
 FORGING = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -39,15 +43,19 @@ def _console(stream: object) -> Screen:
 
 def console() -> Screen:
     """The console on stderr; a live display and log lines share it, so neither tears the other."""
-    return _console(sys.stderr)  # a new one when somebody replaced the stream
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # behind a live display's own
+    return _console(stream)  # a new one when somebody replaced the stream
 
 
 def set_up_logging(level: str, folder: Path | None) -> None:
     """Log from here on at `level` to stderr, and to `run.log` in `folder` if there is one.
 
-    Replaces what an earlier call set up. Other libraries' debug messages stay out.
+    Replaces what an earlier call set up, and what a config did to our own loggers. Other libraries'
+    debug messages stay out.
     """
     close_logging()
+    _reset()
+    logging.setLogRecordFactory(_Rendered(logging.getLogRecordFactory()))
     root, repeats = logging.getLogger(), _Repeats()
 
     def add(handler: logging.Handler) -> None:
@@ -66,6 +74,17 @@ def set_up_logging(level: str, folder: Path | None) -> None:
     logging.captureWarnings(True)
 
 
+def _reset() -> None:
+    """Let all that our loggers are told, and Python's warnings, through to the root's handlers."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "runner" or name == "py.warnings":
+            logger = logging.getLogger(name)
+            logger.disabled, logger.propagate = False, True
+            logger.filters.clear()
+            logger.handlers.clear()
+            logger.setLevel(logging.NOTSET)
+
+
 def close_logging() -> None:
     """Undo `set_up_logging`."""
     root = logging.getLogger()
@@ -75,6 +94,9 @@ def close_logging() -> None:
     for handler in ours:
         root.removeHandler(handler)
         handler.close()
+    rendered = logging.getLogRecordFactory()
+    if isinstance(rendered, _Rendered):
+        logging.setLogRecordFactory(rendered.make)
     logging.captureWarnings(False)
 
 
@@ -109,6 +131,11 @@ def one_line(text: str) -> str:
     )
 
 
+def lines_of(text: str) -> str:
+    """The same for a text of many lines: they and their tabs stay."""
+    return "".join(part if part in "\n\t" else one_line(part) for part in BREAKS.split(text))
+
+
 def plain_text(value: object, style: str = "") -> Text:
     """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
 
@@ -117,8 +144,28 @@ def plain_text(value: object, style: str = "") -> Text:
     return Text(one_line(str(value)), style)
 
 
+class _Rendered:
+    """Makes log records of which every handler, also another library's, has the text that ours
+    have: no value of the environment, no codes for a terminal, and no error to quote them from.
+    """
+
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self.make = make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self.make(*args, **kwargs)
+        vars(record)["runner_lines"] = record.msg, *trace = _lines(record)
+        record.args, record.exc_info = (), None
+        record.exc_text = "\n".join(trace) or None  # what formatters write where it is there
+        if record.stack_info is not None:
+            record.stack_info = _behind_bars(record.stack_info)
+        return record
+
+
 def _lines(record: logging.LogRecord) -> list[str]:
     """The message on one line, then the traceback, each of its lines behind a bar."""
+    if "runner_lines" in vars(record):
+        return list(vars(record)["runner_lines"])
     try:
         message = record.getMessage()
     except Exception as error:  # a log call with wrong arguments must not end the run
@@ -127,9 +174,12 @@ def _lines(record: logging.LogRecord) -> list[str]:
         message = message.strip().partition("\n")[0]  # the second line only quotes the source
     lines = [one_line(masked(message))]
     if record.exc_info and record.exc_info[0] is not None:
-        trace = masked(logging.Formatter().formatException(record.exc_info))
-        lines += [f"  | {one_line(line)}" for line in trace.split("\n")]
+        lines += _behind_bars(logging.Formatter().formatException(record.exc_info)).split("\n")
     return lines
+
+
+def _behind_bars(text: str) -> str:
+    return "\n".join(f"  | {one_line(line)}" for line in masked(text).split("\n"))
 
 
 class _OnConsole(logging.Handler):
@@ -162,7 +212,9 @@ class _InFile(logging.Handler):
         self.gone = False
         if path.is_symlink():
             raise OSError(f"{path} is a link")
-        self.file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self.file = open(  # noqa: SIM115  # until `close`
+            path, "a", encoding="utf-8", errors="backslashreplace", buffering=1, opener=for_owners
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.gone:

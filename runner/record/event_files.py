@@ -17,11 +17,13 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from runner.record.columns import Scalar
 from runner.record.tensorboard import EXPERIMENT, SESSION_END, SESSION_START, TensorBoard
 from runner.record.tfrecord import framed, records
+from runner.storage import open_regular, read_record, replace_bytes
 
 PREFIX = "events.out.tfevents."
 ADDED = ".added"  # how the name of a file ends that is not the run's own
 BEFORE = f"{PREFIX}{0:010d}{ADDED}"  # readers go through the files in the order of their names
 HEAD = 2**20  # bytes; a session starts within so many
+MOST = 2**32  # bytes of an event file that is gone on with
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ def _empty(path: Path) -> None:
     """Take back what a file said. A TensorBoard that is open would wait for ever for one that it
     was reading and that is gone; from an empty one it goes on to the next.
     """
-    temporary = path.with_name(f".{path.name[len(PREFIX) :]}.tmp")  # not an event file's name
-    temporary.write_bytes(b"")
-    os.replace(temporary, path)
+    _replace(path, b"")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    replace_bytes(path, data, f".{path.name[len(PREFIX) :]}.tmp")  # not an event file's name
 
 
 @contextmanager
@@ -113,11 +117,10 @@ def own_session(folder: Path) -> Session | None:
     for path in sorted(folder.glob(PREFIX + "*")):
         if path.name.endswith(ADDED):
             continue
-        with path.open("rb") as file:
-            head = file.read(HEAD)
         try:
-            session = _session(head)
-        except DecodeError:
+            with open_regular(path) as file:
+                session = _session(file.read(HEAD))
+        except (OSError, DecodeError, AttributeError):  # a value of no kind
             continue
         if session is not None:
             return session
@@ -143,10 +146,8 @@ def _session(head: bytes) -> Session | None:
 
 def _reopen(path: Path) -> bool:
     """Make an ended file open again; says whether it starts a session of the HParams tab."""
-    found = list(records(path.read_bytes()))
+    found = list(records(read_record(path, MOST)))
     kept = [record for record in found if SESSION_END.encode() not in record]
     if len(kept) < len(found):
-        temporary = path.with_name(f".{path.name[len(PREFIX) :]}.tmp")  # not an event file's name
-        temporary.write_bytes(b"".join(map(framed, kept)))
-        os.replace(temporary, path)
+        _replace(path, b"".join(map(framed, kept)))
     return any(SESSION_START.encode() in record for record in kept)

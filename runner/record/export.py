@@ -11,6 +11,7 @@ from typing import Any
 
 from runner.errors import ConfigError
 from runner.record.config import TableKind
+from runner.storage import open_regular
 
 log = logging.getLogger("runner")
 
@@ -53,15 +54,17 @@ def export(folder: Path, kinds: Sequence[TableKind]) -> list[Path]:
 def _tables(folder: Path) -> Iterator[tuple[str, Rows]]:
     """Each list of rows by its name: `metrics`, `history_faults`, …"""
     metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        yield "metrics", [_flat(json.loads(line)) for line in lines if line.endswith("}")]
-    for file in sorted((folder / "debug").glob("*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    if metrics.is_file():
+        with open_regular(metrics) as lines:
+            rows = [_flat(json.loads(line)) for line in lines if line.rstrip().endswith(b"}")]
+        yield "metrics", rows
+    for path in sorted(filter(Path.is_file, (folder / "debug").glob("*.json"))):
+        with open_regular(path) as file:
+            found = json.load(file)
         lists = found if isinstance(found, Mapping) else {"": found}
         for key, value in lists.items():
             if isinstance(value, list) and value and all(isinstance(x, Mapping) for x in value):
-                yield "_".join(filter(None, (file.stem, key))), [_flat(row) for row in value]
+                yield "_".join(filter(None, (path.stem, key))), [_flat(row) for row in value]
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.masking import masked
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 
 log = logging.getLogger("runner")
 
@@ -119,7 +119,7 @@ class History:
         """The faults that a run's folder tells of; none where its file is not there or torn."""
         known = {x.name for x in fields(Fault)}
         try:
-            rows = json.loads((folder / FILE).read_text(encoding="utf-8"))["faults"]
+            rows = json.loads(read_record(folder / FILE))["faults"]
             return [Fault(**{k: v for k, v in row.items() if k in known}) for row in rows]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.errors import StorageError
+from runner.storage import read_record
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
+FOLDER = ".hydra"
+RESUMED = ".hydra-resumed"  # as Hydra is told to call it until the run trains on
 LARGEST = 2**18  # bytes; the overrides of two thousand jobs
 
 
@@ -22,19 +26,21 @@ def overrides(folder: Path) -> list[str]:
     return found
 
 
+def adopt(folder: Path) -> None:
+    """Let the config that a run goes on with take the place of the one it was started with."""
+    new, old = folder / RESUMED, folder / FOLDER
+    if new.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        new.rename(old)
+
+
 def plain_yaml(path: Path) -> Any:
     """What stands in a small YAML file without aliases, of which a few bytes can make gigabytes.
 
     StorageError says in what way it is not good.
     """
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            raise StorageError(f"{path}: is no file")
-        with path.open("rb") as file:
-            text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise StorageError(f"{path}: has more than {LARGEST:,} bytes")
-        return yaml.load(text, _Plain)  # noqa: S506  # a SafeLoader
+        return yaml.load(read_record(path, LARGEST), _Plain)  # noqa: S506  # a SafeLoader
     except RecursionError:
         raise StorageError(f"{path}: is nested too deep") from None
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 
 PACKAGES = (
     "runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "triton",
@@ -122,7 +122,7 @@ def record(folder: Path) -> dict[str, Any]:
     }
     path = folder / "provenance.json"
     try:
-        sessions = json.loads(path.read_text(encoding="utf-8"))["sessions"]
+        sessions = json.loads(read_record(path))["sessions"]
         sessions = sessions if isinstance(sessions, list) else []
     except (OSError, ValueError, KeyError, TypeError):
         sessions = []

@@ -42,7 +42,9 @@ class Frame:
 
 @dataclass
 class Event:
-    """An operation that made something not finite of finite numbers, NaN of Inf, or of a constant."""
+    """An operation that made something not finite of finite numbers, NaN of Inf, or that is the
+    first to see what no operation made.
+    """
 
     operation: str
     frame: Frame | None  # None: outside the model, so the objective
@@ -105,7 +107,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             if number not in self.at:
                 self.at[number] = self._whereabouts()
-        before, origin, told, of = FINITE, None, False, ""
+        before, origin, told, written = FINITE, None, False, False
         leaves = tree_leaves((args, kwargs))
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -118,7 +120,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     origin, told = known, told or _storage(leaf) in self.origins
             elif isinstance(leaf, float) and leaf - leaf != 0.0:
                 before, told = max(before, INF), True  # written there by hand
-                of = of or ("Inf" if leaf == leaf else "a NaN that its code names")
+                written = written or leaf != leaf  # NaN: nobody does that to mask something
         output = func(*args, **kwargs)
         if name in UNWRITTEN:
             return output
@@ -132,7 +134,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         said = said if begins else f"code that torch does not see, before {said}"
                         origin, told = self._event(said, node, leaf, origin), True
                         origin.made = "NaN" if after == NAN else "Inf"
-                        origin.of = of or ("finite numbers" if before == FINITE else "Inf")
+                        if written or not begins:
+                            origin.of = f"{origin.made} that no operation made"
+                        else:
+                            origin.of = "finite numbers" if before == FINITE else "Inf"
                     self.origins[_storage(leaf)] = origin
         return output
 

@@ -18,6 +18,8 @@ DASHES = (None, "7 4", "2 3", "10 3 2 3")
 COLOURS = 7
 SHAPES = 5
 LETTER = 7.2  # pixels wide, about
+LABEL = 18  # letters of a point's name
+BESIDE = 14  # pixels up or down at which a name is still beside its point
 NARROW = 250  # pixels of a plot on a phone: names that do not overlap there do so nowhere
 
 
@@ -110,7 +112,7 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, described: str)
         drawn.append(tag("g", tag("title", p.said), _marker(i, x, y)))
     for group in together(narrow, near=10):
         names = ", ".join(points[i].label for i in group)
-        name = shorten(names, 18 if len(group) == 1 else 30)
+        name = shorten(names, LABEL if len(group) == 1 else 30)
         drawn.append(_named(name, *places[group[0]], placed))
     return _plot(drawn, x_scale, y_scale, x_title, y_title, described)
 
@@ -118,7 +120,10 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, described: str)
 def _named(
     name: str, x: float, y: float, placed: list[tuple[float, float, float, float]]
 ) -> Markup:
-    """The name on that side of its point where nothing else is, even on a phone."""
+    """The name on that side of its point where nothing else is, even on a phone.
+
+    A line leads to one that is farther off.
+    """
     wide, at = LETTER * len(name), x * NARROW / 100
     for side, drop in [(s, d) for d in (0, -14, 14, -28, 28, -42, 42) for s in (1, -1)]:
         left = at + 11 if side > 0 else at - 11 - wide
@@ -128,7 +133,10 @@ def _named(
             placed.append(box)
             anchor = "start" if side > 0 else "end"
             place = {"x": percent(x), "y": f"{y + drop + 4:.1f}", "dx": 11 * side}
-            return tag("text", name, **place, text_anchor=anchor, class_="name")
+            text = tag("text", name, **place, text_anchor=anchor, class_="name")
+            lead = tag("line", x1=0, y1=0, x2=9 * side, y2=drop, class_="lead-line")
+            far = tag("svg", lead, x=percent(x), y=f"{y:.1f}") if abs(drop) > BESIDE else ""
+            return join([far, text])
     return Markup("")
 
 

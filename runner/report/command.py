@@ -15,6 +15,7 @@ from runner.errors import RunnerError, UsageError
 from runner.record.console import close_logging, one_line, set_up_logging
 from runner.report import comparison as report
 from runner.report import table
+from runner.security.folders import keep_within
 
 EXAMPLES = """
 examples:
@@ -79,10 +80,18 @@ def _main(arguments: argparse.Namespace) -> int:
             f"{out}: {report.FILE} has measurements that benchmark.json no longer has, and is not "
             "written over; --out DIR writes what is left elsewhere"
         )
+    if jobs := _written_to(report.moved(found, out)):
+        keep_within(out, *jobs)  # the folder may be another's work
     written = report.write(found, out)
     Console().print(table.terminal(report.moved(found, out)), crop=False)
     sys.stdout.flush()
     return 0 if written else 5
+
+
+def _written_to(found: report.Comparison) -> list[str]:
+    """The folders of jobs that get their rows; runs put together by hand get none."""
+    places = [row.folder for row in found.rows if row.folder and found.kind != "runs"]
+    return [p for p in places if not Path(p).is_absolute() and ".." not in Path(p).parts]
 
 
 def _fresh() -> Path:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
-from runner.storage import replace_text
+from runner.security.folders import keep_within
+from runner.storage import read_record, replace_text
 
 log = logging.getLogger("runner")
 
@@ -135,7 +136,7 @@ def better_there(comparison: Comparison, folder: Path) -> bool:
     if comparison.benchmark is not None:
         return False
     try:
-        there = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        there = json.loads(read_record(folder / FILE))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(there, dict) and bool(there.get("benchmark"))
@@ -144,10 +145,13 @@ def better_there(comparison: Comparison, folder: Path) -> bool:
 def write(comparison: Comparison, folder: Path) -> list[Path]:
     """comparison.json, comparison.md, comparison.html, results.csv, and the TensorBoard run
     `comparison`; what was written. A disk that does not take it is a warning, not an error.
+
+    SecurityError where that would be through a link that leads out of the folder.
     """
     from runner.report import document, page, plain
 
     here = moved(comparison, folder)
+    keep_within(folder, BOARD)
     makers: list[tuple[str, Callable[[], str]]] = [
         (FILE, lambda: plain.as_json(here)),
         ("results.csv", lambda: plain.as_csv(here)),

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from runner.report import facts, verdicts
 from runner.report.comparison import Comparison, Row
+from runner.storage import open_regular
 
 Curve = list[tuple[float, float]]
 
 POINTS = 240  # of a curve; a phone is 360 wide
 DIVERGED = 100  # times as high as where the runs begin
 BYTES = 256 << 20  # of a record: what lies beyond is not read
+LONGEST = 1 << 20  # bytes of a line
 
 
 def losses(comparison: Comparison) -> dict[str, Curve]:
@@ -38,8 +40,8 @@ def read(path: Path) -> Curve:
     """
     found: dict[float, float] = {}
     try:
-        with path.open("rb") as lines:
-            for line in lines:
+        with open_regular(path) as lines:
+            while line := lines.readline(LONGEST):
                 if b'"train"' not in line:
                     continue
                 try:

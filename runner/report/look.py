@@ -47,6 +47,7 @@ svg { display: block; width: 100%; overflow: visible; }
 svg text { font: 12px/1 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
   fill: var(--soft); }
 svg text.name { fill: var(--ink); font-size: 13px; }
+.lead-line { stroke: var(--soft); stroke-width: 1; }
 .defs { position: absolute; width: 0; height: 0; }
 .grid { stroke: var(--line); stroke-width: 1; }
 .frame { stroke: var(--soft); stroke-width: 1; }
@@ -70,7 +71,7 @@ svg text.name { fill: var(--ink); font-size: 13px; }
 @media (min-width: 46rem) {
   .bar { display: grid; grid-template-columns: 13rem 1fr 15rem; align-items: center; margin: 0; }
   .bar svg { grid-column: 2; grid-row: 1; }
-  .bar .label { grid-column: 1; grid-row: 1; line-height: 1.25; }
+  .bar .label { grid-column: 1; grid-row: 1; line-height: 1.25; padding: .3rem 0; }
   .bar .said { grid-column: 3; grid-row: 1; text-align: left; }
   .bar-axis { margin: 0 16rem 0 14rem; }
 }

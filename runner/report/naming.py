@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
 
 from runner.data.config import LOADING
 
@@ -46,6 +48,42 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
         for name, end in zip(made, short, strict=True)
     ]
     return _numbered(made)
+
+
+def labels(names: Sequence[str], most: int) -> list[str]:
+    """Names of at most so many letters that differ as the names do, for the room in a chart.
+
+    Longer ones lose what says least: what keys lie in, then the keys that all of them have, then
+    what is alike at both ends.
+    """
+    made = list(names)
+    for shorter in (_of_leaves, _of_values, _of_middles):
+        if max(map(len, made), default=0) <= most:
+            break
+        fewer = shorter(made)
+        made = fewer if len(set(fewer)) == len(set(names)) else made
+    return made
+
+
+def _of_leaves(names: Sequence[str]) -> list[str]:
+    """`optimizer.lr=0.1` as `lr=0.1`."""
+    return [re.sub(r"(^| )[\w.]*\.(?=\w+=)", r"\1", name) for name in names]
+
+
+def _of_values(names: Sequence[str]) -> list[str]:
+    """`lr=0.1 seed=1` as `0.1 1`, where all have these keys."""
+    split = [[word.rpartition("=") for word in name.split(" ")] for name in names]
+    alike = len({tuple(key for key, _, _ in words) for words in split}) == 1
+    return [" ".join(word[2] for word in words) for words in split] if alike else list(names)
+
+
+def _of_middles(names: Sequence[str]) -> list[str]:
+    """Whole words that all of them begin or end with, as one `…` each."""
+    start = len(re.sub(r"[A-Za-z0-9.]*$", "", commonprefix(names)))
+    rest = [name[start:] for name in names]
+    end = len(re.sub(r"[A-Za-z0-9.]*$", "", commonprefix([name[::-1] for name in rest])))
+    before, after = "…" if start else "", "…" if end else ""
+    return [f"{before}{name[: len(name) - end]}{after}" for name in rest]
 
 
 def about_speed(rows: Iterable[Sequence[str]]) -> bool:

@@ -15,6 +15,7 @@ from runner.record import noted
 from runner.report import facts
 from runner.report.comparison import Row
 from runner.report.naming import keys
+from runner.storage import read_record
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
 
@@ -136,7 +137,7 @@ def command(overrides: Sequence[str] | None) -> str:
 def read_json(path: Path) -> Any:
     """The values in a record; None where it is damaged, or deeper than any of ours."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_record(path))
     except (OSError, ValueError, RecursionError):
         return None
     return found if _within(found, DEEPEST) else None

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from runner.benchmark.result import BenchmarkResult, Effect
 from runner.report import curves, facts, verdicts, words
-from runner.report.charts import Bar, Point, Series, bars, lines, scatter
+from runner.report.charts import LABEL, Bar, Point, Series, bars, lines, scatter
 from runner.report.comparison import Comparison, Row
 from runner.report.curves import Curve
+from runner.report.naming import labels
 from runner.report.svg import Markup, prose, tag
 from runner.report.trend import Trend, trends_of
 
@@ -75,10 +76,11 @@ def _bar(row: Row, comparison: Comparison) -> Bar:
 def memory(comparison: Comparison, numbered: int) -> Iterator[Markup]:
     """Memory against speed: to the right and below is better."""
     points = []
-    for number, row in enumerate(comparison.rows, 1):
+    names = labels([row.name for row in comparison.rows], LABEL)
+    for number, (row, name) in enumerate(zip(comparison.rows, names, strict=True), 1):
         rate, held = facts.samples_per_second(row), facts.memory_bytes(row)
         if row.finished and rate is not None and held is not None:
-            label = row.name if len(comparison.rows) <= numbered else str(number)
+            label = name if len(comparison.rows) <= numbered else str(number)
             said = f"{row.name}: {words.rate(rate)} samples/s, {words.size(held)}"
             points.append(Point(label, rate, held / 2**20, said))
     if len(points) < 2:
@@ -88,6 +90,8 @@ def memory(comparison: Comparison, numbered: int) -> Iterator[Markup]:
     about += " Both axes begin at 0."
     if len(comparison.rows) > numbered:
         about += " Numbers are those of the table."
+    elif any(name != row.name for name, row in zip(names, comparison.rows, strict=True)):
+        about += " Names leave out what is alike; the table has them whole."
     told = "; ".join(point.said for point in points)
     plot = scatter(points, "samples per second", "MiB at the peak", told)
     yield _figure("Memory against speed", about, plot)

@@ -16,16 +16,19 @@ from runner.record.console import one_line, plain_text
 from runner.report import facts, verdicts, words
 from runner.report.columns import Column, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
+from runner.report.naming import about_speed
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
 NAME = 24  # characters of a row's name; longer ones are folded
 REASON = 300  # characters of a failure's reason: the page has all of it
 
 WANTED = (
-    "speedup", "interval", "step_ms", "rate", "memory", "parity", "best", "device_memory",
+    "speedup", "interval", "best", "step_ms", "rate", "memory", "parity", "device_memory",
     "compile_seconds", "break_even",
 )  # fmt: skip
 """The columns by what they are worth: where there is no room, the last ones go."""
+FIRST = ("best", "step_ms", "rate")
+"""Those worth more where the rows are to differ in what they learn, and not in how they compute."""
 
 SHORT = {
     "interval": "95 %",
@@ -76,7 +79,9 @@ def _wrapped(text: Text, console: Console, width: int) -> Iterator[Text]:
 def _table(comparison: Comparison, width: int) -> Table:
     """As many columns as fit; a name that is too long is folded, never cut."""
     there = {column.key: column for column in columns(comparison)}
-    chosen = [there[key] for key in WANTED if key in there]
+    speed = comparison.kind == "benchmark" or about_speed(row.overrides for row in comparison.rows)
+    wanted = WANTED if speed else dict.fromkeys((*FIRST, *WANTED))
+    chosen = [there[key] for key in wanted if key in there]
     longest = max((len(row.name) for row in comparison.rows), default=0)
     longest = max(longest, 4) + 2
     verdict = _verdict_width(comparison)

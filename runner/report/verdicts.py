@@ -208,14 +208,14 @@ def _of_runs(comparison: Comparison) -> list[str]:
     able = [row for row in comparison.rows if row.finished and row.speedup is not None]
     plain = [row for row in able if row.measured is None]
     said = []
-    if len(plain) > 1 and comparison.reference:
+    speed = about_speed(row.overrides for row in plain)
+    if len(plain) > 1 and comparison.reference and (speed or len(_near(plain)) < len(plain)):
         said.append(f"{_fastest(plain, comparison.reference)}: one run each, so read it as a hint.")
     best = _best(comparison)
-    said = [*said, *best] if about_speed(row.overrides for row in plain) else [*best, *said]
-    if said or comparison.history:
+    said = [*said, *best] if speed else [*best, *said]
+    if said or comparison.history or facts.failures(comparison):
         return said
-    done = sum(row.finished for row in comparison.rows)
-    return [f"{done} of {len(comparison.rows)} came to an end."]
+    return [f"{len(comparison.rows)} of {len(comparison.rows)} came to an end."]
 
 
 def _best(comparison: Comparison) -> list[str]:
@@ -239,8 +239,9 @@ def _best(comparison: Comparison) -> list[str]:
 
 def _fastest(rows: list[Row], reference: str) -> str:
     """The fastest run, and those that one run cannot tell from it."""
-    speeds = [row.speedup or 0.0 for row in rows]
-    near = [row for row in rows if (row.speedup or 0.0) >= max(speeds) * (1 - NEAR)]
+    near = _near(rows)
+    if len(near) == len(rows):
+        return f"No run was more than {100 * NEAR:.0f} % slower than another"
     names, ratios = listed([row.name for row in near]), [row.speedup for row in near]
     its = "its" if len(near) == 1 else "their"
     if any(row.name == reference for row in near):
@@ -250,6 +251,12 @@ def _fastest(rows: list[Row], reference: str) -> str:
         f"{names} went through {its} samples {low if low == high else f'{low} to {high}'} "
         f"as fast as {reference}"
     )
+
+
+def _near(rows: list[Row]) -> list[Row]:
+    """Those that are not told apart from the fastest."""
+    speeds = [row.speedup or 0.0 for row in rows]
+    return [row for row in rows if (row.speedup or 0.0) >= max(speeds) * (1 - NEAR)]
 
 
 def _regression(comparison: Comparison) -> list[Sentence]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,19 +49,25 @@ def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
     return told
 
 
-def keep_within(folder: Path) -> None:
+def keep_within(folder: Path, *names: str) -> None:
     """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
+
+    Also for what is neither a file nor a folder: reading it may never end. With `names` only links
+    count, those in the paths of these names below it, and in what is there.
 
     A folder that is gone on with may be another's work, and what is written, renamed and deleted in
     it goes by name. A link within it, such as `last`, leads to nothing of others.
     """
     home = folder.resolve()
-    for path in _inside(folder):
-        if path.is_symlink() and not path.resolve().is_relative_to(home):
+    for path in _inside(folder, names):
+        leads_to = Path(os.path.realpath(path))
+        if path.is_symlink() and not leads_to.is_relative_to(home):
             raise SecurityError(
-                f"{path}: refused: it is a link that leads out of the folder that is gone on with, "
-                f"to {path.resolve()}; put there what it leads to, or remove it"
+                f"{path}: refused: it is a link that leads out of the folder that is worked in, to "
+                f"{leads_to}; put there what it leads to, or remove it"
             )
+        if not names and path.exists() and not (path.is_file() or path.is_dir()):
+            raise SecurityError(f"{path}: refused: it is neither a file nor a folder; remove it")
 
 
 def _close(folder: Path) -> None:
@@ -72,9 +78,14 @@ def _close(folder: Path) -> None:
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~ALL_BUT_MINE)
 
 
-def _inside(folder: Path) -> Iterator[Path]:
-    """All that lies in it, without going through links."""
-    for parent, folders, files in os.walk(folder):
+def _inside(folder: Path, names: Sequence[str] = ()) -> Iterator[Path]:
+    """All that lies in it, or what is called so and all in that, without going through links."""
+    for name in names:
+        place = folder / name
+        yield from [above for above in place.parents if folder in above.parents]
+        yield place
+        yield from _inside(place)
+    for parent, folders, files in os.walk(folder) if not names else ():
         for name in (*folders, *files):
             yield Path(parent) / name
 

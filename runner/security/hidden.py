@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from runner.masking import adopt, known, masked, stands_for
 from runner.security.secrets import STANDS, current, origin, readings
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 
 _shown: dict[str, tuple[str, str]] = {}  # by key: a value from the environment, and what is shown
 
@@ -69,7 +69,7 @@ def unresolved(tree: Any, path: str = "") -> Any:
 def mask_saved(folder: Path) -> None:
     """Hydra saves configs unresolved, but for the little that it works out itself."""
     for path in folder.glob("*.yaml") if known() else ():
-        text = path.read_text("utf-8", "replace")
+        text = read_record(path).decode("utf-8", "replace")
         if masked(text) != text:
             replace_text(path, text)
 

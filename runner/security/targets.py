@@ -87,7 +87,7 @@ def construct(
     """Call `factory` with `arguments` and those of `sizes` that its signature names.
 
     `key` is the config group, such as `model`. An argument that is unknown or missing is a
-    ConfigError; what the constructor itself raises passes through unchanged.
+    ConfigError; what the constructor itself raises passes through, with a note of the keys.
     """
     try:
         parameters = inspect.signature(factory).parameters
@@ -114,7 +114,12 @@ def construct(
             f"{name} needs a value for it",
             f"add +{key}.{missing[0]}=…; {takes}",
         )
-    return factory(**given)
+    try:
+        return factory(**given)
+    except Exception as error:
+        if arguments:
+            error.add_note(f"{name} got {', '.join(f'{key}.{k}' for k in arguments)}")
+        raise
 
 
 def nested(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -54,11 +54,12 @@ class Child:
         timeout_s: float | None,
         told: Sequence[str] = (),
         records: bool = False,
+        chosen: bool = True,
     ) -> Child:
         """Start it; what it says goes to `console.log` in its folder. OSError if it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
         before = _identity(folder / SUMMARY)
-        variables, reads, writes = lifeline(told)
+        variables, reads, writes = lifeline(told, chosen)
         try:
             with open(folder / LOG, "ab", opener=for_owners) as sink:
                 process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell

@@ -12,7 +12,8 @@ from typing import Any
 
 import runner
 from runner.device.capabilities import usable_cores
-from runner.overrides.spelling import quoted, read
+from runner.overrides.spelling import read
+from runner.record.typed import quoted
 
 NOT_OF_A_JOB = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper",
                 "hydra.sweep", "hydra.mode", "hydra.run")  # fmt: skip

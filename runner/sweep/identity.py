@@ -22,6 +22,7 @@ from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import read
 from runner.record import provenance
+from runner.storage import read_record
 
 log = logging.getLogger("runner")
 
@@ -157,7 +158,7 @@ def _of_checkpoint(resume: str) -> list[str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8", "replace")
+        return read_record(path).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -11,12 +11,24 @@ import stat
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 VARIABLE = "RUNNER_JOB"
 PATIENCE_S = 60.0  # for a checkpoint, once the sweep's process is gone
 
 
-def lifeline(told: Sequence[str]) -> tuple[dict[str, str], int, int]:
+@dataclass(frozen=True)
+class Orders:
+    """What the launcher adds to what was typed: where to write, and what else there is to compare.
+
+    `chosen`: somebody chose the sweep's folder; one that is gone on with may be anybody's.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    chosen: bool = True
+
+
+def lifeline(told: Sequence[str], chosen: bool = True) -> tuple[dict[str, str], int, int]:
     """What the launcher starts a job with: variables, its stdin, and the pipe's other end.
 
     The same token is in both, so that a variable that somebody left behind makes no job. The other
@@ -25,11 +37,12 @@ def lifeline(told: Sequence[str]) -> tuple[dict[str, str], int, int]:
     token = secrets.token_hex(16)
     reads, writes = os.pipe()
     os.write(writes, token.encode())
-    return {VARIABLE: json.dumps({"token": token, "told": list(told)})}, reads, writes
+    message = {"token": token, "told": list(told), "chosen": chosen}
+    return {VARIABLE: json.dumps(message)}, reads, writes
 
 
-def overrides() -> list[str]:
-    """What the launcher adds to what was typed: where to write, and what else there is to compare.
+def orders() -> Orders:
+    """Those of the launcher; none where this process is no job.
 
     They come through the environment, so that the command in the record is one to type, and are
     taken out of it, so that a runner that the user's code starts is none of this sweep. From then
@@ -39,13 +52,14 @@ def overrides() -> list[str]:
     try:
         message = json.loads(found or "null")
         token, told = message["token"], [str(text) for text in message["told"]]
+        chosen = message["chosen"] is True
     except (ValueError, LookupError, TypeError, RecursionError):
-        return []
+        return Orders()
     if not (isinstance(token, str) and token and _on_stdin(len(token)) == token.encode()):
-        return []
+        return Orders()
     if hasattr(os, "killpg"):
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    return told
+    return Orders(told, chosen)
 
 
 def _on_stdin(count: int) -> bytes:

@@ -16,8 +16,8 @@ from runner.composing import typed
 from runner.config import config_hash, flat
 from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
-from runner.overrides.spelling import quoted
 from runner.record.console import close_logging, set_up_logging
+from runner.record.typed import quoted
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.folders import keep_private
@@ -90,7 +90,7 @@ def _wanted(config: DictConfig, overrides: list[str], number: int) -> Wanted:
         checked = typed(bare)
         environment = OmegaConf.to_container(variables, resolve=True)
     except (RunnerError, OmegaConfBaseException) as error:
-        return Wanted(number, overrides, subdir, error=str(error))
+        return Wanted(number, overrides, subdir, error=secrets.named(str(error)))
     kind = checked.job.kind
     return Wanted(
         number, overrides, subdir, job_hash(checked, environment), config_hash(checked),
@@ -142,7 +142,7 @@ def _run(
         told += [values] if values else []
         return Child.start(
             command.process(arguments), command.environment(settings.jobs), place,
-            settings.timeout_s, told, one.wanted.records,
+            settings.timeout_s, told, one.wanted.records, chosen=not session.resumed,
         )  # fmt: skip
 
     for one in planned:

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Sequence
 from itertools import product
 
-from runner.overrides.spelling import Typed, quoted, read
+from runner.overrides.spelling import Typed, read
+from runner.record.typed import quoted
 
 OF_THE_SWEEP = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "sweep.")
 MOST = 64  # arms; more are a mistake

@@ -15,7 +15,7 @@ from typing import Any
 from runner.errors import StorageError
 from runner.record import noted
 from runner.record.plain import made
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
@@ -87,7 +87,7 @@ class Sweep:
         """What stands in a sweep's folder. StorageError where there is none or it is damaged."""
         path = folder / FILE
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_record(path))
             jobs = [_job(values) for values in found["jobs"]]
             if len({job.folder for job in jobs}) < len(jobs):
                 raise ValueError("two jobs have one folder")

@@ -20,6 +20,7 @@ class Session:
     command: str  # as typed
     flags: list[str] = field(default_factory=list)  # Hydra's own that jobs need: --config-dir=…
     hash: str = ""  # of what was typed
+    resumed: bool = False  # it was named to be gone on with, and may be anybody's
     sweep: Sweep | None = None
     left: list[Job] = field(default_factory=list)  # from before, and not asked for yet
 

@@ -152,7 +152,9 @@ def test_a_python_that_hydra_cannot_start_on_is_said_in_the_first_line(
     assert "use Python 3.11, 3.12 or 3.13" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_the_run_begins_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_run_begins_is_130_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from runner import __main__
 
     def interrupted(typed: list[str]) -> int:
@@ -160,3 +162,21 @@ def test_ctrl_c_before_the_run_begins_is_130(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(__main__, "_main", interrupted)
     assert __main__.main() == 130
+    assert "interrupted by Ctrl-C before anything was begun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", [["job=doctor"], ["-m", "seed=0,1", "training.steps=1"]])
+def test_a_folder_that_cannot_be_made_is_answered_with_the_key(
+    typed: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from runner import __main__
+
+    (folder / "outputs").write_text("a file")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["runner", *typed])
+    assert __main__.main() == 5
+    key = "hydra.sweep.dir" if "-m" in typed else "hydra.run.dir"
+    assert f"name another place: {key}=" in capsys.readouterr().err

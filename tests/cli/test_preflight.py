@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,8 @@ def ask(*typed: str) -> Request:
         ("stability.recovery=[skip]", "write stability.recovery=[{action: skip}]"),
         ("stability.recovery={kind:any}", "is a list; write stability.recovery=[{kind:any}]"),
         ("debug.hooks={a:b}", "debug.hooks: is a list; write debug.hooks=[…]"),
+        ("debug.hooks=mine", "debug.hooks: 'mine' is not a list; write debug.hooks=[mine]"),
+        ("name=[a,b]", "name: ['a', 'b'] is a list, where one value belongs"),
         ("seed=null", "seed: null is no value for it"),
         ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
         ("data=tabular", "data.path: has no value"),
@@ -81,6 +84,20 @@ def test_a_mistake_is_answered_with_what_was_meant(typed: str, says: str, folder
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("data.ignore=idd", "data.ignore: 'idd' is not a list; write data.ignore=[idd]"),
+        ("data.target=[label]", "data.target: ['label'] is a list, where one value belongs"),
+        ("data.validation=abc", "data.validation: 'abc' is not a number"),
+        ("data.path.more=1", "data.path is a value and has no keys"),
+    ],
+)
+def test_a_mistake_beside_a_key_without_a_default_is_about_itself(typed: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        ask("data=tabular", "data.path=flows.csv", "data.target=label", typed)
 
 
 def test_a_mistake_is_answered_under_a_sweep_and_beside_other_groups_too(folder: Path) -> None:

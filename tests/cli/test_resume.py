@@ -104,6 +104,19 @@ def test_naming_the_same_option_again_keeps_its_keys() -> None:
     assert "optimizer.lr=0.1" in handed and handed.count("optimizer=sgd") == 1
 
 
+def test_naming_an_option_takes_the_place_of_a_class_and_of_the_default() -> None:
+    own = ["data._target_=my_package.Noisy", "+data.arguments.noise=0.1", "seed=4"]
+    make_run(RUN, [*own, "model.width=8", "security.trusted=[my_package]"])
+    handed = ask(f"checkpoint.resume={RUN}", "data=cancer", "model=mlp").arguments
+    assert not [text for text in handed if "_target_" in text or "noise" in text]
+    assert "model.width=8" in handed and "seed=4" in handed
+    assert "model.width=8" not in ask(
+        f"checkpoint.resume={RUN}", "data=digits", "model=cnn"
+    ).arguments  # fmt: skip
+    with pytest.raises(SecurityError, match="my_package"):
+        ask(f"checkpoint.resume={RUN}", "model=cnn")
+
+
 def test_evaluating_and_sweeping_leave_the_run_alone() -> None:
     make_run(RUN, ["data=cancer"])
     resume = f"checkpoint.resume={RUN}"
@@ -148,6 +161,23 @@ def test_a_path_that_is_not_there_and_a_torn_record_are_said() -> None:
     (make_run(RUN, []) / ".hydra" / "overrides.yaml").write_text("{a: [")
     with pytest.raises(CheckpointError, match=r"overrides\.yaml: cannot be read"):
         ask(f"checkpoint.resume={RUN}")
+
+
+def test_what_leads_to_no_run_is_answered_with_the_one_that_was_meant() -> None:
+    older = make_run("outputs/runs/own/older", [])
+    make_run("outputs/runs/own/newer", [])
+    os.utime(older, (TIME, TIME))
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: is empty"):
+        ask("checkpoint.resume=")
+    with pytest.raises(CheckpointError, match="the newest in it is outputs/runs/own/newer$"):
+        ask("checkpoint.resume=outputs/runs/own")
+    with pytest.raises(CheckpointError, match=r"did you mean outputs/runs/own\?"):
+        ask("checkpoint.resume=outputs/runs/owm")
+
+
+def test_auto_is_not_for_a_sweep_which_goes_on_by_itself() -> None:
+    with pytest.raises(ConfigError, match="the same command again goes on"):
+        ask("-m", "checkpoint.resume=auto", "seed=0,1")
 
 
 def auto(*typed: str) -> Request:

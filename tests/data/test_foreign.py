@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_a_data_set_that_states_its_task_is_not_looked_into() -> None:
 def test_labels_in_an_attribute_save_the_scan() -> None:
     dataset = Made(features, targets=[0, 6] * 10)
     source = Foreign(dataset, "my_package.Made", 0.2, 0)
-    assert (source.sizes.classes, dataset.asked) == (7, [0])
+    assert (source.sizes.classes, dataset.asked) == (7, [0, 1, 2, 3])  # which are timed
     assert "largest of my_package.Made.targets" in source.choices[0].reason
 
 
@@ -170,7 +171,12 @@ def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
         (lambda i: {"x": torch.zeros(3)}, "keys x; its target must be under one of labels, label"),
         (lambda i: ("words", 1), "inputs is a str, which is no tensor"),
         (lambda i: (torch.zeros(3), torch.zeros(4, 4, dtype=torch.int64)), "no task follows"),
-        (lambda i: (torch.zeros(3), -5), "the label -5 is negative"),
+        (lambda i: (torch.zeros(3), -5), "the label -5 is negative.*regression.*float32"),
+        (
+            lambda i: (torch.zeros(4, dtype=torch.complex64), 1),
+            "sample 0: the inputs are complex64.*view_as_real.*sizes = {'task'",
+        ),
+        (lambda i: (torch.zeros(4), torch.tensor(1j)), "sample 0: the target is complex64"),
     ],
 )
 def test_samples_that_cannot_be_used_are_refused_at_opening(
@@ -244,6 +250,22 @@ def test_a_quick_data_set_gets_no_workers_and_a_slow_one_does(load: Load) -> Non
     chosen = {c.key: c for c in load(slow, automatic).choices}["data.workers"]
     assert chosen.value > 0
     assert "800 ms" in chosen.reason
+
+
+def test_a_first_sample_that_sets_things_up_does_not_decide_on_workers() -> None:
+    begun: list[int] = []
+
+    def make(index: int) -> tuple[torch.Tensor, int]:
+        if not begun:
+            time.sleep(0.1)
+        begun.append(index)
+        return features(index)
+
+    source = opened(make, classes=2)
+    assert begun == [0, 1, 2, 3]
+    assert source.sample_seconds is not None and source.sample_seconds < 0.05
+    with pytest.raises(DataError, match="sample 4: .*what the data set's attribute `classes` says"):
+        opened(lambda i: (torch.zeros(3), 5), classes=2).fetch(np.array([4]), None)
 
 
 def test_a_target_is_built_with_its_arguments() -> None:

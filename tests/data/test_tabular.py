@@ -105,6 +105,26 @@ def test_a_text_among_numbers_makes_the_column_categories_only_if_few(tmp_path: 
         opened(write(tmp_path, *rows))
 
 
+@pytest.mark.parametrize("column", ["colour", "bought"])
+def test_decimal_commas_are_called_what_they_are(
+    tmp_path: Path, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows(number: int) -> list[str]:
+        told = {"colour": "{0};{0};{0},5;{1}", "bought": "{0};{0};{1};{0},5"}[column]
+        texts = [told.format(i, "yes" if i % 2 else "no") for i in range(number)]
+        return ["age;income;colour;bought", *texts]
+
+    path = tmp_path / "people.csv"
+    path.write_text("\n".join(rows(20)))
+    opened(str(path))
+    assert f"column '{column}' is taken for" in caplog.text
+    assert "a decimal comma, such as '0,5': save the table with decimal points" in caplog.text
+    path.write_text("\n".join(rows(300)))
+    if column == "colour":
+        with pytest.raises(DataError, match="300 different texts.*with decimal points"):
+            opened(str(path))
+
+
 def test_a_missing_column_brings_up_the_nearest(tmp_path: Path) -> None:
     path = write(tmp_path, *ROWS)
     with pytest.raises(

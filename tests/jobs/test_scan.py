@@ -220,9 +220,12 @@ def test_token_ids_are_of_another_kind_and_a_pickle_by_the_same_name_is_not(tmp_
     (np.arange(4000) % 97).astype(np.uint16).tofile(theirs / "train.bin")
     found = scan(theirs, folder)
     assert (found.passed_over, found.rows) == (1, [])
-    (theirs / "val.bin").write_bytes(b"cos\nmkdir\n(tR.")
-    with pytest.raises(SecurityError, match="1 of 1 thing refused; the first, .*val.bin"):
+    live = f"cos\nmkdir\n(S'{tmp_path / 'mark'}'\ntR.".encode()
+    for number, data in enumerate((live, live + b"\n", b"N0" + live, live[:-1] + b"\xff")):
+        (theirs / f"val{number}.bin").write_bytes(data)
+    with pytest.raises(SecurityError, match="4 of 4 things refused; the first, .*val0.bin"):
         scan(theirs, folder)
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_run_is_pinned_by_its_checkpoints_and_not_by_a_root_that_loading_does_not_know(

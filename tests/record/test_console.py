@@ -5,11 +5,15 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from logging.config import dictConfig
 from pathlib import Path
 
 import pytest
+from rich.live import Live
+from rich.text import Text
 
-from runner.record.console import close_logging, one_line, set_up_logging
+from runner import masking
+from runner.record.console import close_logging, console, one_line, set_up_logging
 
 log = logging.getLogger("runner")
 
@@ -80,6 +84,41 @@ def test_debug_is_ours_alone(tmp_path: Path) -> None:
     assert [line.rpartition(": ")[2] for line in lines(tmp_path)] == ["ours"]
 
 
+SILENCED = {
+    "no file": {"runner": {"level": "CRITICAL", "propagate": False, "handlers": []}},
+    "a filter": {"runner": {"filters": ["other"]}},
+    "a part of it": {"runner.device.device": {"level": "CRITICAL", "propagate": False}},
+    "Python's warnings": {"py.warnings": {"level": "CRITICAL", "propagate": False}},
+    "all that there are": {},  # `disable_existing_loggers` does it
+}
+
+
+@pytest.mark.parametrize("loggers", SILENCED.values(), ids=SILENCED)
+def test_no_other_set_up_of_logs_keeps_ours_quiet(
+    loggers: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("runner", "runner.device.device", "py.warnings")
+    before = {name: logging.getLogger(name).level for name in names}
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    filters = {"other": {"name": "other"}}
+    dictConfig({"version": 1, "filters": filters, "loggers": loggers, "root": {"level": "ERROR"}})
+    try:
+        set_up_logging("info", tmp_path)
+        for name in names:
+            logging.getLogger(name).warning("from %s", name)
+        log.info("at work")
+        close_logging()
+    finally:
+        for handler in handlers:  # pytest's own
+            root.addHandler(handler)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+    said = capsys.readouterr().err
+    for text in (said, (tmp_path / "run.log").read_text()):
+        assert all(f"from {name}" in text for name in names) and "at work" in text
+
+
 def test_a_wrong_log_call_is_a_line_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,3 +178,58 @@ def test_a_warning_that_repeats_is_counted_and_said_once(
     for text in (capsys.readouterr().err, (tmp_path / "run.log").read_text()):
         assert text.count("wide") == 2 and text.count("line ") == 40
         assert "sample 0 is 0.00 wide" in text and "40 times in all: sample # is # wide" in text
+
+
+def test_every_other_handler_writes_what_ours_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masking, "_spellings", {})
+    monkeypatch.setattr(masking, "_pattern", None)
+    masking.learn("TOKEN", "canary-4b1d")
+    stream = io.StringIO()
+    theirs = [logging.StreamHandler(stream), logging.FileHandler(tmp_path / "other.log")]
+    monkeypatch.setattr(log, "handlers", [])
+    set_up_logging("info", tmp_path)
+    before = logging.getLogger().handlers
+    monkeypatch.setattr(logging.getLogger(), "handlers", [theirs[0], *before, theirs[1]])
+    try:
+        raise ValueError("cannot log in with canary-4b1d\x1b[2J\nforged")
+    except ValueError:
+        log.error("with %s\nand %r", "canary-4b1d", {"x": "canary-4b1d"}, exc_info=True)
+    theirs[1].close()
+    for text in (stream.getvalue(), (tmp_path / "other.log").read_text()):
+        first, *rest = text.splitlines()
+        assert first == "with ${oc.env:TOKEN}\\nand {'x': '${oc.env:TOKEN}'}"
+        assert rest and all(line.startswith("  | ") for line in rest)
+        assert "canary" not in text and "\x1b" not in text
+        assert "ValueError: cannot log in with ${oc.env:TOKEN}\\x1b[2J" in text
+    assert "canary" not in (tmp_path / "run.log").read_text()
+    close_logging()
+    assert logging.getLogRecordFactory() is logging.LogRecord
+
+
+def test_a_pipe_in_the_place_of_the_log_is_said_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "run.log")
+    set_up_logging("info", tmp_path)
+    assert "no run.log" in capsys.readouterr().err
+
+
+def test_a_line_of_the_log_takes_a_live_display_away_before_it_and_draws_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    screen, stream = console(), sys.stderr
+    set_up_logging("info", None)
+    with Live(Text("one\ntwo"), console=screen, auto_refresh=False) as live:
+        live.refresh()
+        drawn = len(stream.getvalue())  # type: ignore[attr-defined]
+        log.warning("something")
+        said = stream.getvalue()[drawn:]  # type: ignore[attr-defined]
+    assert said.index("\x1b[1A\x1b[2K") < said.index("something") < said.index("one")

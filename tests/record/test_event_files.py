@@ -143,3 +143,16 @@ def test_an_error_while_adding_leaves_what_was_there(
 def test_a_damaged_event_file_tells_of_no_row(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "events.out.tfevents.0000000009.1").write_bytes(damage)
     assert own_session(tmp_path) is None
+
+
+def test_nothing_is_written_through_a_planted_link(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run(folder, status=None)
+    add(folder, 1.0, "killed")
+    for path in list(folder.glob("events*")):
+        (folder / f".{path.name.removeprefix('events.out.tfevents.')}.tmp").symlink_to(victim)
+    (folder / "events.out.tfevents.0000000008.added").symlink_to(victim)
+    add(folder, 2.0, "killed")
+    run(folder, start_step=10)
+    assert victim.read_text() == "precious"

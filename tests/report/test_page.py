@@ -12,6 +12,7 @@ import pytest
 from runner.benchmark.result import BenchmarkResult
 from runner.report import page
 from runner.report.comparison import Comparison, Row, of_benchmark
+from runner.report.naming import labels
 from tests.report.browser import look
 from tests.report.planted_results import (
     SAMPLES,
@@ -106,6 +107,24 @@ def test_points_lie_where_memory_and_speed_are(tmp_path: Path) -> None:
     assert c["x"] - a["x"] == pytest.approx(2 * (b["x"] - a["x"]), rel=0.02)  # 1×, 2×, 3×
     assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 1000, 750 MiB
     assert a["y"] > c["y"] > b["y"]
+
+
+def test_points_are_named_by_what_sets_them_apart() -> None:
+    long = [f"optimization={level} seed={seed}" for level in ("none", "ultra") for seed in (0, 1)]
+    assert labels(long, 18) == ["none 0", "none 1", "ultra 0", "ultra 1"]
+    assert labels(["optimizer.lr=0.001", "optimizer.lr=0.01 model.width=8"], 18) == [
+        "lr=0.001", "lr=0.01 width=8"
+    ]  # fmt: skip
+    assert labels(["the long way home, one of it", "the long way home, two of it"], 18) == [
+        "…one…", "…two…"
+    ]  # fmt: skip
+    assert labels(["a=1", "b=2"], 18) == ["a=1", "b=2"]
+    found = many(3)
+    for row, name in zip(found.rows, long, strict=False):
+        row.name = name
+    text = page.html(found)
+    assert re.search(r'class="name"[^>]*>none 0<', text)
+    assert "Names leave out what is alike" in text
 
 
 def test_loss_curves_are_those_of_the_runs(tmp_path: Path) -> None:

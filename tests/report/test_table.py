@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,41 @@ def test_thirty_jobs_of_a_sweep_are_thirty_rows() -> None:
     lines = [line.split() for line in table.splitlines() if line[:1].isdigit()]
     assert [line[0] for line in lines] == [str(i) for i in range(30)]
     assert "0.2900" in text
+
+
+def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
+    made = [
+        Row(
+            typed.split(), "done", name=typed, speedup=rate / rates[0],
+            summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate}},
+                     "memory": {"peak_process_bytes": 2**29},
+                     "monitor": "val/accuracy", "best": rate / 1e5},
+        )
+        for typed, rate in zip(overrides, rates, strict=True)
+    ]  # fmt: skip
+    return Comparison("which", made, reference=overrides[0])
+
+
+def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_speed_up_and_memory_go() -> None:
+    typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
+    text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
+    assert "best val/accuracy" in text and "0.3000" in text
+    assert "speed-up" not in text and "512 MiB" not in text
+
+
+def test_runs_that_are_equally_fast_are_not_called_the_fastest() -> None:
+    seeds = shown(of_sweep("seed=0", "seed=1", "seed=2", rates=[20_000.0, 20_100.0, 20_300.0]))
+    assert "samples fast" not in seeds and "Best val/accuracy" in seeds
+    levels = ["optimization=none", "optimization=basic"]
+    text = shown(of_sweep(*levels, rates=[20_000.0, 20_100.0]))
+    assert "No run was more than 5 % slower than another" in text and "fastest" not in text
+    text = shown(of_sweep(*levels, rates=[20_000.0, 30_000.0]))
+    assert "optimization=basic went through its samples 1.50× as fast" in text
+
+
+def test_jobs_that_did_not_come_to_an_end_are_counted_once() -> None:
+    rows = [Row(["seed=0"], "done", name="seed=0"), Row(["seed=1"], "failed", name="seed=1")]
+    text = shown(Comparison("which", rows))
+    assert "1 of 2 jobs did not come to an end: seed=1 (failed)." in text
+    assert text.count("1 of 2") == 1
+    assert "1 of 1 came to an end." in shown(Comparison("which", rows[:1]))

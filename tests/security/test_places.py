@@ -123,6 +123,49 @@ def test_a_config_file_leads_no_run_out_of_the_output_root(key: str, tmp_path: P
     assert not (tmp_path / "escape").exists()
 
 
+def theirs(text: str) -> list[str]:
+    Path("conf/experiment").mkdir(parents=True)
+    Path("conf/experiment/own.yaml").write_text(f"# @package _global_\n{text}")
+    return ["--config-dir=conf", "experiment=own"]
+
+
+def test_a_job_in_this_process_is_held_to_the_folder_that_it_really_gets(tmp_path: Path) -> None:
+    """Its number is not known when it is composed; a link lies where the second one would go."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    Path("outputs/s").mkdir(parents=True)
+    Path("outputs/s/1").symlink_to(outside)
+    typed = theirs("hydra: {sweep: {dir: outputs/s}}\n")
+    with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: .*/1, which is .*outside is"):
+        launch(check(read_arguments([*QUICK, *typed, "-m", "seed=0,1", "hydra/launcher=basic"])))
+    assert Path("outputs/s/0/summary.json").exists() and not list(outside.iterdir())
+
+
+def test_a_job_in_this_process_lies_below_its_sweep_s_folder() -> None:
+    typed = theirs("hydra: {sweep: {dir: outputs/s, subdir: ../t}}\n")
+    with pytest.raises(SecurityError, match=r"hydra\.sweep\.subdir: .*/t is refused"):
+        launch(check(read_arguments([*QUICK, *typed, "-m", "seed=0,1", "hydra/launcher=basic"])))
+    assert not Path("outputs/t").exists()
+
+
+def test_a_run_has_its_log_and_warnings_whatever_a_config_says_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    typed = theirs(
+        "hydra: {job_logging: {version: 1, root: {handlers: []}, "
+        "loggers: {runner: {level: CRITICAL, propagate: false, handlers: []}}}}\n"
+    )
+    try:
+        folder = start(*typed, "security=off")
+    finally:
+        for handler in handlers:  # pytest's own
+            root.addHandler(handler)
+    assert "security=off" in (folder / "run.log").read_text()
+    assert "security=off" in capsys.readouterr().err
+
+
 def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
     tmp_path: Path,
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from runner.cli.preflight import check
 from runner.composing import compose
 from runner.config import plain
 from runner.errors import ConfigError, SecurityError
+from runner.summary import Summary
 
 LEAVE = "security.environment=[MY_TOKEN]"
 
@@ -67,6 +70,48 @@ def test_a_refusal_tells_a_value_by_its_name(
     with pytest.raises((SecurityError, ConfigError)) as refused:
         check(read_arguments([typed_in, "security.environment=[SHORT]"]))
     assert value not in str(refused.value) and told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [("optimizer.name", "torch.optim has no '${oc.env:SHORT}'"),
+     ("training.monitor", "there is no metric '${oc.env:SHORT}'")],
+)  # fmt: skip
+def test_what_ends_a_run_tells_a_short_value_by_its_name_too(
+    key: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    monkeypatch.setenv("SHORT", "p@ss")
+    typed_in = ["data=cancer", "device=cpu", "optimization=none", "training.steps=1",
+                f"{key}=${{oc.env:SHORT}}", "security.environment=[SHORT]"]  # fmt: skip
+    assert launch(check(read_arguments(typed_in))) == 2
+    (folder,) = Path("outputs/runs").glob("*/*")
+    log, reason = (folder / "run.log").read_text(), Summary.read(folder).reason
+    for text in (log, reason, capsys.readouterr().err):
+        assert told in text and "p@ss" not in text
+
+
+@pytest.mark.parametrize("asked", [["--hydra-help"], ["--cfg", "all"], ["--info", "all"]])
+def test_what_hydra_prints_is_plain_text(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner"])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    (tmp_path / "theirs" / "experiment").mkdir(parents=True)
+    (tmp_path / "theirs" / "experiment" / "own.yaml").write_text(
+        "# @package _global_\n"
+        'optimizer: {options: {x: "a\\u202Eb\\u2066c\\u0085d\\ud800"}}\n'
+        'hydra: {hydra_help: {template: "HEAD\\e[2J\\e]0;owned\\a\\u009b31m $FLAGS_HELP"}}\n'
+    )
+    asked = [*asked, "--config-dir=theirs", "+experiment=own"]
+    with suppress(SystemExit):  # how Hydra's help ends
+        launch(check(read_arguments(asked)))
+    shown = capsys.readouterr().out
+    assert "\\u202e" in shown or "HEAD\\x1b[2J" in shown
+    assert len(shown.splitlines()) > 5
+    assert all(line.replace("\t", "").isprintable() for line in shown.split("\n"))
 
 
 @pytest.mark.parametrize("part", [[], ["-p", "seed"]])

@@ -200,11 +200,11 @@ def test_keyword_catch_alls_get_the_arguments_and_no_unnamed_size() -> None:
     assert construct(make, {"odd": 1}, SIZES, "model") == {"classes": 10, "odd": 1}
 
 
-def test_what_the_constructor_raises_passes_through() -> None:
+def test_what_the_constructor_raises_passes_through_with_the_keys_that_it_got() -> None:
     def make(width: int) -> None:
         raise TypeError("from inside")
 
-    with pytest.raises(TypeError, match="^from inside$"):
+    with pytest.raises(TypeError, match="^from inside\nmake got model.width$"):
         construct(make, {"width": 1}, {}, "model")
 
 

@@ -16,6 +16,7 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import SecurityError, StorageError
+from runner.security.intent.places import own_trees, resumed_at, roots
 from runner.sweep.child import LOG, Child
 from runner.sweep.plan import set_aside
 from runner.sweep.record import Sweep
@@ -48,7 +49,7 @@ def everything(folder: Path) -> dict[str, str]:
 
 def a_sweep(folder: Path, name: str = "0") -> Path:
     """One job that failed, in a folder of that name."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     job = {"number": 0, "overrides": ["seed=0", "training.epochs=1", f"sweep.resume={folder}"],
            "folder": name, "status": "failed"}  # fmt: skip
     (folder / "sweep.json").write_text(
@@ -165,3 +166,15 @@ def test_a_config_file_goes_on_with_nothing_that_lies_elsewhere(key: str, tmp_pa
         return
     found = check(read_arguments([*typed, f"{key}={tmp_path / 'elsewhere'}"]))
     assert found.session is None or found.session.folder == tmp_path / "elsewhere"
+
+
+def test_a_sweep_that_is_gone_on_with_does_not_vouch_for_itself(tmp_path: Path) -> None:
+    handed = a_sweep(tmp_path / "far" / "outputs" / "handed")
+    session = check(read_arguments([*TYPED, f"sweep.resume={handed}"])).session
+    assert session is not None and session.resumed and session.folder == handed
+    chosen = check(read_arguments([*TYPED, f"hydra.sweep.dir={handed}"])).session
+    assert chosen is not None and not chosen.resumed
+    with resumed_at(None, chosen=not session.resumed):
+        assert own_trees(handed / "0") == roots()
+    with resumed_at(None, chosen=not chosen.resumed):
+        assert handed.parent in own_trees(handed / "0")

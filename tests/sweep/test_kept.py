@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from runner.composing import compose
 from runner.errors import StorageError
-from runner.overrides.spelling import quoted
+from runner.record.typed import quoted
 from runner.sweep import identity, job
 from runner.sweep.command import domains
 from runner.sweep.plan import before
@@ -99,7 +99,7 @@ def test_a_job_is_another_one_with_another_checkpoint_or_variable(tmp_path: Path
 
 @pytest.mark.parametrize("left", ["garbage", "5", "[]", '{"token": "", "told": ["seed=3"]}'])
 def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
-    code = "from runner.sweep.job import overrides; print(overrides())"
+    code = "from runner.sweep.job import orders; print(orders().overrides)"
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):
         process = subprocess.Popen(
             [sys.executable, "-c", code], env={**environment(), job.VARIABLE: left}, text=True,
@@ -110,8 +110,8 @@ def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
 
 
 def test_a_job_takes_its_orders_from_the_one_who_holds_its_lifeline() -> None:
-    code = "from runner.sweep.job import overrides; print(overrides())"
-    variables, reads, writes = job.lifeline(["seed=3"])
+    code = "from runner.sweep.job import orders; print(orders())"
+    variables, reads, writes = job.lifeline(["seed=3"], chosen=False)
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment() | variables, text=True, stdin=reads,
@@ -120,4 +120,4 @@ def test_a_job_takes_its_orders_from_the_one_who_holds_its_lifeline() -> None:
     finally:
         os.close(reads)
         os.close(writes)
-    assert done.stdout == "['seed=3']\n", done.stderr
+    assert done.stdout == f"{job.Orders(['seed=3'], chosen=False)}\n", done.stderr

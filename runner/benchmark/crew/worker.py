@@ -168,19 +168,19 @@ def _compiled_so_far() -> float:
 def _over(error: BaseException, folder: Path | None) -> Over:
     """What to tell of an error; its traceback goes into the log, its summary into the folder."""
     import logging
-    from traceback import extract_tb
 
     from runner.benchmark.crew.ending import is_memory
     from runner.record import provenance
     from runner.record.console import one_line
+    from runner.record.raised import told
+    from runner.security.secrets import named
     from runner.summary import FILE, Summary
 
     if isinstance(error, RunnerError):
-        message = str(error).partition("\n")[0]
+        message = named(str(error).partition("\n")[0])
     else:
-        last = extract_tb(error.__traceback__)[-1]
-        gist = " ".join(str(error).split())[:500]
-        message = f"{type(error).__name__}: {gist} ({Path(last.filename).name}:{last.lineno})"
+        said, file, line = told(error)
+        message = f"{' '.join(said.split())[:500]} ({Path(file).name}:{line})"
     logging.getLogger("runner").error("%s", message, exc_info=error)
     if folder is not None and not (folder / FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):

@@ -18,9 +18,11 @@ from runner.checks.inputs.finding import WAYS_OUT, Finding
 from runner.checks.inputs.here import numbers
 from runner.checks.inputs.look import InputChecks, Look
 from runner.checks.inputs.measure import exchanged, leaves
+from runner.checks.inputs.samples import culprits, harmless
 from runner.checks.inputs.there import There, Underway, vetoes
 from runner.errors import DataError
 from runner.record.history import History
+from runner.record.typed import resuming
 
 log = logging.getLogger("runner")
 
@@ -167,11 +169,11 @@ class Inputs:
             seen = self.checks.see(batch)
             if self.checks.lost(seen):
                 raise DataError(f"the first batch of the data: {seen.findings[0].evidence}")
-        return exchanged(batch, self.checks.harmless(seen))
+        return exchanged(batch, harmless(seen, self.checks.known))
 
     def _case(self, finding: Finding, seen: Look, places: list[int], step: int) -> Case:
         """What is to be done about it, and to which samples."""
-        policy, bad = self.checks.policy(finding.check), self.checks.culprits(seen, finding)
+        policy, bad = self.checks.policy(finding.check), culprits(seen, finding, self.checks.known)
         words = f"{finding.leaf}: {finding.evidence}" if finding.leaf else finding.evidence
         if bad is not None and step >= 0:
             which = [place for place, flag in zip(places, bad.tolist(), strict=True) if flag]
@@ -203,7 +205,7 @@ class Inputs:
         self.veto = self.there.veto(row, seen, checks)
         self.there.send(number, seen, row, self.veto)
         if vetoes(checks, "labels"):
-            batch = exchanged(batch, checks.harmless(seen))
+            batch = exchanged(batch, harmless(seen, checks.known))
         return batch
 
     def _catch_up(self, last: int) -> None:
@@ -246,12 +248,13 @@ class Inputs:
     def _note(self, number: int, told: Told) -> None:
         if told.check == "not_finite":
             self.history.explain(number, told.message)
-        severity = "error" if told.action == "the run ends" else "warning"
+        ends = told.action == "the run ends"
         key = f"checks.inputs.{told.check}={self.checks.policy(told.check).value}"
         used = f"the batch is trained on all the same ({key}); {WAYS_OUT[told.check]}"
         self.history.add(
-            f"input_{told.check}", told.message, step=number, category="data", severity=severity,
-            action=told.action or used,
+            f"input_{told.check}", told.message, step=number, category="data",
+            severity="error" if ends else "warning", action=told.action or used,
+            say=not ends,  # the error that it ends with says it
         )  # fmt: skip
 
     def _stop(self, number: int, check: str, words: str) -> None:
@@ -260,7 +263,7 @@ class Inputs:
         raise self._refusal(number, check, words)
 
     def _refusal(self, number: int, check: str, words: str) -> DataError:
-        then = "" if self.folder is None else f"; to go on: checkpoint.resume={self.folder}"
+        then = "" if self.folder is None else f"; to go on: {resuming(self.folder)}"
         return DataError(
             f"step {number}: {words} (checks.inputs.{check}=stop); {WAYS_OUT[check]}{then}"
         )

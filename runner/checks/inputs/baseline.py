@@ -7,11 +7,11 @@ from statistics import median
 from typing import Any
 
 from runner.checks.inputs.measure import MARKS, STATS, Plan
+from runner.checks.inputs.shares import Shares
 
 # Least robust deviation, in deviations of the data: what is less is real, and of no consequence.
 FLOOR = {"mean": 0.02, "deviation": 0.02, "low": 0.1, "high": 0.1}
 FEW = 16  # samples of a batch below which its numbers have long tails
-LEAST_SHARE = 0.4  # of 1 / sqrt(samples), what the shares of labels vary by in fair draws
 TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
 FAR = 85.0  # sinh of it is a float32 still
 
@@ -33,8 +33,7 @@ class Baseline:
         self.reach = threshold  # robust deviations that count as drift
         self.limits: list[tuple[float, float] | None] = []  # of each entry
         self.ranges: dict[str, tuple[float, float]] = {}  # of each leaf, with as much on each side
-        self.shares: list[float] = []  # of each class
-        self.most_apart = math.inf  # of shares, times sqrt(samples)
+        self.shares = Shares(threshold)  # of the labels
 
     @property
     def full(self) -> bool:
@@ -70,18 +69,7 @@ class Baseline:
             width = max(high - low, 1e-6)
             self.ranges[leaf] = (low - width, high + width)
         if plan.shares:
-            counts = [sum(c) for c in columns[plan.width : plan.width + plan.shares]]
-            self.shares = [c / max(1.0, sum(counts)) for c in counts]
-            apart = [self.apart(row, plan) for row in self.rows]
-            middle, scale = _spread(apart, LEAST_SHARE)
-            self.most_apart = middle + self.reach * scale
-
-    def apart(self, row: list[float], plan: Plan) -> float:
-        """Half the summed difference of the label shares, times the root of the sample count."""
-        counts = row[plan.width : plan.width + plan.shares]
-        total = max(1.0, sum(counts))
-        differ = sum(abs(c / total - p) for c, p in zip(counts, self.shares, strict=True))
-        return 0.5 * differ * math.sqrt(total)
+            self.shares.settle([row[plan.width : plan.width + plan.shares] for row in self.rows])
 
     def all_alike(self, plan: Plan, samples: int) -> float:
         """How likely all samples of a batch are one, by how many were among the batches so far."""

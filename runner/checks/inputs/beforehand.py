@@ -56,7 +56,9 @@ class Beforehand:
         config = checks.config
         if {config.drift, config.duplicates} - {Policy.off, Policy.warn}:
             return False  # what is done about one batch must not be missed
-        if self.inputs.is_complex() or self.inputs[0].numel() * len(self.rows) > MOST:
+        if self.inputs.is_complex() or self.target.is_complex():
+            return False
+        if self.inputs[0].numel() * len(self.rows) > MOST:
             return False
         seen = checks.see(batch)  # finds out the form, after a checkpoint too
         if seen.findings or checks.form != seen.plan.form:

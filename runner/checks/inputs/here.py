@@ -54,6 +54,9 @@ def _row(measure: Measure, found: dict[str, Tensor], plan: Plan) -> list[float]:
             values = values.astype(np.float32)
         flat = values.reshape(-1)
         ends = float(flat.min()), float(flat.max())  # NaN and Inf come through
+        if name in plan.brief:
+            scalars += ends
+            continue
         mean, deviation = _moments(flat, max(-ends[0], ends[1]))
         scalars += [*ends, mean / (deviation + TINY), deviation]
         if name == plan.main:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from runner.checks.config import InputsConfig, Policy
 from runner.checks.inputs.baseline import Baseline
+from runner.checks.inputs.finding import Finding
 from runner.checks.inputs.measure import LARGEST, Labels, Plan
 
 DRIFT = "drift"  # it is told of finite numbers only
@@ -64,3 +66,20 @@ def _bounds(
         asked = config.schema
         return low if asked.low is None else asked.low, high if asked.high is None else asked.high
     return None if baseline is None else baseline.limits[at]
+
+
+def crossed(limit: Limit, plan: Plan, value: float) -> Finding:
+    """What is said of a number that is not within its limit."""
+    entry, low, high = plan.entries[limit.at], limit.low, limit.high
+    if limit.check == DRIFT:
+        unit = " deviations" if entry.stat == "mean" else ""
+        said = f"its {entry.stat} is {value:.4g}, and {low:.4g} to {high:.4g}{unit} is usual"
+        return Finding("drift", entry.leaf, said)
+    what = "labels" if entry.leaf == plan.labels else "values"
+    said = {
+        "not_finite": "values that are NaN or infinite",
+        "labels": f"{what} such as {value:g}, and there are {low:g} to {high:g}",
+        "range": f"values such as {value:.6g}, outside {low:.6g} to {high:.6g}",
+    }[limit.check]
+    low, high = (x if abs(x) < LARGEST else math.copysign(math.inf, x) for x in (low, high))
+    return Finding(limit.check, entry.leaf, said, low, high)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from runner.batch import Batch
@@ -14,23 +14,24 @@ from runner.checks.config import InputsConfig, Policy
 from runner.checks.inputs.baseline import Baseline
 from runner.checks.inputs.finding import Finding, follows, reason
 from runner.checks.inputs.here import numbers
-from runner.checks.inputs.limits import DRIFT, Limit, limits
+from runner.checks.inputs.limits import DRIFT, Limit, crossed, limits
 from runner.checks.inputs.measure import (
-    LARGEST,
     Labels,
     Measure,
     Plan,
-    bad_samples,
     key_of,
     leaves,
+    passed_over,
     plan_of,
 )
 from runner.checks.inputs.repeats import Repeats
 from runner.checks.inputs.schema import Schema
+from runner.checks.inputs.shares import POOLED, joined
 from runner.security.trust import Reason
 
+log = logging.getLogger("runner")
+
 CHANCE = 1e-4  # of batches: constant ones that come more often are no fault
-BY_SAMPLE = ("not_finite", "range", "labels")  # a single sample can be at fault
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Look:
     values: int = 0  # in the main leaf
     row: list[float] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    pool: list[float] | None = None  # counts of labels up to this batch; None: it counts for none
 
 
 class InputChecks:
@@ -70,6 +72,8 @@ class InputChecks:
         self.form = ""  # of the baseline's batches
         self.limits: list[Limit] = []  # of `plan`
         self.usual: list[Limit] = []  # those that drift is told by
+        self.pool: list[float] = []  # counts of labels that are yet too few to tell
+        self.unseen: set[str] = set()  # tensors that are not looked at, and were named
         self.last = 0  # step that was remembered last
 
     def look(self, batch: Batch, epoch: int | None = None) -> list[Reason]:
@@ -94,6 +98,7 @@ class InputChecks:
         if self.plan is None or self.plan.key != key_of(found):
             self.plan = plan_of(found, self.known)
             self._set_limits()
+            self._name(passed_over(batch))
         samples = len(next(reversed(found.values()))) if found else 0
         main = found.get(self.plan.main or "")
         seen = Look(found, self.plan, samples, 0 if main is None else main.numel())
@@ -102,6 +107,13 @@ class InputChecks:
             if differs is not None:
                 seen.findings.append(Finding("form", "", differs))
         return seen
+
+    def _name(self, unseen: list[str]) -> None:
+        """Say once which tensors no check looks at."""
+        new = [name for name in unseen if name not in self.unseen]
+        if new:
+            log.warning("checks.inputs looks at dense tensors only, not at %s", ", ".join(new))
+            self.unseen.update(new)
 
     @staticmethod
     def lost(seen: Look) -> bool:
@@ -144,7 +156,7 @@ class InputChecks:
             place = limit.check, seen.plan.entries[limit.at].leaf
             if place not in told:
                 told.add(place)
-                seen.findings.append(self._finding(limit, seen, value))
+                seen.findings.append(crossed(limit, seen.plan, value))
 
     def main_at(self, seen: Look) -> int | None:
         """Where in its row the least value of the main leaf is, and next to it the largest, if it
@@ -186,11 +198,13 @@ class InputChecks:
         plan, row = seen.plan, seen.row
         if not plan.shares or self.policy("drift") is Policy.off:
             return
-        if self.baseline.apart(row, plan) > self.baseline.most_apart:
-            counts = row[plan.width : plan.width + plan.shares]
-            most = max(range(len(counts)), key=counts.__getitem__)
-            share, was = counts[most] / max(1.0, sum(counts)), self.baseline.shares[most]
-            said = f"{share:.0%} of the labels are {most}, and {was:.0%} were among the first"
+        counts = row[plan.width : plan.width + plan.shares]
+        seen.pool = joined(self.pool, counts)
+        said = self.baseline.shares.odd(counts)
+        if sum(seen.pool) >= POOLED:
+            said = said or self.baseline.shares.odd(seen.pool)
+            seen.pool = []
+        if said:
             seen.findings.append(Finding("drift", plan.labels or "", said))
 
     def remember(self, seen: Look, step: int, epoch: int | None) -> bool:
@@ -201,8 +215,12 @@ class InputChecks:
         if self.lost(seen):
             return False
         plan = seen.plan
+        if seen.pool is not None:
+            self.pool = seen.pool
         if epoch is not None and seen.row:
             self.repeats.add(epoch, seen.row[plan.width + plan.shares :], seen.samples, step)
+        if self.schema.settled and seen.found:
+            self._widen(seen)
         if seen.findings or self.baseline.full:
             return False
         self.schema.learn(seen.found)
@@ -215,6 +233,11 @@ class InputChecks:
             self.schema.settled = True
             self._set_limits()
         return complete
+
+    def _widen(self, seen: Look) -> None:
+        widened = self.schema.widen(seen.found, seen.plan.text)
+        if widened:
+            log.info("checks.inputs: other lengths than before: %s", "; ".join(widened))
 
     def _has_baseline(self, seen: Look) -> bool:
         """Whether drift can be told: means of few samples vary more."""
@@ -235,51 +258,6 @@ class InputChecks:
         self.limits = [limit for limit in found if limit.check != DRIFT]
         self.usual = [limit for limit in found if limit.check == DRIFT]
 
-    def _finding(self, limit: Limit, seen: Look, value: float) -> Finding:
-        entry = seen.plan.entries[limit.at]
-        low, high = limit.low, limit.high
-        if limit.check == DRIFT:
-            unit = " deviations" if entry.stat == "mean" else ""
-            said = f"its {entry.stat} is {value:.4g}, and {low:.4g} to {high:.4g}{unit} is usual"
-            return Finding("drift", entry.leaf, said)
-        what = "labels" if entry.leaf == seen.plan.labels else "values"
-        said = {
-            "not_finite": "values that are NaN or infinite",
-            "labels": f"{what} such as {value:g}, and there are {low:g} to {high:g}",
-            "range": f"values such as {value:.6g}, outside {low:.6g} to {high:.6g}",
-        }[limit.check]
-        low, high = (x if abs(x) < LARGEST else math.copysign(math.inf, x) for x in (low, high))
-        return Finding(limit.check, entry.leaf, said, low, high)
-
-    # -- samples -------------------------------------------------------------------------------
-
-    def culprits(self, seen: Look, finding: Finding) -> Tensor | None:
-        """Which samples are at fault, one flag each; None: the batch as a whole. Waits."""
-        if finding.check not in BY_SAMPLE:
-            return None
-        of_labels = finding.leaf == seen.plan.labels
-        ignored = self.known.ignored if of_labels else None
-        tensor = seen.found[finding.leaf]
-        if len(tensor) != seen.samples:
-            return None
-        if finding.check == "not_finite":
-            return (~tensor.isfinite()).reshape(len(tensor), -1).any(1).cpu()
-        return bad_samples(tensor, finding.low, finding.high, ignored).cpu()
-
-    def harmless(self, seen: Look) -> dict[str, Tensor]:
-        """Labels and tokens that point nowhere, made to point somewhere; nothing is read."""
-        safe: dict[str, Tensor] = {}
-        bounds = [(seen.plan.labels, self.known.classes), (seen.plan.tokens, self.known.vocab)]
-        for leaf, below in bounds:
-            if leaf is None or below is None:
-                continue
-            tensor = seen.found[leaf]
-            bad = (tensor < 0) | (tensor >= below)
-            if leaf == seen.plan.labels and self.known.ignored is not None:
-                bad &= tensor != self.known.ignored
-            safe[leaf] = torch.where(bad, 0, tensor)
-        return safe
-
     # -- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -289,6 +267,7 @@ class InputChecks:
             "form": self.form,
             "schema": self.schema.state(),
             "baseline": self.baseline.state(),
+            "pool": list(self.pool),
             "repeats": self.repeats.state(),
         }
 
@@ -297,4 +276,5 @@ class InputChecks:
         self.last, self.form, self.plan = state["last"], state["form"], None
         self.schema.load(state["schema"])
         self.baseline.load(state["baseline"], None)
+        self.pool = list(state.get("pool", ()))  # older checkpoints have none
         self.repeats.load(state["repeats"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from runner.batch import Batch
 from runner.nest import placed
 
 LARGEST = torch.finfo(torch.float32).max
-MOST_LEAVES = 8  # tensors of a batch that are looked at
+MOST_LEAVES = 8  # tensors of a batch of which more than the ends is taken
 MOST_FEATURES = 4096  # of a sample that its projection is of
 MOST_COUNTED = 2**18  # labels times classes that are counted
 MOST_CLASSES = 256
@@ -46,7 +47,8 @@ class Plan:
     key: tuple[Any, ...]
     form: str  # the same as text, for checkpoints
     entries: list[Entry] = field(default_factory=list)
-    values: list[str] = field(default_factory=list)  # leaves of which STATS are taken
+    values: list[str] = field(default_factory=list)  # leaves of which STATS or the ends are taken
+    brief: set[str] = field(default_factory=set)  # those of which the ends alone are
     learned: list[str] = field(default_factory=list)  # those that have a usual: no masks, no types
     labels: str | None = None  # leaf of classes
     tokens: str | None = None  # leaf of token ids below a known number of words
@@ -62,8 +64,27 @@ class Plan:
 
 def leaves(batch: Batch) -> dict[str, Tensor]:
     """The dense tensors of a batch by name: inputs, inputs.key, inputs[1], target."""
-    named = (*placed(batch[0], "inputs"), *placed(batch[1], "target"))
-    return {name: t for name, t in named if t.layout is torch.strided and t.ndim and t.numel()}
+    return {n: t for n, t in _named(batch) if is_dense(t) and t.ndim and t.numel()}
+
+
+def passed_over(batch: Batch) -> list[str]:
+    """The tensors of a batch that are not looked at: sparse, nested and quantized ones."""
+    return [name for name, tensor in _named(batch) if not is_dense(tensor)]
+
+
+def _named(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    yield from placed(batch[0], "inputs")
+    yield from placed(batch[1], "target")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether all of torch can compute with it."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, [..., 2]; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def mapped(value: Any, change: dict[str, Tensor], name: str) -> Any:
@@ -98,8 +119,8 @@ def plan_of(found: dict[str, Tensor], known: Labels) -> Plan:
     inputs = [name for name in found if name.startswith("inputs")]
     if inputs:
         plan.main = "inputs.input_ids" if "inputs.input_ids" in found else inputs[0]
-    for name, tensor in list(found.items())[:MOST_LEAVES]:
-        if tensor.dtype is torch.bool or tensor.dtype.is_complex:
+    for place, (name, tensor) in enumerate(found.items()):
+        if tensor.dtype is torch.bool:
             continue
         if name == "target" and is_index(tensor):
             if known.classes:
@@ -108,6 +129,12 @@ def plan_of(found: dict[str, Tensor], known: Labels) -> Plan:
             if known.classes and known.classes <= MOST_CLASSES and tensor.ndim == 1:
                 counted = len(tensor) * known.classes <= MOST_COUNTED
                 plan.shares = known.classes if counted else 0
+            continue
+        if place >= MOST_LEAVES and name != plan.main:
+            if not is_index(tensor):  # a whole number is finite
+                plan.values.append(name)
+                plan.brief.add(name)
+                plan.entries += [Entry(name, "low"), Entry(name, "high")]
             continue
         plan.values.append(name)
         if name == plan.main or not is_index(tensor):
@@ -139,9 +166,13 @@ class Measure:
             if name == plan.labels:
                 scalars += self.of_labels(tensor)
                 continue
-            values = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+            values = as_real(tensor)
+            values = values if values.dtype in (torch.float32, torch.float64) else values.float()
             flat = values.reshape(-1)
             low, high = torch.aminmax(flat)  # NaN and Inf come through, in one pass
+            if name in plan.brief:
+                scalars += [low, high]
+                continue
             mean, deviation = moments(flat, torch.maximum(-low, high))
             # in deviations: one value of a heavy tail moves both
             scalars += [low, high, mean / (deviation + TINY), deviation]
@@ -224,6 +255,7 @@ def moments(flat: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def bad_samples(tensor: Tensor, low: float, high: float, ignored: int | None = None) -> Tensor:
     """Which samples hold a value that is outside, or no number; one flag a sample."""
+    tensor = as_real(tensor)
     bad = ~((tensor >= low) & (tensor <= high))
     if ignored is not None:
         bad &= tensor != ignored

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.debug.gradients.layers import Layer
-from runner.storage import replace_text
+from runner.storage import read_record, replace_text
 
 log = logging.getLogger("runner")
 
@@ -48,7 +48,7 @@ class GradientRecord:
         if folder is None or not step:
             return
         try:
-            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            found = json.loads(read_record(folder / FILE))
             looks: dict[int, list[dict[str, Any]]] = {}
             for row in found["layers"]:
                 if row["step"] <= step:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from runner.security.gate.format import Buffer
 from runner.security.gate.policy import Bounds
+from runner.security.gate.program import Peekable
 from runner.security.gate.refused import Refused, repeated
 from runner.security.gate.threads import at_once
 
@@ -58,7 +59,7 @@ class _Entry(NamedTuple):
 
 def read_archive(data: Buffer, bounds: Bounds, methods: tuple[int, ...]) -> list[Member]:
     """Its members, in the order of their bytes. Raises Refused."""
-    count, table, end = _find_table(data)
+    count, table, end = find_table(data)
     if count > bounds.members:
         raise Refused("zip.members", "", f"has {count:,} members, more than {bounds.members:,}", "")
     entries = sorted(_read_table(data, count, table, end, methods), key=lambda e: e.offset)
@@ -122,26 +123,29 @@ def _compare(crc: int, member: Member) -> None:
         raise Refused("zip.crc", member.name, "its bytes do not match their checksum")
 
 
-def _find_table(data: Buffer) -> tuple[int, int, int]:
-    """How many rows the table at the end has, where it begins, and where it ends."""
+def find_table(data: Peekable) -> tuple[int, int, int]:
+    """How many rows the table at the end has, where it begins, and where it ends.
+
+    Raises Refused.
+    """
     last = len(data) - _END.size
     if last < 0 or bytes(data[last : last + 4]) != b"PK\x05\x06":
         raise Refused(
             "zip.end", f"at {max(last, 0)}", "the archive does not end with its table: it was cut "
             "short, or something was appended",
         )  # fmt: skip
-    _, disk, first, here, count, size, offset, comment = _END.unpack_from(data, last)
+    _, disk, first, here, count, size, offset, comment = _END.unpack(data[last:])
     if disk or first or here != count or comment:
         raise Refused("zip.end", f"at {last}", "is one of several parts, or has a comment")
     end = last
     locator = last - _LOCATOR.size
     if locator >= 0 and bytes(data[locator : locator + 4]) == b"PK\x06\x07":
         end = locator - _END64.size
-        _, disk, where, disks = _LOCATOR.unpack_from(data, locator)
+        _, disk, where, disks = _LOCATOR.unpack(data[locator:last])
         if disk or disks != 1 or where != end or end < 0:
             raise Refused("zip.end", f"at {locator}", "points to another table than its own")
         signature, length, _, _, disk, first, here, long_count, long_size, long_offset = (
-            _END64.unpack_from(data, end)
+            _END64.unpack(data[end:locator])
         )
         short = (_short(long_count, _MAX16), _short(long_size, _MAX32), _short(long_offset, _MAX32))
         if (

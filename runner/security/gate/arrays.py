@@ -11,6 +11,7 @@ import numpy as np
 from runner.security.gate.archive import DEFLATED, STORED, inflate, read_archive
 from runner.security.gate.format import Buffer
 from runner.security.gate.policy import Bounds
+from runner.security.gate.program import Peekable
 from runner.security.gate.refused import Refused
 from runner.security.gate.wanted import WAY_OUT, NeedsPickle
 
@@ -23,6 +24,19 @@ MOST = 1 << 62
 
 def check_npy(data: Buffer, bounds: Bounds, own: bool, where: str = "") -> None:
     """Raises Refused, and NeedsPickle for an array of objects."""
+    kind, size, begin = check_header(data, where)
+    if kind[1] == "b" and size and np.frombuffer(data, np.uint8, size, begin).max() > 1:
+        raise Refused(
+            "npy.bool", where, "has truth values other than 0 and 1, which are read in two ways",
+            "save it with array.astype(np.uint8).astype(bool)",
+        )  # fmt: skip
+
+
+def check_header(data: Peekable, where: str = "") -> tuple[str, int, int]:
+    """Its type, the bytes that its values take, which there are, and where they begin.
+
+    Raises as `check_npy`.
+    """
     header, begin = _header(data, where)
     shape, kind = header["shape"], header["descr"]
     if type(kind) is not str or not (match := TYPE.fullmatch(kind)):
@@ -53,11 +67,7 @@ def check_npy(data: Buffer, bounds: Bounds, own: bool, where: str = "") -> None:
             "npy.size", where,
             f"of {kind} and shape {shape} takes {size:,} bytes, not {len(data) - begin:,}",
         )  # fmt: skip
-    if kind[1] == "b" and size and np.frombuffer(data, np.uint8, size, begin).max() > 1:
-        raise Refused(
-            "npy.bool", where, "has truth values other than 0 and 1, which are read in two ways",
-            "save it with array.astype(np.uint8).astype(bool)",
-        )  # fmt: skip
+    return kind, size, begin
 
 
 def check_npz(data: Buffer, bounds: Bounds, own: bool) -> None:
@@ -69,14 +79,21 @@ def check_npz(data: Buffer, bounds: Bounds, own: bool) -> None:
             "zip.ratio", "", f"says that its {len(data):,} bytes become {total:,}",
             "save it with np.savez, which does not compress",
         )  # fmt: skip
+    names = {member.name for member in members}
     for member in members:
-        if not member.name.endswith(".npy"):
+        short = member.name.removesuffix(".npy")
+        if short == member.name:
             raise Refused("npz.member", member.name, "is no array")
+        if short in names:
+            raise Refused(
+                "npz.name", member.name, f"is called as {short} is, and numpy reads only that one",
+                "give its arrays names that do not end in .npy",
+            )  # fmt: skip
     for member in members:
         check_npy(inflate(data, member), bounds, own, member.name)
 
 
-def _header(data: Buffer, where: str) -> tuple[dict[str, Any], int]:
+def _header(data: Peekable, where: str) -> tuple[dict[str, Any], int]:
     """The three things that it says, and where the values begin."""
     version = bytes(data[6:8])
     if bytes(data[:6]) != MAGIC or version not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):

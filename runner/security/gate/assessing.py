@@ -13,19 +13,29 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import Self
+from typing import NamedTuple, Self
 
 from runner.errors import CheckpointError
 from runner.security.gate.child import Child
 from runner.security.gate.folder import Thing, is_loadable, thing_of
-from runner.security.gate.held import Watched, digest, watch
+from runner.security.gate.glance import refusal
+from runner.security.gate.held import Peeked, Watched, digest, watch
 from runner.security.gate.policy import Policy
 from runner.security.gate.provenance import Recorded, is_own, recorded, vouch
 from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
 
 THREADS = max(2, min(4, os.cpu_count() or 2))
 AHEAD = 2 * THREADS  # files that are hashed before it is their turn
-Read = Watched | tuple[str, int]  # the file, or the digest and size of what nobody loads
+
+
+class Unread(NamedTuple):
+    """A file of which the ends were enough."""
+
+    size: int
+    reason: Reason
+
+
+Read = Watched | FileFacts | Unread
 
 
 class Assessor:
@@ -62,11 +72,15 @@ class Assessor:
                     str(read), "make it readable, or leave it out",
                 )])  # fmt: skip
                 continue
-            if isinstance(read, tuple):
-                found.files[name] = FileFacts(*read, OTHER)
+            alone = thing.kind == "file"
+            if isinstance(read, FileFacts):
+                found.files[name] = read
+            elif isinstance(read, Unread):
+                found.files[name] = FileFacts("", read.size, "unknown")
+                found.refuse([read.reason if alone else _placed(read.reason, name)])
             else:
                 with read:
-                    self._look(found, name, read, known.says(name, read), thing.kind == "file")
+                    self._look(found, name, read, known.says(name, read), alone)
             if told is not None:
                 told(found.files[name].size)
         vouch(found, thing.path, self.policy, by_root=thing.kind != "run")
@@ -95,10 +109,14 @@ class Assessor:
         found.refuse(reasons)
 
     def _watch(self, path: Path) -> Read:
+        with Peeked(path) as data:
+            reason = refusal(data, path.name, self.policy)
+            if reason is not None:
+                return Unread(data.size, reason)
         return watch(path, self.stop)
 
     def _digest(self, path: Path) -> Read:
-        return digest(path, self.stop)
+        return FileFacts(*digest(path, self.stop), OTHER)
 
     def _read(self, thing: Thing) -> Iterator[tuple[str, Path, Read | CheckpointError]]:
         """Each file in turn; the threads are some files ahead."""

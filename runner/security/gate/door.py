@@ -18,12 +18,12 @@ from runner.security.gate.assessing import Assessor, assess_folder
 from runner.security.gate.child import Child
 from runner.security.gate.examine import Examined, examine, malformed
 from runner.security.gate.folder import thing_of
-from runner.security.gate.format import HEAD, identify, identify_ends
-from runner.security.gate.held import Held, ends, hold
+from runner.security.gate.format import identify
+from runner.security.gate.glance import refusal
+from runner.security.gate.held import Held, Peeked, hold
 from runner.security.gate.load import loaded, unpickled
 from runner.security.gate.policy import Policy
 from runner.security.gate.provenance import is_own, vouch
-from runner.security.gate.refused import Refused
 from runner.security.trust import Assessment, FileFacts, Severity, Trust, require
 
 
@@ -47,7 +47,7 @@ def open_file(path: Path, policy: Policy, sha256: str | None = None, apart: bool
     """
     start = time.perf_counter()
     if sha256 is None:
-        _glance(path)
+        _glance(path, policy)
     with hold(path) as held:
         if sha256 is not None and held.sha256 != sha256:
             raise CheckpointError(
@@ -104,13 +104,12 @@ def is_named(sha256: str, policy: Policy) -> bool:
     return sha256 in policy.pinned or sha256 in policy.allow_pickle
 
 
-def _glance(path: Path) -> None:
-    """Refuse what is of no format that is read before all of it is read: it may be large."""
-    try:
-        identify_ends(*ends(path, HEAD), path.name)
-    except Refused as refused:
-        why = one_line(str(refused.reason))
-        raise SecurityError(f"{one_line(str(path))}: refused: {why}") from None
+def _glance(path: Path, policy: Policy) -> None:
+    """Refuse what can be refused before all of it is read: it may be large."""
+    with Peeked(path) as data:
+        reason = refusal(data, path.name, policy)
+    if reason is not None:
+        raise SecurityError(f"{one_line(str(path))}: refused: {one_line(str(reason))}")
 
 
 def _look_apart(found: Assessment, held: Held, path: Path, policy: Policy) -> None:

@@ -12,20 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.security.gate.format import HEAD, is_raw
+from runner.errors import CheckpointError
+from runner.security.gate.format import RAW_NAMES, is_models_name, is_raw
+from runner.security.gate.glance import holds_model
+from runner.security.gate.held import Peeked
 from runner.security.gate.provenance import MANIFEST
 from runner.security.gate.signing import find
 from runner.security.trust import Reason, Severity
 
 DEPTH = 64
-LOADABLE = (
-    ".bin", ".ckpt", ".distcp", ".joblib", ".keras", ".nemo", ".npk", ".npy", ".npz", ".onnx",
-    ".pickle", ".pkl", ".pt", ".pt2", ".pte", ".pth", ".ptl", ".safetensors", ".tar", ".torch",
-    ".ts",
-)  # fmt: skip
-"""Names of files that hold models or arrays, or claim to."""
-MAGIC = (b"\x93NUMPY", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
-"""First bytes of those that are looked at whatever their name is."""
 SPECIAL = "a pipe, socket or device"
 PARTS = ("checkpoints", "debug/captures")  # a folder with one of them is a run's
 
@@ -79,31 +74,22 @@ def _named(path: Path) -> Thing:
 
 
 def is_loadable(path: Path) -> bool:
-    """Whether the file is one that loaders read, by its name or its first bytes.
+    """Whether the file is one that loaders read, by its name or its content.
 
-    One that cannot be read may be. The name `.bin` says nothing: token ids have it too.
+    One that cannot be read may be.
     """
-    anything = path.suffix.lower() == ".bin"
-    if path.name == ".metadata" or (_is_named(path) and not anything):
+    anything = path.name.lower().endswith(RAW_NAMES)
+    if path.name == ".metadata" or (is_models_name(path.name) and not anything):
         return True
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return False
-        with path.open("rb") as file:
-            head = file.read(HEAD)
-            if anything:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 1))
-                return not is_raw(head, file.read(1), size)
-            if head.startswith(b"PK\x03\x04"):  # archives of other things are no concern of ours
-                file.seek(-min(path.stat().st_size, 1 << 16), os.SEEK_END)
-                tail = file.read()
-                return b"data.pkl" in tail or b".npy" in tail
+        with Peeked(path) as data:
+            return not is_raw(data) if anything else holds_model(data)
     except FileNotFoundError:
         return False
-    except OSError:
+    except (CheckpointError, OSError):
         return True
-    return head.startswith(MAGIC)
 
 
 def _kind(folder: Path) -> str | None:
@@ -174,21 +160,16 @@ def _sort(entry: os.DirEntry[str], found: Thing, top: Path, base: Path) -> None:
             target = path.resolve()
             if not target.is_relative_to(top.resolve()) or not target.exists():
                 told = f"a link that leads to {target}"
-                found.odd.append(_odd("link.outside", name, told, _is_named(path)))
-            elif target.is_file() and _is_named(path) and path.suffix != target.suffix:
+                found.odd.append(_odd("link.outside", name, told, is_models_name(path.name)))
+            elif target.is_file() and is_models_name(path.name) and path.suffix != target.suffix:
                 found.files[name] = path  # what it is depends on the name that it is loaded by
             # else it is met where it really lies
         elif entry.is_file(follow_symlinks=False):
             found.files[name] = path
         else:
-            found.odd.append(_odd("file.special", name, SPECIAL, _is_named(path)))
+            found.odd.append(_odd("file.special", name, SPECIAL, is_models_name(path.name)))
     except (OSError, RuntimeError) as error:  # a loop of links
-        found.odd.append(_odd("link.broken", name, str(error), _is_named(path)))
-
-
-def _is_named(path: Path) -> bool:
-    """Whether it is in the place of a model's file: that is what a loader would open."""
-    return path.name.lower().endswith(LOADABLE)
+        found.odd.append(_odd("link.broken", name, str(error), is_models_name(path.name)))
 
 
 def _too_deep(path: str) -> Reason:

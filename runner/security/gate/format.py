@@ -1,10 +1,25 @@
-"""What a file is: its first bytes and its name have to say the same."""
+"""What a file is: its content and its name have to say the same.
+
+Little of the content is read for that: the first bytes and, where those may begin a pickle, as much
+as it takes to tell.
+"""
 
 from __future__ import annotations
 
+import tarfile
+
+from runner.security.gate.program import Peekable, is_program
 from runner.security.gate.refused import DAMAGED, SAVE_AGAIN, Refused
 
 Buffer = bytes | memoryview
+
+LOADABLE = (
+    ".bin", ".ckpt", ".distcp", ".joblib", ".keras", ".nemo", ".npk", ".npy", ".npz", ".onnx",
+    ".pickle", ".pkl", ".pt", ".pt2", ".pte", ".pth", ".ptl", ".safetensors", ".tar", ".torch",
+    ".ts",
+)  # fmt: skip
+"""Names of files that hold models or arrays, or claim to."""
+RAW_NAMES = (".bin",)  # of those, what numbers without a header are called too
 
 TORCH_NAMES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".pt.tar")
 NAMES = {
@@ -58,18 +73,18 @@ HEAD = 512  # bytes that tell a format
 KNOWN = "the runner reads safetensors, torch.save (.pt .pth .ckpt .bin), .npy and .npz"
 
 
-def identify(data: Buffer, name: str) -> str:
+def is_models_name(name: str) -> bool:
+    """Whether it is one that a loader of models or arrays would be given."""
+    return name.lower().endswith(LOADABLE)
+
+
+def identify(data: Peekable, name: str) -> str:
     """The format. Raises Refused for one that is not read, or that the name denies."""
-    return identify_ends(bytes(data[:HEAD]), bytes(data[-1:]), len(data), name)
-
-
-def identify_ends(head: bytes, last: bytes, size: int, name: str) -> str:
-    """The same for a file that was not read yet, by its first `HEAD` bytes and its last one."""
     lower = name.lower()
     for suffix, (code, what, way_out) in CODE_NAMES.items():
         if lower.endswith(suffix):
             raise Refused(code, "", f"is {what}", way_out)
-    kind = _by_content(head, last, size, lower)
+    kind = _by_content(data, lower)
     if not lower.endswith(NAMES[kind]):
         raise Refused(
             "format.name", name, f"its content is {_words(kind)}, and its name says otherwise",
@@ -78,23 +93,26 @@ def identify_ends(head: bytes, last: bytes, size: int, name: str) -> str:
     return kind
 
 
-def is_raw(head: bytes, last: bytes, size: int) -> bool:
-    """Whether a file is of none of the formats known here, such as numbers without a header.
+def is_zip(head: bytes) -> bool:
+    """Whether a zip archive begins with these bytes."""
+    return head.startswith(b"PK\x03\x04")
 
-    By its first `HEAD` bytes, its last one and its size.
-    """
+
+def is_raw(data: Peekable) -> bool:
+    """Whether a file is of none of the formats known here, such as numbers without a header."""
     try:
-        _by_content(head, last, size, "")
+        _by_content(data, "")
     except Refused as refused:
         return refused.reason.code == UNKNOWN
     return False
 
 
-def _by_content(head: bytes, last: bytes, size: int, name: str) -> str:
+def _by_content(data: Peekable, name: str) -> str:
+    head = bytes(data[:HEAD])
     if not head:
         raise Refused("format.empty", "", "the file is empty", DAMAGED)
-    if head.startswith(b"PK\x03\x04"):
-        first = _first_member(head)
+    if is_zip(head):
+        first = first_member(head)
         is_npz = first.endswith(b".npy") or name.endswith(".npz") and b"data.pkl" not in first
         return "npz" if is_npz else "torch_zip"
     if head.startswith(b"\x93NUMPY"):
@@ -102,14 +120,13 @@ def _by_content(head: bytes, last: bytes, size: int, name: str) -> str:
     for magic, what in OTHERS:
         if head.startswith(magic):
             raise Refused("format.unsupported", "at 0", f"is {what}", f"{KNOWN}; {CONVERT}")
-    if head[257:262] == b"ustar":
-        raise Refused("format.unsupported", "at 257", "is a tar archive", f"{KNOWN}; {SAVE_AGAIN}")
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
+    if _is_tar(head):
+        raise Refused("format.unsupported", "at 0", "is a tar archive", f"{KNOWN}; {SAVE_AGAIN}")
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= len(data):
         return "safetensors"
     if head.startswith(LEGACY):
         return "torch_legacy"
-    # 0 to 5 are the protocols that there are; below 2 a pickle has no beginning of its own
-    if head[:1] == b"\x80" and head[1:2] <= b"\x05" or _is_old_pickle(head, last):
+    if is_program(data):
         return "pickle"
     raise Refused(
         UNKNOWN, "at 0", f"its first bytes, {head[:8].hex(' ')}, are those of no format known here",
@@ -117,13 +134,18 @@ def _by_content(head: bytes, last: bytes, size: int, name: str) -> str:
     )  # fmt: skip
 
 
-def _first_member(head: bytes) -> bytes:
+def first_member(head: bytes) -> bytes:
+    """The name of the first file in a zip archive, as far as it is in the first bytes."""
     return head[30 : 30 + int.from_bytes(head[26:28], "little")]
 
 
-def _is_old_pickle(head: bytes, last: bytes) -> bool:
-    """Whether it could be of protocol 0 or 1: it ends in STOP and begins with an opcode."""
-    return last == b"." and head[:1] in b"(]})cIFLSVUX[K"
+def _is_tar(head: bytes) -> bool:
+    """By the sum of its first block: the oldest tars, which loaders take, say nothing else."""
+    try:
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return head[257:262] == b"ustar"
+    return True
 
 
 def _words(kind: str) -> str:

@@ -101,6 +101,34 @@ class Watched:
         return _stamp(self.file) != self._before
 
 
+class Peeked:
+    """A file as bytes of which only those are read that are asked for, by slices; a context manager
+    that closes it. CheckpointError says why it cannot be had.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(open_regular(path), "rb", buffering=0)  # noqa: SIM115  # it stays open
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self.size)
+        try:
+            self._file.seek(start)
+            return self._file.read(max(0, stop - start)) or b""
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+
 def watch(path: Path, stop: Event | None = None) -> Watched:
     """Hash a file and keep it open; CheckpointError says why it cannot be had."""
     try:
@@ -135,17 +163,6 @@ def hold(path: Path, stop: Event | None = None) -> Held:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return Held(memory, found.hexdigest())
-
-
-def ends(path: Path, count: int) -> tuple[bytes, bytes, int]:
-    """Its first bytes, its last one, and its size; CheckpointError as for `hold`."""
-    try:
-        with open(open_regular(path), "rb", buffering=0) as file:
-            first, size = file.read(count) or b"", os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - 1))
-            return first, file.read(1) or b"", size
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def digest(path: Path, stop: Event | None = None) -> tuple[str, int]:

@@ -26,6 +26,12 @@ class Storage(NamedTuple):
     item: int  # bytes of an element; 1 for one without a type
 
 
+class Bytes(NamedTuple):
+    """Bytes that there would be."""
+
+    size: int
+
+
 class Tensor(NamedTuple):
     """A tensor that would be made."""
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from runner.security.gate.marks import Box, Made, Name, Storage, Tensor
+from runner.security.gate.marks import Box, Bytes, Made, Name, Storage, Tensor
 from runner.security.gate.refused import SAVE_AGAIN, Refused
 
 STORAGES = {
@@ -84,6 +84,11 @@ def storage(identity: Any, known: Mapping[str, int] | None) -> Storage:
         raise Refused("torch.storage", "", "a storage is called by what is no id of one")
     kind, key, location, count = parts[1].name, *parts[2:]
     item = STORAGES.get(kind)
+    if known is None and kind == "torch.storage.UntypedStorage":
+        raise Refused(
+            "tensor.kind", "", "numbers of a type that torch itself cannot read from its old "
+            "format, such as uint16, complex32 or float8", SAVE_AGAIN,
+        )  # fmt: skip
     if item is None:
         raise Refused(
             "tensor.kind", "", f"a {kind}, which is not loaded",
@@ -210,7 +215,7 @@ def _set(arguments: tuple[Any, ...], made: Made) -> Box:
     return Box("set", items.count)
 
 
-def _bytes(arguments: tuple[Any, ...], made: Made) -> bytes:
+def _bytes(arguments: tuple[Any, ...], made: Made) -> Bytes:
     """`_codecs.encode`, as bytes are pickled: no other codec, and not twice."""
     text, codec = arguments
     if type(text) is not str or codec not in ("latin1", "latin-1"):
@@ -218,18 +223,25 @@ def _bytes(arguments: tuple[Any, ...], made: Made) -> bytes:
     made.text += len(text)
     if max(text, default="") > "\xff":
         raise ValueError
-    return b""
+    return Bytes(len(text))
 
 
-def _bytearray(arguments: tuple[Any, ...], made: Made) -> bytes:
-    return _bytes(arguments, made) if arguments else b""
+def _bytearray(arguments: tuple[Any, ...], made: Made) -> Bytes:
+    """A copy of bytes, or empty, or of text as old Pythons have it; of a number, never."""
+    if len(arguments) == 2:
+        return _bytes(arguments, made)
+    (copied,) = arguments or (Bytes(0),)
+    if type(copied) is not Bytes:
+        raise TypeError
+    made.text += copied.size
+    return copied
 
 
-def _no_bytes(arguments: tuple[Any, ...], made: Made) -> bytes:
+def _no_bytes(arguments: tuple[Any, ...], made: Made) -> Bytes:
     """An empty one, which is how protocol 2 has it; a number in its place would be a length."""
     if arguments:
         raise ValueError
-    return b""
+    return Bytes(0)
 
 
 def _complex(arguments: tuple[Any, ...], made: Made) -> complex:

@@ -16,6 +16,7 @@ class Bounds:
     """How large and how deep a file may be; what goes beyond is refused."""
 
     members: int = 100_000  # of an archive
+    tensors: int = 100_000  # of a safetensors file
     ratio: float = 4.0  # of bytes in memory to bytes in the file
     inflated: float = 32.0  # of bytes in memory to bytes in a compressed .npz or .parquet
     sparse: float = 256.0  # the same of a small one: arrays of almost only zeros are honest

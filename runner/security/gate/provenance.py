@@ -16,13 +16,16 @@ from typing import Any
 from runner.errors import CheckpointError
 from runner.record.console import one_line
 from runner.record.provenance import versions
+from runner.security.gate.format import is_models_name
 from runner.security.gate.policy import Policy
+from runner.security.gate.signing import NAME as SIGNATURE
 from runner.security.gate.signing import Signature, signature_of
 from runner.security.sealed import read_sealed
 from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity, Trust
 from runner.storage import Written
 
 MANIFEST = "manifest.json"
+BESIDE = (MANIFEST, SIGNATURE, "replay.md")  # what it does not name, and we put there
 FORMAT = 1  # of checkpoints and captures
 LIMIT = 1 << 24  # bytes of a manifest that is read
 
@@ -37,7 +40,12 @@ class Recorded:
 
 
 def root_of(files: Mapping[str, FileFacts]) -> str:
-    """One sha256 over the names and digests of all files, whatever their order."""
+    """One sha256 over the names and digests of all files, whatever their order.
+
+    Empty where one was not read, since its ends were enough to refuse it.
+    """
+    if not all(facts.sha256 for facts in files.values()):
+        return ""
     rows = {os.fsencode(name): facts.sha256.encode() for name, facts in files.items()}
     text = b"".join(name + b"\0" + rows[name] + b"\n" for name in sorted(rows))
     return hashlib.sha256(text).hexdigest()
@@ -99,16 +107,13 @@ def vouch(found: Assessment, path: Path, policy: Policy, by_root: bool = True) -
 
 def _recorded(found: Assessment, folder: Path, policy: Policy) -> bool:
     """Whether manifests of ours vouch for every file that is loaded; what they deny is refused."""
-    loaded: dict[Path, list[str]] = {}
-    for name, facts in found.files.items():
-        if facts.format != OTHER:
-            loaded.setdefault((folder / name).parent, []).append(name)
     own = is_own(folder, policy)
     checked = own
-    for place, names in loaded.items():
+    for place, names in _by_manifest(found, folder).items():
         record = recorded(place)
-        if record is None:
-            checked = False
+        loads = any(found.files[name].format != OTHER for name in names)
+        if record is None or (record.fault and not loads):
+            checked = checked and not loads
         elif record.fault:
             checked = False
             found.reasons.append(Reason(
@@ -117,7 +122,7 @@ def _recorded(found: Assessment, folder: Path, policy: Policy) -> bool:
             ))  # fmt: skip
         else:
             found.written_by = record.written_by
-            checked = _fits(found, record, names) and checked
+            checked = _fits(found, record, folder, place, names) and checked
             if not own:
                 found.reasons.append(Reason(
                     "manifest.foreign", Severity.NOTE, f"{place.name}/{MANIFEST}",
@@ -126,17 +131,37 @@ def _recorded(found: Assessment, folder: Path, policy: Policy) -> bool:
     return checked
 
 
-def _fits(found: Assessment, record: Recorded, names: list[str]) -> bool:
-    """Whether it vouches for each of these files beside it."""
+def _by_manifest(found: Assessment, folder: Path) -> dict[Path, list[str]]:
+    """The files by the folder of the manifest that is the nearest above them, else by their own."""
+    held = {(folder / name).parent for name in found.files if Path(name).name == MANIFEST}
+    sorted_out: dict[Path, list[str]] = {}
+    for name in found.files:
+        place = (folder / name).parent
+        above = [at for at in (place, *place.parents) if at in held]
+        sorted_out.setdefault(above[0] if above else place, []).append(name)
+    return sorted_out
+
+
+def _may_load(found: Assessment, name: str) -> bool:
+    """Whether somebody may load it: for its content, or for its name alone."""
+    return found.files[name].format != OTHER or is_models_name(name)
+
+
+def _fits(found: Assessment, record: Recorded, folder: Path, place: Path, names: list[str]) -> bool:
+    """Whether it vouches for each of these files beside and below it that may be loaded."""
     fits = True
     for name in names:
-        facts, written = found.files[name], record.files.get(Path(name).name)
+        within = (folder / name).relative_to(place).as_posix()
+        facts, written = found.files[name], record.files.get(within)
+        if within in BESIDE:
+            continue
         if written is None:
-            fits = False
+            fits = fits and not _may_load(found, name)
             found.reasons.append(Reason(
-                "manifest.stray", Severity.NOTE, name, f"{MANIFEST} beside it does not name it"
+                "manifest.stray", Severity.NOTE, name, f"{MANIFEST} does not name it",
+                "move it elsewhere, unless you put it there",
             ))  # fmt: skip
-        elif (facts.sha256, facts.size) != (written.sha256, written.size):
+        elif facts.sha256 and (facts.sha256, facts.size) != (written.sha256, written.size):
             fits = False
             found.refuse([Reason(
                 "manifest.digest", Severity.REFUSAL, name,

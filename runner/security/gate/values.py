@@ -18,7 +18,7 @@ from runner.security.trust import Reason, Severity
 
 ABSURD = 1e10  # weights and their statistics are many powers of ten smaller
 MOST = 20  # tensors that are named
-WAY_OUT = "check where it comes from before you use it: job=scan, check_model"
+WAY_OUT = "check where it comes from before you use it; check_model looks closer"
 
 
 def value_reasons(tensors: Iterable[tuple[Place, Tensor]]) -> list[Reason]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.errors import ConfigError, SecurityError
@@ -20,32 +17,25 @@ from runner.security.config import SecurityConfig as Security
 from runner.security.intent import bounds
 from runner.security.intent.keys import OF_LAUNCHERS, OF_SWEEPERS, REFUSED, default_of
 from runner.security.intent.levels import check_security
+from runner.security.intent.logs import check_logging
 from runner.security.intent.names import (
     FACTORIES,
     NAMED,
     check_callbacks,
-    check_logging,
     check_plugin,
-    leaves,
 )
-from runner.security.intent.places import check_place, typed_place
 from runner.security.intent.said import Said, check_jobs, check_text, parse
+from runner.security.intent.settled import CALLED, LOGS, in_a_job
 from runner.security.intent.steady import Steady, below
-from runner.security.secrets import resolved, shows
-from runner.security.targets import NAME, permit
+from runner.security.intent.written import GONE_ON_WITH, check_places, check_resumed
+from runner.security.secrets import resolved
+from runner.security.targets import permit
 
 PLUGINS = (("launcher", Launcher, OF_LAUNCHERS), ("sweeper", Sweeper, OF_SWEEPERS))
-LOGS = ("job_logging", "hydra_logging")
-CALLED = ("launcher", "sweeper", "callbacks", *LOGS)
 CALLS = ("_target_", *FACTORIES, *NAMED)
 ACTED_ON = (*CALLED, "run", "sweep", "output_subdir", "job.name")
 CLOSED = ("security", "hydra")
 """Groups that a file's overrides leave alone."""
-GONE_ON_WITH = ("checkpoint.resume", "replay.path")
-RESUMES = ("checkpoint.resume", "sweep.resume")
-"""Keys that say where to write, when they are typed: the run or sweep goes on in place."""
-SHOWN = (("output_subdir",), ("job", "name"), ("sweep", "subdir"))  # names of folders and files
-WRITES = ("filename", "submitit_folder", "temp_folder", "mmap_folder")
 
 
 def check_composed(config: DictConfig, said: Said, typed: Security) -> None:
@@ -62,11 +52,13 @@ def check_composed(config: DictConfig, said: Said, typed: Security) -> None:
     _check_nodes(tree["hydra"], said)
     steady = Steady(tree)
     steady.check("name", *(f"hydra.{key}" for key in ACTED_ON))
+    steady.check(*(key for key in GONE_ON_WITH if not said.has(key)))
     _check_name(config)
-    hydra = _resolved(config, tree["hydra"])
+    hydra = in_a_job(config, tree["hydra"], "run")
     _check_hydra(hydra, tree["hydra"], said)
-    _check_places(hydra, said)
-    _check_resumed(config, said)
+    for written in (hydra, in_a_job(config, tree["hydra"], "sweep")):
+        check_places(written, said)
+    check_resumed(config, said)
     _check_params(hydra.get("sweeper"), said)
     _check_arms(tree, said)
 
@@ -125,66 +117,6 @@ def _check_nodes(hydra: Any, said: Said) -> None:
                 _check_literal(".".join(map(str, where)), value, said)
 
 
-def check_leads(config: DictConfig) -> None:
-    """Raise ConfigError where what Hydra will act on cannot be resolved."""
-    tree: Any = OmegaConf.to_container(config, resolve=False)
-    _resolved(config, tree["hydra"], complete=True)
-
-
-def _resolved(config: DictConfig, hydra: Any, complete: bool = False) -> dict[str, Any]:
-    """What Hydra itself will act on, as it would be in the first job."""
-    found: dict[str, Any] = {"choices": hydra["runtime"].get("choices") or {}}
-    with _as_in_a_job(config, hydra):
-        for part in (*CALLED, "output_subdir", "run", "sweep"):
-            found[part] = _settled(hydra.get(part), ("hydra", part), config, complete)
-        found["name"] = _value(config, ("hydra", "job", "name"), complete)
-    return found
-
-
-@contextmanager
-def _as_in_a_job(config: DictConfig, hydra: Any) -> Iterator[None]:
-    """While entered, the config has what Hydra fills in; a copy of it would take far longer."""
-    job, runtime = config.hydra.job, config.hydra.runtime
-    with open_dict(config):
-        job.num, job.id = 0, "0"
-        runtime.output_dir = _value(config, ("hydra", "run", "dir"), False)
-        try:
-            yield
-        finally:
-            job.num, job.id = hydra["job"].get("num", "???"), hydra["job"].get("id", "???")
-            runtime.output_dir = hydra["runtime"].get("output_dir", "???")
-
-
-def _settled(raw: Any, path: tuple[Any, ...], whole: DictConfig, complete: bool) -> Any:
-    """The same with every reference followed; None for those that lead nowhere."""
-    if isinstance(raw, dict):
-        return {k: _settled(v, (*path, k), whole, complete) for k, v in raw.items()}
-    if isinstance(raw, list):
-        return [_settled(v, (*path, n), whole, complete) for n, v in enumerate(raw)]
-    if not isinstance(raw, str) or "${" not in raw:
-        return None if raw == "???" else raw
-    value = _value(whole, path, complete)
-    if OmegaConf.is_config(value):
-        raise SecurityError(
-            f"{'.'.join(map(str, path))}: {raw} is refused: it stands for a whole group of "
-            "settings; write them there"
-        )
-    return value
-
-
-def _value(whole: DictConfig, path: tuple[Any, ...], complete: bool) -> Any:
-    try:
-        found, told = resolved(whole, path)
-    except OmegaConfBaseException as error:
-        if complete:
-            key = str(error.full_key or ".".join(map(str, path)))
-            raise ConfigError(key, " ".join(str(error).split())) from error
-        return None
-    if told is not None and (path[-1] in WRITES or path[1:] in SHOWN):
-        raise shows(".".join(map(str, path)), told)
-    return found
-
-
 def _check_hydra(hydra: Mapping[str, Any], raw: Any, said: Said) -> None:
     names = said.security.names
     for part, kind, known in PLUGINS:
@@ -199,59 +131,8 @@ def _check_hydra(hydra: Mapping[str, Any], raw: Any, said: Said) -> None:
                     f"address; if you mean it, type {key}.{name}=…"
                 )
     check_callbacks(hydra.get("callbacks"), names)
-    for part in LOGS:
-        check_logging(hydra.get(part), f"hydra.{part}", said.off)
-
-
-def _check_places(hydra: Mapping[str, Any], said: Said) -> None:
-    """Folders and files that Hydra makes; under strict those that were typed as well."""
-    run, sweep = hydra["run"].get("dir"), hydra["sweep"].get("dir")
-    subdir, saved = hydra["sweep"].get("subdir"), hydra.get("output_subdir")
-    places = {
-        "hydra.run.dir": run,
-        "hydra.sweep.dir": sweep,
-        "hydra.sweep.subdir": Path(sweep) / subdir if sweep and subdir else None,
-        "hydra.output_subdir": Path(run) / saved if run and saved else None,
-    }
-    for part in ("launcher", *LOGS):
-        for key, value in leaves(hydra.get(part), f"hydra.{part}"):
-            if key.rpartition(".")[2] in WRITES and value is not None:
-                places[key] = value
-                if ".." in str(value).split("/") and not said.has(key):  # of which folder?
-                    raise SecurityError(f"{key}: {value} is refused: it leads up; name the folder")
-    allowed = tuple(_typed_roots(said))
-    for key, value in places.items():
-        if value is not None:
-            check_place(key, value, allowed, said.strict)
-    name = hydra["name"]
-    if name is not None and not NAME.fullmatch(str(name).replace("-", "_")):
-        raise SecurityError(f"hydra.job.name: {name!r} is refused: it is part of a file's name")
-
-
-def _check_resumed(config: DictConfig, said: Said) -> None:
-    """What a run goes on from or adds to, where a file says so, was written here."""
-    for key in GONE_ON_WITH:
-        found = _value(config, tuple(key.split(".")), False)
-        if found not in (None, "", "None", "none", "auto") and not said.has(key):
-            check_place(key, found, tuple(_typed_roots(said)))
-
-
-def _typed_roots(said: Said) -> list[Any]:
-    """Folders that somebody typed: their own decision, but not under strict."""
-    if said.strict:
-        return []
-    found = []
-    for key, value in said.values.items():
-        if not isinstance(value, str) or "." not in key:
-            continue
-        last = key.rpartition(".")[2]
-        if key.startswith("hydra.") and last in ("dir", *WRITES):
-            found.append(typed_place(value))
-        elif key in RESUMES and value not in ("none", "auto"):
-            place = Path(os.path.realpath(value))  # a run's folder, or one of its checkpoints
-            within = (one.parent for one in (place, place.parent) if one.name == "checkpoints")
-            found.append(next(within, place))
-    return [one for one in found if one is not None and one != one.parent]  # never all there is
+    for part in () if said.off else LOGS:
+        check_logging(hydra.get(part), f"hydra.{part}")
 
 
 def _check_params(sweeper: Any, said: Said) -> None:

@@ -1,4 +1,4 @@
-"""Names of what Hydra itself calls: its plugins, callbacks, and what writes its log."""
+"""Names of what Hydra itself calls: its plugins and callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from runner.errors import SecurityError
 from runner.security.intent import registry
 from runner.security.targets import EVERYTHING, permit, resolve
 
-STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 FACTORIES = ("class", "()")
 NAMED = ("custom_search_space",)  # keys of plugins whose value is called
 
@@ -57,22 +56,6 @@ def check_callbacks(node: Any, trusted: Sequence[str]) -> None:
         root = permit(str(value), where, list(trusted))
         if root in trusted:
             resolve(str(value), where, list(trusted))
-
-
-def check_logging(node: Any, key: str, off: bool) -> None:
-    """A `dictConfig`: what writes to a terminal or a file, by its exact name."""
-    for where, value in valued(node, key, (*FACTORIES, "_target_", ".")):
-        if not off and (value not in (*registry.LOGGING,) or not where.endswith(FACTORIES)):
-            raise SecurityError(
-                f"{where}: {value} is refused: logs go to a terminal or a file; there are "
-                f"{', '.join(sorted(registry.LOGGING))}"
-            )
-    for where, value in leaves(node, key):
-        if not off and isinstance(value, str) and "://" in value.partition(" ")[0][:6]:
-            if value.startswith(("ext://", "cfg://")) and value not in STREAMS:
-                raise SecurityError(
-                    f"{where}: {value} is refused: it stands for any object; use {STREAMS[0]}"
-                )
 
 
 def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:

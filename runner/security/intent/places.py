@@ -7,13 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 from runner.errors import SecurityError
 
 ROOTS = ("outputs", "multirun")  # the second one is Hydra's own, for configs that name no other
 
-# the folder that is resumed, and the output roots, as seen from where the command was typed
-_begun: ContextVar[tuple[Path | None, list[Path]] | None] = ContextVar("_begun", default=None)
+
+class _Begun(NamedTuple):
+    """What is gone on with, and the output roots, as seen from where the command was typed."""
+
+    resumed: Path | None
+    chosen: bool  # the folder to write to, by somebody
+    own: list[Path]
+
+
+_begun: ContextVar[_Begun | None] = ContextVar("_begun", default=None)
 
 
 def roots() -> list[Path]:
@@ -22,12 +31,13 @@ def roots() -> list[Path]:
 
 
 @contextmanager
-def resumed_at(folder: Path | None) -> Iterator[None]:
+def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
     """While entered, that folder is the one of a run that is resumed, and vouches for nothing.
 
-    The output roots are those of now, wherever a job goes.
+    Nor does the folder of a job whose sweep is resumed: it was not `chosen`. The output roots are
+    those of now, wherever a job goes.
     """
-    token = _begun.set((folder and folder.resolve(), roots()))
+    token = _begun.set(_Begun(folder and folder.resolve(), chosen, roots()))
     try:
         yield
     finally:
@@ -38,13 +48,14 @@ def own_trees(folder: Path | None) -> list[Path]:
     """The folders of this run tree: what lies there was written by us.
 
     These are the output roots, and for a run in a folder that somebody chose, the nearest `outputs`
-    above it, or itself. One that is resumed by its path may be anybody's, and is none of them.
+    above it, or itself. A run or sweep that is resumed by its path may be anybody's, and is none of
+    them.
     """
-    resumed, own = _begun.get() or (None, roots())
-    if folder is None or folder.resolve() == resumed:
-        return own
+    begun = _begun.get() or _Begun(None, True, roots())
+    if folder is None or not begun.chosen or folder.resolve() == begun.resumed:
+        return begun.own
     place = folder.absolute()
-    return [*own, next((p for p in (place, *place.parents) if p.name == "outputs"), place)]
+    return [*begun.own, next((p for p in (place, *place.parents) if p.name == "outputs"), place)]
 
 
 def check_place(

@@ -17,6 +17,9 @@ from typing import Any, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -30,6 +33,7 @@ from runner.security.intent.expansion import check_expansion
 from runner.security.intent.levels import check_within
 from runner.security.intent.raw import look
 from runner.security.intent.said import Said, security_of
+from runner.security.intent.written import check_job
 
 
 @dataclass
@@ -44,14 +48,15 @@ class Reading:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While entered, Hydra reads no file and composes no config that was not looked at."""
+        """While entered, Hydra reads no file, composes no config and begins no job unseen."""
         Plugins.instance()
         sources = cast(list[type[ConfigSource]], Plugins.instance().discover(ConfigSource))
         file: Any = next(one for one in sources if one.scheme() == "file")
         loader: Any = ConfigLoaderImpl
         stores: Any = ConfigRepository
-        before = file.load_config, stores.load_config, loader.load_configuration
-        read_file, find, compose = before
+        about: Any = HydraConfig
+        before = file.load_config, stores.load_config, loader.load_configuration, about.set_config
+        read_file, find, compose, begin = before
         reading = self
 
         def load_config(source: Any, config_path: str) -> ConfigResult:
@@ -60,6 +65,7 @@ class Reading:
             if reading._is_ours(path) or not os.path.exists(path):
                 found: ConfigResult = read_file(source, config_path)
                 return found
+            _check_not_ours(config_path, path)
             return reading._result(source, path)
 
         def load_named(repository: Any, config_path: str) -> ConfigResult | None:
@@ -79,12 +85,18 @@ class Reading:
             reading.check(config, overrides)
             return config
 
+        def set_config(about: Any, config: DictConfig) -> None:
+            if not OmegaConf.is_missing(config.hydra.runtime, "output_dir"):  # a job is begun
+                check_job(config, reading.said)
+            begin(about, config)
+
         file.load_config, stores.load_config = load_config, load_named
-        loader.load_configuration = load_configuration
+        loader.load_configuration, about.set_config = load_configuration, set_config
         try:
             yield
         finally:
-            file.load_config, stores.load_config, loader.load_configuration = before
+            file.load_config, stores.load_config = before[:2]
+            loader.load_configuration, about.set_config = before[2:]
 
     def check(self, config: DictConfig, overrides: Sequence[str]) -> None:
         """Raise SecurityError for what a config that was just composed may not ask for."""
@@ -152,4 +164,14 @@ def _check_below(name: str) -> None:
     if ".." in parts or name.startswith("/") or "://" in name or "\0" in name:
         raise SecurityError(
             f"{name}: is refused: a config is named below its folder; type --config-dir=FOLDER"
+        )
+
+
+def _check_not_ours(name: str, path: str) -> None:
+    """A file is found before what we tell Hydra of a name: types and launchers would be gone."""
+    known = ConfigStore.instance().get_type(f"{name.removesuffix('.yaml')}.yaml")
+    if known == ObjectType.CONFIG or name.partition("/")[0] == "schema":
+        raise SecurityError(
+            f"{path}: is refused: it would stand in for {name} of the runner or a plugin; "
+            "give it another name"
         )

@@ -111,21 +111,32 @@ ROOTS = ("torch.nn", "torch.optim", "torch.utils.data")
 
 LAUNCHER = "hydra_plugins.runner_isolated.launcher.IsolatedLauncher"
 CALLBACKS = frozenset({"hydra.experimental.callbacks.LogJobReturnCallback"})
-LOGGING = frozenset(
-    {
-        "colorlog.ColoredFormatter",
-        "logging.FileHandler",
-        "logging.Filter",
-        "logging.Formatter",
-        "logging.NullHandler",
-        "logging.StreamHandler",
-        "logging.handlers.RotatingFileHandler",
-        "logging.handlers.TimedRotatingFileHandler",
-        "logging.handlers.WatchedFileHandler",
-        "rich.logging.RichHandler",
-    }
-)
-"""What writes to a terminal or a file, and nowhere else: no socket, no mail, no queue."""
+_FORMAT = ("format", "fmt", "datefmt", "style", "validate", "defaults")
+_COLOURS = ("log_colors", "secondary_log_colors", "reset", "no_color", "force_color", "stream")
+_HANDLER = ("level", "formatter", "filters")
+_FILE = (*_HANDLER, "filename", "mode", "encoding", "delay", "errors")
+_RICH = ("show_time", "omit_repeated_times", "show_level", "show_path", "enable_link_path",
+         "rich_tracebacks", "log_time_format", "keywords")  # fmt: skip
+FORMATTERS: dict[str, tuple[str, ...]] = {
+    "colorlog.ColoredFormatter": (*_FORMAT, *_COLOURS),
+    "logging.Formatter": _FORMAT,
+}
+FILTERS: dict[str, tuple[str, ...]] = {"logging.Filter": ("name",)}
+HANDLERS: dict[str, tuple[str, ...]] = {
+    "logging.FileHandler": _FILE,
+    "logging.NullHandler": _HANDLER,
+    "logging.StreamHandler": (*_HANDLER, "stream"),
+    "logging.handlers.RotatingFileHandler": (*_FILE, "maxBytes", "backupCount"),
+    "logging.handlers.TimedRotatingFileHandler": (
+        *_FILE, "when", "interval", "backupCount", "utc", "atTime",
+    ),
+    "logging.handlers.WatchedFileHandler": _FILE,
+    "rich.logging.RichHandler": (*_HANDLER, *_RICH),
+}  # fmt: skip
+"""What writes to a terminal or a file, and nowhere else, with the keys that may be set of each: no
+socket, no mail, no queue, and no object.
+"""
+LOGGING = frozenset({*FORMATTERS, *FILTERS, *HANDLERS})
 SAMPLERS = frozenset(
     f"optuna.samplers.{name}"
     for name in (

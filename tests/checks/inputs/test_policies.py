@@ -52,11 +52,15 @@ STRICTEST = {
 
 
 @pytest.mark.parametrize("what", STRICTEST)
-def test_a_finding_hides_no_other_of_a_stricter_policy(what: str) -> None:
+def test_a_finding_hides_no_other_of_a_stricter_policy(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     data, policies, check = STRICTEST[what]
     with spoiled(data, None, *(f"checks.inputs.{one}" for one in policies)) as run:
         with pytest.raises(DataError, match=rf"\(checks\.inputs\.{check}=stop\)"):
             train(run)
+    assert run.history.counts[f"input_{check}"] == 1
+    assert "the run ends" not in caplog.text  # the error says it
 
 
 @pytest.mark.parametrize("policies", [["drift=stop"], ["constant=off", "drift=stop"]])

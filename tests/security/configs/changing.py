@@ -39,6 +39,18 @@ CHANGING = [
     by_file("a log that leads up", "hydra: {job_logging: {version: 1, handlers: {x: {class: "
             "logging.FileHandler, filename: '${hydra.runtime.output_dir}/../../x'}}}}\n",
             "it leads up"),
+    *(
+        by_file(f"what {key} names", "hydra: {help: {app_name: none}}\n" + key.replace(".", ": {")
+                + ": '${oc.select:hydra.help.app_name,/elsewhere}'}\n",
+                f"{key}: ${{oc.select:hydra.help.app_name,/elsewhere}} is refused", *more)
+        for key, *more in (
+            ("checkpoint.resume",), ("replay.path", "job=replay"), ("scan.path", "job=scan"),
+            ("sweep.resume", "-m", "seed=0,1"), ("benchmark.baseline", "job=benchmark"),
+        )
+    ),
+    by_file("what is gone on with, at second hand", "hydra: {help: {app_name: none}}\n"
+            "notes: '${oc.select:hydra.help.app_name,/elsewhere}'\n"
+            "checkpoint: {resume: '${notes}'}\n", "", mistake=True),
     by_file("a number of a job", "hydra: {job: {id: evil}}\n", "hydra.job.id"),
     by_file("a folder that Hydra names", "hydra: {runtime: {output_dir: ../ran}}\n",
             "hydra.runtime.output_dir"),

@@ -46,7 +46,25 @@ LOGS = {
     "any object": "handlers: {h: {class: logging.StreamHandler, stream: 'ext://os.environ'}}",
     "a formatter's class": "formatters: {f: {class: evil_pkg.Payload}}",
     "an attribute": "handlers: {h: {class: logging.NullHandler, .: {x: 1}}}",
+    "a checkpoint for a log": "handlers: {h: {class: logging.FileHandler, filename: outputs/a.pt}}",
     "a file outside": "handlers: {h: {class: logging.FileHandler, filename: ../ran}}",
+    "a handler for a formatter": "formatters: {f: {class: logging.FileHandler, format: ../ran, "
+    "datefmt: w, style: utf-8}}",
+    "a handler for a formatter, as a factory": "formatters: {f: {(): logging.FileHandler, "
+    "filename: outputs/ran}}",
+    "a handler for a filter": "filters: {f: {(): logging.FileHandler, filename: outputs/ran}}",
+    "a formatter for a handler": "handlers: {h: {class: logging.Formatter}}",
+    "a filter for a formatter": "formatters: {f: {class: logging.Filter, format: x}}",
+    "a formatter's file": "formatters: {f: {class: logging.Formatter, filename: outputs/ran}}",
+    "a handler's target": "handlers: {h: {class: logging.StreamHandler, target: x}}",
+    "a console for a handler": "handlers: {h: {class: rich.logging.RichHandler, "
+    "console: {(): logging.FileHandler}}}",
+    "something within a colour": "formatters: {f: {(): colorlog.ColoredFormatter, "
+    "log_colors: {(): os.mkdir}}}",
+    "a logger's class": "loggers: {runner: {class: logging.FileHandler}}",
+    "a root that makes": "root: {handlers: [{(): os.mkdir}]}",
+    "a section that there is not": "queues: {f: {class: logging.FileHandler}}",
+    "formatters in a list": "formatters: [{class: logging.FileHandler, format: outputs/ran}]",
 }
 LAUGHS = "".join(
     f"  a{i}: {{ {', '.join(f'k{j}: *a{i - 1}' for j in range(10))} }}\n".replace(
@@ -171,6 +189,19 @@ HYDRAS = [
     Case("a config path of theirs", ["--config-path=theirs"],
          {"theirs/config.yaml": "hydra: {callbacks: {x: {_target_: evil_pkg.Payload}}}\n"},
          "evil_pkg"),
+    by_file("a sweep that nobody typed", "hydra: {mode: MULTIRUN}\n", "hydra.mode", mistake=True),
+    by_file("a sweep of sweeps", "hydra: {mode: MULTIRUN}\n", "hydra.mode", "-m", "seed=0,1",
+            mistake=True),
+    *(
+        Case(" ".join(["in place of", name, *words]), ["--config-dir=theirs", *words],
+             {f"theirs/{name}.yaml": "x: 1\n"}, f"would stand in for {name}")
+        for name, *words in (
+            ("schema/run",), ("schema/data/digits",), ("schema/model/mlp",),
+            ("schema/data/mine", "+schema/data@data=mine"), ("hydra/launcher/isolated",),
+            ("hydra/launcher/isolated", "-m", "seed=0,1"), ("hydra/config",),
+            ("hydra/launcher/basic", "hydra/launcher=basic"), ("hydra/sweeper/basic",),
+        )
+    ),
     Case("a config path, as a variable", ["--config-path=theirs"],
          {"theirs/config.yaml": "hydra: {job: {env_set: {A: b}}}\n"}, "env_set"),
 ]  # fmt: skip
@@ -188,6 +219,11 @@ PLACED = [
     by_file("a record elsewhere", "hydra: {output_subdir: ../../../../../ran}\n",
             "hydra.output_subdir"),
     by_file("a log elsewhere", "hydra: {job: {name: ../../ran}}\n", "hydra.job.name"),
+    by_file("a record of a job elsewhere", "hydra: {run: {dir: outputs/a/b/c/d/e/f/g}, "
+            "sweep: {dir: outputs/s, subdir: '${hydra.job.num}'}, output_subdir: ../../../ran}\n",
+            "hydra.output_subdir", "-m", "seed=0,1", "hydra/launcher=basic"),
+    by_file("a job's folder up the tree", "hydra: {sweep: {dir: outputs/s, subdir: ../../ran}}\n",
+            "hydra.sweep.subdir", "-m", "seed=0,1", "hydra/launcher=basic"),
     by_file("a name that is a path", "name: ../../ran\n", "it is the name of a folder"),
     typed("a typed name that is a path", "name=../../ran", says="it is the name of a folder"),
     by_file("over what was typed", "name: '../../../../../ran'\n",

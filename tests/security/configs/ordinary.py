@@ -23,6 +23,19 @@ hydra:
     root: {handlers: [console, file], level: INFO}
     disable_existing_loggers: false
 """
+COLOURED = """
+hydra:
+  job_logging:
+    version: 1
+    formatters:
+      colours: {(): colorlog.ColoredFormatter, format: '%(message)s', log_colors: {DEBUG: purple}}
+    filters: {ours: {name: runner}}
+    handlers:
+      console: {class: logging.StreamHandler, formatter: colours, filters: [ours]}
+      file: {(): logging.handlers.RotatingFileHandler, filename: outputs/own.log, maxBytes: 1000}
+    loggers: {mine: {level: DEBUG, propagate: false, handlers: [console]}}
+    root: {handlers: [file]}
+"""
 ORDINARY = [
     typed("nothing"),
     typed("keys", "training.steps=3", "optimizer.lr=0.01", "model.width=32", "seed=7"),
@@ -67,6 +80,12 @@ ORDINARY = [
     by_file("a place under the root", "hydra: {run: {dir: 'outputs/own/${name}'}}\n", ""),
     by_file("a sweep in a file", SWEPT, "", "-m"),
     by_file("a log in a file", LOGGED, ""),
+    by_file("a log in colours", COLOURED, ""),
+    *(typed(f"a log of Hydra's: {name}", f"hydra/job_logging={name}", f"hydra/hydra_logging={name}")
+      for name in ("default", "disabled", "none")),
+    typed("Hydra's log in a file", "hydra/job_logging=stdout"),
+    typed("what to go on with, by reference", "job=scan", "+optimizer.options.here=.",
+          "scan.path='${optimizer.options.here}'"),
     by_file("how jobs run", "hydra: {launcher: {jobs: 2, retries: 1}}\n", "", "-m", "seed=0,1"),
     by_file("arms", "defaults: [{override /job: benchmark}]\n"
             "benchmark: {arms: [none, basic]}\n", ""),

@@ -95,6 +95,7 @@ def _plain() -> dict[str, Any]:
     return {
         "text": "Ä \u2603 \U0001f600",
         "bytes": b"\x00\xff",
+        "array": [bytearray(b"\x00\xff"), bytearray()],
         "none": None,
         "numbers": [0, -1, 2**31, -(2**63), 2**200, 0.1, float("inf"), 1 + 2j, True],
         "nested": {"a": [{"b": ({"c": [[], {}, ()]},)}]},

@@ -128,6 +128,13 @@ def _many_tensors() -> bytes:
     return safetensors({f"{i}": entry([0], 0, 0) for i in range(60_000)})
 
 
+def _copies() -> bytes:
+    """Of one text, as many arrays as there is room for."""
+    text = call(name("_codecs", "encode"), value("a" * MEGABYTE), value("latin1")) + put(0)
+    copies = call(name("builtins", "bytearray"), get(0)) * 5_000
+    return torch_zip(whole(b"](" + text + copies + b"e"))
+
+
 BOMBS: dict[str, tuple[str, Bytes]] = {
     "stretched": ("model.pt", _stretched(1 << 40)),
     "stretched_modestly": ("model.pt", _stretched(64 * MEGABYTE)),
@@ -181,6 +188,7 @@ BOMBS: dict[str, tuple[str, Bytes]] = {
         ),
     ),
     "legacy_lists": ("model.pth", lambda: legacy(whole(_deep(100_000, b"]", b"a")))),
+    "copies": ("model.pt", _copies),
     "header_deep": ("model.safetensors", _header(b'{"a":' + b"[" * 200_000)),
     "header_deep_dict": ("model.safetensors", _header(b'{"a":' * 100_000)),
     "header_number": (

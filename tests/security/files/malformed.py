@@ -221,6 +221,7 @@ OTHERS: dict[str, tuple[str, Bytes]] = {
     "npz_flipped": ("data.npz", lambda: flipped(_npz(), struct.pack("<d", 7.0))),
     "npz_text": ("data.npz", lambda: arrays(x=b"hello")),
     "npz_duplicate": ("data.npz", lambda: archive([Member("x.npy", _npy())] * 2)),
+    "npz_two_in_one": ("data.npz", lambda: arrays(**{"x": _npy(), "x.npy": _npy()})),
     "npz_parent": ("data.npz", lambda: archive([Member("../x.npy", _npy())])),
     "pt_is_safetensors": ("model.pt", _safe),
     "npz_is_pt": ("data.npz", _zip),

@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from runner.security.gate.examine import examine
 from runner.security.gate.held import hold
 from runner.security.gate.load import SHARES, loaded
+from runner.security.gate.policy import Bounds, Policy
+from tests.security.files.archives import entry, safetensors, saved
 
 
 def lies_in(start: int, memory: memoryview) -> bool:
@@ -48,6 +51,23 @@ def test_tensors_that_share_a_storage_still_do(tmp_path: Path) -> None:
         found = loaded(held.view, "torch_zip")
     found["all"][5] = -1
     assert found["rows"][1, 1] == -1 and found["none"].numel() == 0
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float8_e5m2"])
+def test_what_torch_cannot_read_of_its_old_format_is_said_in_plain_words(kind: str) -> None:
+    old = saved(torch.ones(3).to(getattr(torch, kind)), _use_new_zipfile_serialization=False)
+    (reason,) = examine(old, "a.pth", Policy()).reasons
+    assert "torch itself cannot read from its old format" in str(reason)
+
+
+def test_a_table_of_too_many_tensors_is_refused_before_it_is_read() -> None:
+    few = Policy(bounds=Bounds(tensors=3))
+    for count, broken in ((3, b""), (4, b"["), (4, b"")):
+        table = {f"{i}": entry([0], 0, 0) for i in range(count)}
+        data = safetensors({"__metadata__": {"by": "us"}, **table}) + broken
+        found = examine(data, "a.safetensors", few)
+        codes = [reason.code for reason in found.reasons]
+        assert codes == (["safetensors.tensors"] if count > 3 else [])
 
 
 ARRAYS = {

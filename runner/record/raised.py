@@ -1,0 +1,36 @@
+"""Where an error was raised, for the one line that is said of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from traceback import walk_tb
+from types import FrameType
+
+THEIRS = sys.stdlib_module_names | {"runner", "torch"}
+INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
+
+
+def told(error: BaseException) -> tuple[str, str, int]:
+    """What is to be said of an error that was raised, and the file and line where to look.
+
+    That is the innermost line of the user's code, where any is on the way: code that is neither
+    torch's, nor ours, nor Python's, and rather what is not installed. Else it is where it was
+    raised. What was noted on the error on its way is said too.
+    """
+    frames = list(walk_tb(error.__traceback__))
+    # by the name of the module: what torch generates lies in a cache, which may be anywhere
+    users = [(frame, line) for frame, line in frames if _top(frame) not in THEIRS]
+    own = [(frame, line) for frame, line in users if not _file(frame).startswith(INSTALLED)]
+    frame, line = (own or users or frames)[-1]
+    said = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    return f"{type(error).__name__}: {said}", _file(frame), line
+
+
+def _top(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename

@@ -1,0 +1,51 @@
+"""An error is placed where a person can do something about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from runner.record.raised import told
+from runner.security.targets import construct
+from runner.storage import read_record
+
+
+class Net(nn.Module):
+    def __init__(self, in_features: int, width: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(in_features, width)  # WIDTH
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # FORWARD
+
+
+def marked(mark: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+
+
+def test_a_fault_in_a_constructor_names_the_line_of_the_model_and_the_keys_it_got() -> None:
+    with pytest.raises(TypeError) as raised:
+        construct(Net, {"width": "abc"}, {"in_features": 4}, "model")
+    said, file, line = told(raised.value)
+    assert said.startswith("TypeError: empty()") and said.endswith("; Net got model.width")
+    assert (file, line) == (__file__, marked("WIDTH"))
+
+
+def test_a_fault_that_torch_raises_in_a_forward_is_placed_in_the_model() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        Net(4)(torch.zeros(2, 3))
+    assert told(raised.value)[1:] == (__file__, marked("FORWARD"))
+
+
+def test_a_fault_without_a_line_of_the_users_is_placed_where_it_was_raised(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        read_record(tmp_path / "gone")
+    trail = raised.value.__traceback__
+    assert trail is not None
+    raised.value.__traceback__ = trail.tb_next  # without this test's own line
+    said, file, _ = told(raised.value)
+    assert said.startswith("FileNotFoundError: ") and file != __file__
