@@ -6,7 +6,11 @@ import os
 import sys
 
 from runner.errors import RunnerError, SweepFailed
-from runner.interrupts import early, sigterm_unwinds
+from runner.module_path import current_folder_last
+
+TYPE_CHECKING = False  # that of typing, which is not imported yet
+if TYPE_CHECKING:
+    from runner.cli.preflight import Request
 
 TOO_NEW = (3, 14)
 
@@ -18,14 +22,15 @@ def main() -> int:
         _say(f"hydra 1.3 does not start on Python {found}; use Python 3.11, 3.12 or 3.13")
         return 2
     try:
-        with sigterm_unwinds():
-            code = _main(sys.argv[1:])
+        code = _main(sys.argv[1:])
         sys.stdout.flush()
         return code
     except RunnerError as error:
         _say(str(error), lines=isinstance(error, SweepFailed))
         return error.exit_code
     except KeyboardInterrupt as error:
+        from runner.interrupts import early
+
         interrupted = early(error, " before anything was begun")
         _say(str(interrupted))
         return interrupted.exit_code
@@ -36,26 +41,34 @@ def main() -> int:
 
 def _main(typed: list[str]) -> int:
     """The story. Imports wait for their turn, so that an answer comes as soon as it is known."""
-    from runner.module_path import current_folder_last
-
     # what lies there must not stand in for what is installed; a trusted class brings it back
     with current_folder_last(put_back=False):
-        from runner.cli.arguments import read_arguments
+        from runner.interrupts import sigterm_unwinds
 
-        arguments = read_arguments(typed)
-        if arguments.help or arguments.version:
-            from runner.cli.help import help_text, version_text
-
-            sys.stdout.write(help_text() if arguments.help else version_text())
-            return 0
-
-        from runner.cli.preflight import check
-
-        request = check(arguments)  # no torch, no folder: a mistake is answered at once
-
+        with sigterm_unwinds():
+            request = _asked(typed)
+    if request is None:
+        return 0
     from runner.cli.launch import launch
 
-    return launch(request)
+    with sigterm_unwinds():
+        return launch(request)
+
+
+def _asked(typed: list[str]) -> Request | None:
+    """What is to be done, checked; None where an answer was all that was wanted."""
+    from runner.cli.arguments import read_arguments
+
+    arguments = read_arguments(typed)
+    if arguments.help or arguments.version:
+        from runner.cli.help import help_text, version_text
+
+        sys.stdout.write(help_text() if arguments.help else version_text())
+        return None
+
+    from runner.cli.preflight import check
+
+    return check(arguments)  # no torch, no folder: a mistake is answered at once
 
 
 def _say(message: str, lines: bool = False) -> None:

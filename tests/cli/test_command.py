@@ -167,16 +167,10 @@ def test_ctrl_c_before_the_run_begins_is_130_and_says_so(
 
 @pytest.mark.parametrize("typed", [["job=doctor"], ["-m", "seed=0,1", "training.steps=1"]])
 def test_a_folder_that_cannot_be_made_is_answered_with_the_key(
-    typed: list[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    typed: list[str], folder: Path
 ) -> None:
-    from runner import __main__
-
     (folder / "outputs").write_text("a file")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["runner", *typed])
-    assert __main__.main() == 5
+    done = run(folder, *typed)
+    assert done.returncode == 5
     key = "hydra.sweep.dir" if "-m" in typed else "hydra.run.dir"
-    assert f"name another place: {key}=" in capsys.readouterr().err
+    assert f"name another place: {key}=" in done.stderr

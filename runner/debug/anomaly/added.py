@@ -16,8 +16,9 @@ from runner.untouched import untouched
 log = logging.getLogger("runner")
 
 
-def added(run: Run, trail: Trail) -> float | None:
-    """Seconds that the mode adds to a step, found by rehearsing six; None where that fails.
+def added(run: Run, trail: Trail) -> tuple[float, float] | None:
+    """Seconds of a step's forward and backward, and what the mode adds to them, found by rehearsing
+    six; None where that fails.
 
     Once training is over; no update is made, and whatever forwards change in the model goes back.
     Nothing else that watches steps is in it.
@@ -27,7 +28,7 @@ def added(run: Run, trail: Trail) -> float | None:
         return _rehearsed(run, trail)
 
 
-def _rehearsed(run: Run, trail: Trail) -> float | None:
+def _rehearsed(run: Run, trail: Trail) -> tuple[float, float] | None:
     batch = rows(run.train.peek(), slice(run.micro_batch))
     spent: dict[bool, list[float]] = {True: [], False: []}
     try:
@@ -52,4 +53,5 @@ def _rehearsed(run: Run, trail: Trail) -> float | None:
     finally:
         run.update.abandon()
     parts = -(-count(run.train.peek()[1]) // run.micro_batch)
-    return max(0.0, min(spent[True]) - min(spent[False])) * parts
+    plain = min(spent[False])
+    return plain * parts, max(0.0, min(spent[True]) - plain) * parts

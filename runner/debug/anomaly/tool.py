@@ -55,7 +55,7 @@ class Anomaly(Tool):
         self.first = 0  # step before the first of this process
         self.steps = array("q")  # those looked at; 8 bytes a step
         self.shared = array("q")  # those of them that other tools looked at too
-        self.added: float | None = None  # seconds a step, where steps do not tell
+        self.added: tuple[float, float] | None = None  # to so much, where steps do not tell
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -219,11 +219,9 @@ class Anomaly(Tool):
         if alone and others:
             usual, more = median(others), median(alone) - median(others)
         elif self.added is not None and (alone or others):
-            more = self.added
-            usual = median(others) if others else median(alone) - more
+            least, more = self.added
+            usual = median(others) if others else max(least, median(alone) - more)
         else:
-            return 0.0, 0.0
-        if usual <= 0:
             return 0.0, 0.0
         return max(1.0, 1 + more / usual), max(0.0, more * len(self.steps))
 
