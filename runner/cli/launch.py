@@ -103,7 +103,10 @@ def launch(request: Request) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         raise secrets.refusal_in(error) or translated(error) from error
     except ValueError as error:  # of a job it would be Reported: this is about Hydra's flags
-        raise UsageError(str(error)) from error
+        of_logs = str(error).startswith("Unable to configure")
+        logs = "hydra.job_logging or hydra.hydra_logging: " if of_logs else ""
+        because = f": {error.__cause__}" if error.__cause__ is not None else ""
+        raise UsageError(f"{logs}{error}{because}") from error
     except BrokenPipeError:
         raise
     except OSError as error:  # before a job began

@@ -109,6 +109,7 @@ def test_a_refusal_names_the_file_the_line_and_the_way_out(folder: Path) -> None
         ("# @package\n", "own.yaml: its first line is no header"),
         ("# @package _global_\ndefaults: [null]\n", "Unsupported type in defaults"),
         ("# @package _global_\nhydra:\n", "own.yaml: Hydra cannot compose it"),
+        ("# @package _global_\nname: a\nname: b\n", "own.yaml: .*duplicate key name at line 3"),
     ],
 )
 def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(

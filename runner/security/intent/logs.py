@@ -41,6 +41,8 @@ def check_logging(node: Any, key: str) -> None:
             known = ", ".join((*PLAIN, *SECTIONS, "loggers", "root"))
             raise SecurityError(f"{where}: is refused: the set-up of logs has {known}")
     for where, value in leaves(node, key):
+        if not str(value).isprintable():  # a format stands beside every line that is logged
+            raise SecurityError(f"{where}: is refused: it holds what a terminal would act on")
         if str(value).startswith(("ext://", "cfg://")) and value not in STREAMS:
             raise SecurityError(
                 f"{where}: {value} is refused: it stands for any object; use {STREAMS[0]}"

@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security.intent import bounds
@@ -78,7 +79,7 @@ class Reading:
         ) -> DictConfig:
             try:
                 config: DictConfig = compose(loader, config_name, overrides, *rest, **named)
-            except (RunnerError, HydraException, OmegaConfBaseException):
+            except (RunnerError, HydraException, OmegaConfBaseException, YAMLError):
                 raise
             except Exception as error:  # Hydra takes it for granted that its own part is whole
                 raise reading._not_composed(error) from error
@@ -128,10 +129,14 @@ class Reading:
             raise ConfigError(
                 path, f"its first line is no header: {error}", "write # @package _global_"
             ) from error
+        try:
+            config = OmegaConf.load(io.StringIO(text))
+        except YAMLError as error:
+            told = " ".join(str(error).replace('in "<file>", ', "at ").split())
+            raise ConfigError(path, told, "mend that file") from error
         return ConfigResult(
-            provider=source.provider, path=f"file://{source.path}",
-            config=OmegaConf.load(io.StringIO(text)), header=header,
-        )  # fmt: skip
+            provider=source.provider, path=f"file://{source.path}", config=config, header=header
+        )
 
     def read(self, path: str) -> str:
         """The text of a file that may be composed. Raises SecurityError or ConfigError."""

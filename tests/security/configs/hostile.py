@@ -47,6 +47,8 @@ LOGS = {
     "a formatter's class": "formatters: {f: {class: evil_pkg.Payload}}",
     "an attribute": "handlers: {h: {class: logging.NullHandler, .: {x: 1}}}",
     "a checkpoint for a log": "handlers: {h: {class: logging.FileHandler, filename: outputs/a.pt}}",
+    "codes for the terminal": 'formatters: {f: {format: "\\e]0;owned\\a%(message)s"}}',
+    "a line that is forged": 'formatters: {f: {format: "%(message)s\\nerror: none"}}',
     "a file outside": "handlers: {h: {class: logging.FileHandler, filename: ../ran}}",
     "a handler for a formatter": "formatters: {f: {class: logging.FileHandler, format: ../ran, "
     "datefmt: w, style: utf-8}}",
