@@ -109,12 +109,31 @@ def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
     assert rows(straight) == rows(resumed)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with build(compose([*OURS, "data=cancer", "training.steps=2"]), tmp_path) as run:
+@pytest.mark.parametrize(
+    ("before", "then", "why"),
+    [
+        ([], ["model.width=7"], "size mismatch"),
+        (
+            [],
+            ["optimizer=sgd"],
+            "SGD .* keeps momentum_buffer .*, and exp_avg, exp_avg_sq is there: it was",
+        ),
+        (
+            ["optimizer=sgd"],
+            [],
+            "AdamW .* keeps exp_avg, exp_avg_sq of a weight, and momentum_buffer is there",
+        ),
+        ([], ["+optimizer.options.amsgrad=true"], "keeps exp_avg, exp_avg_sq, max_exp_avg_sq"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_way_out(
+    before: list[str], then: list[str], why: str, tmp_path: Path
+) -> None:
+    base = [*OURS, "data=cancer", "model=mlp"]
+    with build(compose([*base, *before, "training.steps=2"]), tmp_path) as run:
         train(run)
-    other = [*OURS, "data=cancer", "model.width=7", f"checkpoint.resume={tmp_path}"]
-    with pytest.raises(CheckpointError, match="does not fit"):
-        build(compose(other), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=f"does not fit .*{why}"):
+        build(compose([*base, *then, f"checkpoint.resume={tmp_path}"]), tmp_path / "other")
 
 
 def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_it_lies(

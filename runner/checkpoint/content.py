@@ -6,7 +6,6 @@ hold against each other (lengths that belong together) they find when they load 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,16 +34,18 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """A number; `finite`, and then not negative either: a factor of a learning rate."""
+    """A number that a float holds; any, NaN and Inf too, or one within these ends."""
 
-    finite: bool = False
+    ends: tuple[float, float] | None = None
 
     def odd(self, value: Any, where: str) -> str:
         """As `Whole.odd`."""
-        good = type(value) in (int, float)
-        if self.finite:
-            good = good and 0 <= value < math.inf
-        return "" if good else _is(value, where, f"a {'finite ' * self.finite}number")
+        good = type(value) is float or (type(value) is int and abs(value) < 2**63)
+        if self.ends is None:
+            return "" if good else _is(value, where, "a number")
+        low, high = self.ends
+        wanted = f"a number, {low:g} to {high:g}"
+        return "" if good and low <= value <= high else _is(value, where, wanted)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,9 @@ class Fields:
 
 Form = Whole | Number | Kind | Tensor | Maybe | Many | Row | Named | Fields
 
-WHOLE, STEP, NUMBER, FACTOR = Whole(), Whole(most=MOST_STEPS), Number(), Number(finite=True)
+WHOLE, STEP, NUMBER = Whole(), Whole(most=MOST_STEPS), Number()
+FACTOR = Number((1e-300, 1.0))  # of a learning rate: the product of many that lower it
+SAMPLES = Whole(most=2**31)  # of a batch
 TEXT, FLAG = Kind(str, "text"), Kind(bool, "true or false")
 
 PROGRESS = Fields(
@@ -186,7 +189,7 @@ FAULT = Fields(
     {"steps": Many(STEP), "last_step": STEP, "count": WHOLE, "traceback": TEXT, "capture": TEXT},
 )
 DECISION = Fields(
-    {"row": Maybe(WHOLE), "kind": TEXT, "step": STEP, "message": TEXT},
+    {"row": Maybe(Whole(-1)), "kind": TEXT, "step": STEP, "message": TEXT},
     {
         "capture": TEXT, "raises": FLAG, "in_a_row": WHOLE, "stuck": FLAG, "since": STEP,
         "outdated": FLAG,
@@ -220,12 +223,12 @@ INPUTS = Fields({
     "checks": Fields({
         "last": STEP, "form": TEXT,
         "schema": Fields({"forms": Named(Row((TEXT, Many(Whole(-1))))), "settled": FLAG}),
-        "baseline": Fields({"rows": Many(Many(NUMBER), alike=True), "samples": WHOLE}),
+        "baseline": Fields({"rows": Many(Many(NUMBER), alike=True), "samples": SAMPLES}),
         "repeats": Fields({
             "epoch": Whole(-1), "count": WHOLE, "marks": Tensor(torch.float32, (None, None)),
             "steps": Many(STEP), "sizes": Many(WHOLE),
         }),
-    }, {"pool": Many(FACTOR)}),
+    }, {"pool": Many(Number((0, SAMPLES.most)))}),
     "in_a_row": WHOLE,
     "underway": Many(Row((STEP, TEXT, WHOLE, WHOLE, Many(NUMBER)))),
 })  # fmt: skip
@@ -261,6 +264,7 @@ def check_state(state: Any, step: int, where: str) -> None:
     odd = STATE.odd(state, "state")
     if not odd:
         progress, updates = state["progress"], int(state["update"]["updates"])
+        looked = state["inputs"]["checks"]["last"] if state.get("inputs") else 0
         behind = ("best_step", "validated_step", "skipped", "consecutive_skips")
         if progress["step"] != step:
             odd = f"state.progress.step is {progress['step']}, and the manifest says {step}"
@@ -268,6 +272,8 @@ def check_state(state: Any, step: int, where: str) -> None:
             odd = f"state.progress.{late[0]} is {progress[late[0]]}, beyond the step {step}"
         elif not 0 <= updates <= step:
             odd = f"state.update.updates is {updates}, and should be 0 to {step}, the step"
+        elif looked > step + 1:  # a batch is looked at before its step, which may have failed
+            odd = f"state.inputs.checks.last is {looked}, beyond the step {step}"
     if odd:
         raise refused(where, odd)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +16,27 @@ from runner.optim.config import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+MOMENTS = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg",
+    "acc_delta", "exp_inf", "ax", "prev", "step_size",
+)  # fmt: skip
 """State of torch's own optimizers that has a value for each of the weight's."""
+KEPT: dict[str, dict[str, str]] = {
+    **dict.fromkeys(
+        ("Adam", "AdamW"), {"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"}
+    ),
+    "NAdam": {"mu_product": "", "exp_avg": "", "exp_avg_sq": ""},
+    "RAdam": {"exp_avg": "", "exp_avg_sq": ""},
+    "Adamax": {"exp_avg": "", "exp_inf": ""},
+    "Adagrad": {"sum": ""},
+    "Adadelta": {"square_avg": "", "acc_delta": ""},
+    "RMSprop": {"square_avg": "", "momentum_buffer": "momentum", "grad_avg": "centered"},
+    "Rprop": {"prev": "", "step_size": ""},
+    "ASGD": {"eta": "", "mu": "", "ax": ""},
+    "SGD": {"momentum_buffer": "momentum"},
+    "Muon": {"momentum_buffer": ""},
+}
+"""What torch's own optimizers keep of a weight that was updated, and the option it is kept for."""
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
@@ -101,7 +122,8 @@ def fit_state(optimizer: Optimizer) -> None:
 
     That is, moments in their weights' memory order for fused kernels, and counters on the device
     for all that never make the host wait. Raises ValueError for moments that have not the shape of
-    their weights: fused kernels read and write beyond the end of smaller ones.
+    their weights, since fused kernels read and write beyond the end of smaller ones, and for
+    counters that count nothing.
     """
     torchs = type(optimizer).__module__.startswith("torch.optim.")
     for group in optimizer.param_groups:
@@ -112,6 +134,8 @@ def fit_state(optimizer: Optimizer) -> None:
                 if torchs and key in MOMENTS and value is not None:
                     if getattr(value, "shape", None) != parameter.shape:
                         raise ValueError(f"{key} has not its weight's shape, {parameter.shape}")
+                if torchs and key == "step" and not 0 <= float(value) < math.inf:
+                    raise ValueError(f"an optimizer's step is {float(value)}, and should be >= 0")
                 if not isinstance(value, torch.Tensor):
                     continue
                 dense = value.layout is torch.strided and value.shape == parameter.shape
@@ -119,3 +143,27 @@ def fit_state(optimizer: Optimizer) -> None:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
                 elif on_device and value.device != parameter.device:
                     state[key] = value.to(parameter.device)
+
+
+def check_kept(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError where a saved state is of another optimizer, or of one with other options.
+
+    `saved` is a `state_dict`; weights of which nothing was kept have had no update.
+    """
+    kept, own = KEPT.get(type(optimizer).__name__), optimizer.param_groups
+    if kept is None or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for group, theirs in zip(own, saved["param_groups"], strict=False):
+        wanted = {key for key, option in kept.items() if not option or group.get(option)}
+        for index in theirs["params"]:
+            state = saved["state"].get(index) or {}
+            there = {key for key, value in state.items() if value is not None and key != "step"}
+            if there and (not wanted or not wanted <= there):
+                raise ValueError(
+                    f"{type(optimizer).__name__} as it is set keeps {_listed(wanted)} of a weight, "
+                    f"and {_listed(there)} is there: it was another optimizer"
+                )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

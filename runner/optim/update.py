@@ -14,7 +14,7 @@ from runner.optim.buffers import LARGEST, Buffers
 from runner.optim.clip import Clip
 from runner.optim.gradients import norms
 from runner.optim.kernel import FusedKernel
-from runner.optim.optimizer import Optimizer, fit_state
+from runner.optim.optimizer import Optimizer, check_kept, fit_state
 from runner.optim.scale import LossScale
 from runner.optim.undo import Undo
 from runner.stability.config import StabilityConfig
@@ -295,6 +295,7 @@ class Update:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state; raises ValueError or KeyError where it does not fit."""
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        check_kept(self.optimizer, state["optimizer"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)  # the config decides, not what the state was saved under

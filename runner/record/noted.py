@@ -14,6 +14,8 @@ from runner.storage import read_record
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"
 RESUMED = ".hydra-resumed"  # as Hydra is told to call it until the run trains on
+NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What PyYAML raises for a value that is not of the type it is tagged with."""
 LARGEST = 2**18  # bytes; the overrides of two thousand jobs
 
 
@@ -43,7 +45,7 @@ def plain_yaml(path: Path) -> Any:
         return yaml.load(read_record(path, LARGEST), _Plain)  # noqa: S506  # a SafeLoader
     except RecursionError:
         raise StorageError(f"{path}: is nested too deep") from None
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, *NO_VALUE) as error:
         raise StorageError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -214,6 +215,8 @@ def _cut(path: Path, start_step: int, offset: int | None) -> None:
 def _ends_a_line(file: BinaryIO, offset: int) -> bool:
     if offset == 0:
         return True
+    if offset > file.seek(0, os.SEEK_END):  # no file system seeks to just any place
+        return False
     file.seek(offset - 1)
     return file.read(1) == b"\n"
 

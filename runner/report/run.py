@@ -272,4 +272,4 @@ def _short(folder: Path) -> str:
 def _logdir(folder: Path) -> str:
     """What to hand to TensorBoard: `outputs`, where the run lies in one, so as to compare runs."""
     parents = [folder.absolute(), *folder.absolute().parents]
-    return _short(next((path for path in parents if path.name == "outputs"), folder))
+    return shlex.quote(_short(next((path for path in parents if path.name == "outputs"), folder)))

@@ -18,7 +18,7 @@ from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, Kind, Rule, StabilityConfig
 from runner.stability.policy import Table
 from runner.stability.spike import Spikes
-from runner.stability.words import Decision, last_words, remedy, what
+from runner.stability.words import Decision, last_words, remedy, taken_up, what
 
 if TYPE_CHECKING:
     from runner.optim.update import Update
@@ -312,9 +312,9 @@ class Guardian:
         self.spikes.load(state["spikes"])
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])
-        self.decision = None if state["decision"] is None else Decision(**state["decision"])
-        if self.decision is not None and len(state["table"]["used"]) != len(self.table.rules):
-            self.decision.outdated = True  # its row is one of another table
+        same = len(state["table"]["used"]) == len(self.table.rules)
+        fatal = FATAL if self.raises else ()
+        self.decision = taken_up(state["decision"], self.table if same else None, fatal)
         self.settled, self.forgotten = state["settled"], state["forgotten"]
         self.streak = state.get("streak", 0)
         self.share, self.lowered = state["share"], [(n, x) for n, x in state["lowered"]]

@@ -55,6 +55,17 @@ class Table:
             return row
         return None
 
+    def has(self, row: int | None, kind: str) -> bool:
+        """Whether a decision about that, a kind or `asked`, can be this row's; None gives up."""
+        if row is None:
+            return True
+        if not 0 <= row < len(self.rules):
+            return row == -1 and kind == "asked"
+        rule = self.rules[row]
+        if kind == "asked":
+            return rule.action is Action.rollback
+        return rule.kind.name in ("any", kind)
+
     def can_roll_back(self, rollbacks: int) -> bool:
         """Whether one more than so many is allowed."""
         return self.rolls_back and rollbacks < self.max_rollbacks
@@ -87,11 +98,11 @@ class Table:
         return {"used": list(self.used), "steps": self.steps, "counts": self.counts}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there; with another table its rows begin anew."""
+        """Go on from there; with another table its rows begin anew. KeyError for no action."""
         if len(state["used"]) == len(self.rules):
             self.used = list(state["used"])
-        self.steps = {name: list(steps) for name, steps in state["steps"].items()}
-        self.counts = dict(state["counts"])
+        self.counts = {Action[name].name: count for name, count in state["counts"].items()}
+        self.steps = {name: list(state["steps"][name]) for name in self.counts}
 
 
 WORDS = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, Kind, Rule
@@ -27,6 +29,27 @@ class Decision:
     stuck: bool = False  # there was nothing to go back to
     since: int = 0  # the first of those bad steps; 0: none is known
     outdated: bool = False  # `row` is one of another table
+
+
+def taken_up(
+    kept: Mapping[str, Any] | None, table: Table | None, fatal: Collection[Kind]
+) -> Decision | None:
+    """The decision of a checkpoint as the config of now has it; ValueError for one of no kind.
+
+    `table` is the one of now, if as many rows were kept; `fatal` are the kinds that end the run.
+    """
+    if kept is None:
+        return None
+    decision = Decision(**kept)
+    kinds = ["asked", *(kind.name for kind in Kind if kind is not Kind.any)]
+    if decision.kind not in kinds:
+        raise ValueError(f"a decision about {decision.kind[:40]!r}, which is no kind of fault")
+    raised, decision.raises = decision.raises, decision.kind in [kind.name for kind in fatal]
+    if decision.raises:
+        decision.row = None
+    elif raised or table is None or not table.has(decision.row, decision.kind):
+        decision.outdated = True
+    return decision
 
 
 def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:

@@ -94,6 +94,14 @@ ODD: dict[str, tuple[Change, str]] = {
         lambda s: s["random"].update(numpy=(*s["random"]["numpy"][:2], 9**9, 0, 0.0)),
         "state.random.numpy[2] is 387420489, and should be a whole number, 0 to 624",
     ),
+    "a rate of a million": (put(update__backoff=1e6), "backoff is 1000000.0, and should be"),
+    "no rate at all": (put(stability__share=0.0), "state.stability.share is 0.0"),
+    "a rate of no number": (put(stability__share=float("nan")), "state.stability.share is nan"),
+    "a number beyond floats": (put(progress__best=10**400), "state.progress.best is a int"),
+    "a look at batches to come": (
+        put(inputs__checks__last=8), "state.inputs.checks.last is 8, beyond the step 6",
+    ),
+    "absurd counts of labels": (put(inputs__checks__pool=[1e300]), "checks.pool[0] is 1e+300"),
     "ragged baseline": (put(inputs__checks__baseline__rows=[[1.0], []]), "different lengths"),
     "a decision": (put(stability__decision={"row": "x"}), "decision has no 'kind'"),
 }  # fmt: skip
@@ -150,6 +158,13 @@ def small_moment(state: dict[str, Any]) -> None:
     state["update"]["optimizer"]["state"][1]["exp_avg"] = torch.zeros(1)
 
 
+def count_of_none(count: float) -> Change:
+    def change(state: dict[str, Any]) -> None:
+        state["update"]["optimizer"]["state"][1]["step"] = torch.tensor(count)
+
+    return change
+
+
 def groups_of_numbers(state: dict[str, Any]) -> None:
     state["update"]["optimizer"]["param_groups"][0]["params"] = 5
 
@@ -159,16 +174,31 @@ def many_marks(state: dict[str, Any]) -> None:
     state["inputs"]["checks"]["repeats"].update(marks)
 
 
+ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         (small_moment, "exp_avg has not its weight's shape"),  # a fused kernel would read on
+        (count_of_none(-1.0), "an optimizer's step is -1.0, and should be"),
+        (count_of_none(float("nan")), "an optimizer's step is nan"),
+        (put(stability__decision=ABOUT_NOTHING), "a decision about 'zz', which is no kind"),
         (groups_of_numbers, "does not fit this run's model or optimizer"),
         (many_marks, "ValueError"),
         (put(progress__step=-5), "state.progress.step is -5"),
         (put(random__torch=torch.zeros(3, dtype=torch.uint8)), "RuntimeError: "),
     ],
-    ids=["a small moment", "groups", "marks", "progress", "a short generator"],
+    ids=[
+        "a small moment",
+        "a count below 0",
+        "no count",
+        "a decision",
+        "groups",
+        "marks",
+        "progress",
+        "a short generator",
+    ],
 )
 def test_a_run_that_cannot_go_on_from_a_state_leaves_its_folder_as_it_was(
     change: Change, problem: str, trained: Path, tmp_path: Path
@@ -195,3 +225,17 @@ def test_the_checkpoint_before_one_with_an_odd_state_is_used(
     with build(compose([*OVERRIDES, "checkpoint.resume=auto"]), folder) as run:
         assert run.progress.step == 3
     assert "state.settings is None" in caplog.text
+
+
+def test_rows_of_another_form_in_a_state_are_learned_anew(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder, symlinks=True)
+    rows = put(inputs__checks__baseline__rows=[[]] * 50)
+    forge(folder / "checkpoints" / "step_00000006", rows)
+    resume = ["checkpoint.resume=auto", "training.steps=8"]
+    with build(compose([*OVERRIDES, *resume]), folder) as run:
+        assert train(run).status == "done"
+        assert run.inputs is not None and len(run.inputs.checks.baseline.rows) == 2
+    assert "learned anew" in caplog.text

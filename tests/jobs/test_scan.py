@@ -218,8 +218,9 @@ def test_token_ids_are_of_another_kind_and_a_pickle_by_the_same_name_is_not(tmp_
     theirs = tmp_path / "corpus"
     theirs.mkdir()
     (np.arange(4000) % 97).astype(np.uint16).tofile(theirs / "train.bin")
+    (theirs / "empty.bin").touch()
     found = scan(theirs, folder)
-    assert (found.passed_over, found.rows) == (1, [])
+    assert (found.passed_over, found.rows) == (2, [])
     live = f"cos\nmkdir\n(S'{tmp_path / 'mark'}'\ntR.".encode()
     for number, data in enumerate((live, live + b"\n", b"N0" + live, live[:-1] + b"\xff")):
         (theirs / f"val{number}.bin").write_bytes(data)

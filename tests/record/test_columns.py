@@ -68,8 +68,10 @@ DEEP = b"[" * 100_000
 @pytest.mark.parametrize(
     "damage",
     [b"", b"\xff\xfe\x00", b"a: [1", b"!!python/name:os.system\n", BOMB, b"- *x", DEEP,
-     b"- seed=1\n" * 100_000],
-    ids=["empty", "no text", "half", "a call", "aliases", "an alias", "deep", "long"],
+     b"- seed=1\n" * 100_000, b"- !!bool maybe", b"- !!int ''", b"- !!float ''",
+     b"- !!timestamp 2001-01-01t00:00:00+99999999", b"- !!timestamp x"],
+    ids=["empty", "no text", "half", "a call", "aliases", "an alias", "deep", "long", "no bool",
+         "no int", "no float", "a time out of bounds", "no time"],
 )  # fmt: skip
 def test_damaged_notes_say_nothing(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / ".hydra").mkdir()

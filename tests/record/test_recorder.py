@@ -68,7 +68,9 @@ def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path: Path
     assert [row["step"] for row in rows(tmp_path)] == [10, 10, 20]
 
 
-@pytest.mark.parametrize("offset", [None, 10**9, 5], ids=["unknown", "past the end", "in a line"])
+@pytest.mark.parametrize(
+    "offset", [None, 10**9, 2**61, 5], ids=["unknown", "past the end", "anywhere", "in a line"]
+)
 def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(
     tmp_path: Path, offset: int | None
 ) -> None:

@@ -8,6 +8,7 @@ from runner import compose
 from runner.errors import ConfigError
 from runner.stability.config import Action, Kind, Rule, StabilityConfig
 from runner.stability.policy import Table
+from runner.stability.words import taken_up
 
 
 def table(*rules: Rule, skips: int = 3, rollbacks: int = 2) -> Table:
@@ -116,3 +117,37 @@ def test_a_wrong_row_is_refused_with_the_way_out(typed: str, says: str) -> None:
 
 def test_what_needs_no_config_file_has_a_table_too() -> None:
     assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "again"),
+    [
+        (0, "spike", False), (0, "weights", True), (1, "weights", False), (2, "spike", True),
+        (99, "spike", True), (-1, "spike", True), (-1, "asked", False), (1, "asked", False),
+        (0, "asked", True), (None, "spike", False),
+    ],
+)  # fmt: skip
+def test_a_kept_decision_that_is_not_of_its_row_is_made_again(
+    row: int | None, kind: str, again: bool
+) -> None:
+    rules = table(Rule(Kind.spike, action=Action.lower_lr), Rule(action=Action.rollback))
+    found = taken_up({"row": row, "kind": kind, "step": 3, "message": "m"}, rules, ())
+    assert found is not None and found.outdated is again
+
+
+def test_whether_a_kept_decision_ends_the_run_is_what_the_config_of_now_says() -> None:
+    rules, kept = table(Rule(action=Action.rollback)), {"kind": "weights", "step": 3, "message": ""}
+    for row, raises in ((None, True), (0, False)):
+        decision = kept | {"row": row, "raises": raises}
+        now = taken_up(decision, rules, [Kind.weights])
+        assert now is not None and now.raises and now.row is None
+        now = taken_up(decision, rules, [])
+        assert now is not None and not now.raises and now.outdated is raises
+
+
+def test_a_kept_decision_or_count_of_nothing_is_refused() -> None:
+    for kind in ("zz", "any"):
+        with pytest.raises(ValueError, match=f"about '{kind}'"):
+            taken_up({"row": 0, "kind": kind, "step": 3, "message": "m"}, table(Rule()), ())
+    with pytest.raises(KeyError, match="zz"):
+        table(Rule()).load({"used": [0], "counts": {"zz": 1}, "steps": {"zz": [1]}})

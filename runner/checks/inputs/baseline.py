@@ -54,6 +54,16 @@ class Baseline:
             self.settle(plan)
         return complete
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether the rows are such as that plan gives; those of a checkpoint may be any."""
+        counts = slice(plan.width, plan.width + plan.shares)
+        return all(
+            len(row) == plan.length
+            and all(0 <= n <= self.samples and n % 1 == 0 for n in row[counts])
+            and all(n >= 1 for n in row[plan.width + plan.shares + MARKS :])
+            for row in self.rows
+        ) and (self.samples > 0 or not self.rows)
+
     def settle(self, plan: Plan) -> None:
         """Make limits of the rows."""
         columns = list(zip(*self.rows, strict=True))

@@ -250,6 +250,12 @@ class InputChecks:
         plan = self.plan
         if plan is None:
             return
+        if self.form == plan.form and not self.baseline.fits(plan):
+            log.warning(
+                "checks.inputs: what the checkpoint has of the first batches is not of such as "
+                "these; what is usual is learned anew"
+            )
+            self.form, self.baseline.rows, self.baseline.samples = "", [], 0
         learned = self.baseline.full and self.form == plan.form
         if learned and not self.baseline.limits:
             self.baseline.settle(plan)  # loaded from a checkpoint

@@ -61,6 +61,11 @@ class Plan:
         """Numbers before the counts and the marks."""
         return len(self.entries)
 
+    @property
+    def length(self) -> int:
+        """All numbers of a row: with the counts, the marks and how many samples differ."""
+        return self.width + self.shares + (MARKS + 1 if self.main in self.values else 0)
+
 
 def leaves(batch: Batch) -> dict[str, Tensor]:
     """The dense tensors of a batch by name: inputs, inputs.key, inputs[1], target."""

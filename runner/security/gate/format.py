@@ -69,6 +69,7 @@ OTHERS = (
     (b"#!", "a script"),
 )
 UNKNOWN = "format.unknown"
+EMPTY = "format.empty"
 HEAD = 512  # bytes that tell a format
 KNOWN = "the runner reads safetensors, torch.save (.pt .pth .ckpt .bin), .npy and .npz"
 
@@ -99,18 +100,18 @@ def is_zip(head: bytes) -> bool:
 
 
 def is_raw(data: Peekable) -> bool:
-    """Whether a file is of none of the formats known here, such as numbers without a header."""
+    """Whether a file is of none of the formats known here: numbers without a header, or nothing."""
     try:
         _by_content(data, "")
     except Refused as refused:
-        return refused.reason.code == UNKNOWN
+        return refused.reason.code in (UNKNOWN, EMPTY)
     return False
 
 
 def _by_content(data: Peekable, name: str) -> str:
     head = bytes(data[:HEAD])
     if not head:
-        raise Refused("format.empty", "", "the file is empty", DAMAGED)
+        raise Refused(EMPTY, "", "the file is empty", DAMAGED)
     if is_zip(head):
         first = first_member(head)
         is_npz = first.endswith(b".npy") or name.endswith(".npz") and b"data.pkl" not in first
@@ -135,8 +136,10 @@ def _by_content(data: Peekable, name: str) -> str:
 
 
 def first_member(head: bytes) -> bytes:
-    """The name of the first file in a zip archive, as far as it is in the first bytes."""
-    return head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    """The name of the first file in a zip archive, as far as it is in the first bytes, in small
+    letters.
+    """
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")].lower()
 
 
 def _is_tar(head: bytes) -> bool:

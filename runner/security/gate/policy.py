@@ -21,7 +21,7 @@ class Bounds:
     inflated: float = 32.0  # of bytes in memory to bytes in a compressed .npz or .parquet
     sparse: float = 256.0  # the same of a small one: arrays of almost only zeros are honest
     small: int = 1 << 28  # bytes in memory that are small
-    free: int = 1 << 20  # bytes in memory that are nobody's concern, whatever the ratio
+    free: int = 1 << 24  # bytes in memory that are nobody's concern, whatever the ratio
     depth: int = 64  # of containers within containers
     # of containers together, tensors counted as one; twice as many opcodes, of which a parameter
     # takes 119 with its state in Adam: 16,000 parameters, and GPT-2 has 148

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,13 +67,52 @@ def commented(folder: Path) -> bytes:
     return archive(members, comment=b"c" * 65535)
 
 
+def capital(folder: Path) -> bytes:
+    """torch's reader looks names up without regard to case."""
+    return archive([Member("a/0", b""), Member("a/DATA.PKL", b".")])
+
+
+def followed(folder: Path) -> bytes:
+    """torch's reader finds the end record before more bytes than a comment may have."""
+    return archive([Member("a/0", b""), Member("a/data.pkl", b".")]) + bytes(69_500)
+
+
+def payload(folder: Path, **how: int) -> bytes:
+    """numpy goes by how a member begins, whatever its name is."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **how) as packed:  # type: ignore[call-overload]
+        packed.writestr("a/readme", b"nothing")
+        packed.writestr("payload", NPY + bytes(36))
+    return file.getvalue()
+
+
+def deflated(folder: Path) -> bytes:
+    """As that, compressed."""
+    return payload(folder, compression=zipfile.ZIP_DEFLATED)
+
+
+def prepended(folder: Path) -> bytes:
+    """As that, with places that are counted from where it began before."""
+    return b"PK\x03\x04" + payload(folder, compression=zipfile.ZIP_LZMA)
+
+
 def other(folder: Path) -> bytes:
     """An archive of other things."""
     return archive([Member(f"word/{i:0100}.xml", b"data.pk") for i in range(1500)])
 
 
+def damaged(folder: Path) -> bytes:
+    """An archive of other things, of which one cannot be read."""
+    return archive([Member("a.jar", b"PK"), Member("b.png", b"\x89PNG", method=99)])
+
+
 @pytest.mark.parametrize(
-    ("make", "loads"), [(many, True), (late, True), (commented, True), (other, False)]
+    ("make", "loads"),
+    [
+        *((make, True) for make in (many, late, commented, capital, followed)),
+        *((make, True) for make in (payload, deflated, prepended)),
+        *((make, False) for make in (other, damaged)),
+    ],
 )
 def test_an_archive_that_a_loader_would_take_is_found_under_any_name(
     make: Callable[[Path], bytes], loads: bool, tmp_path: Path
