@@ -62,7 +62,7 @@ def test_a_parquet_file_whose_footer_lies_about_its_size_is_refused_as_it_is_rea
     path.write_bytes(data[:end] + footer)
     told = parquet.ParquetFile(path).metadata.row_group(0)
     assert told.total_byte_size == told.column(0).total_uncompressed_size == 10
-    with pytest.raises(DataError, match=r"data.path: .* become 25,165,\d+ \(30 rows or more\)"):
+    with pytest.raises(DataError, match=r"data.path: .* become 25,166,\d+ \(30 rows or more\)"):
         opened(str(path))
 
 
