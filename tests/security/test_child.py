@@ -19,7 +19,7 @@ from runner.security.gate import child as child_module
 from runner.security.gate.assessing import Assessor
 from runner.security.gate.child import Child
 from runner.security.gate.folder import thing_of, things
-from runner.security.gate.held import Stopped, digest, hold
+from runner.security.gate.held import Stopped, Watched, digest, hold
 from runner.security.gate.policy import Bounds, Policy
 from runner.security.trust import Severity, Trust
 from tests.security.planted import Mark, checkpoint
@@ -226,15 +226,14 @@ def test_more_files_than_are_read_ahead_are_all_told_of(tmp_path, monkeypatch):
 def test_a_file_that_changes_while_it_is_looked_at_gets_no_verdict(tmp_path, monkeypatch):
     path = good(tmp_path)
     known = Policy(pinned=(digest(path)[0],))
-    looked = assessing_module.watch
 
-    def watch_then_write(*arguments):
-        found = looked(*arguments)
-        with path.open("r+b") as file:  # as a writer beside us would
-            file.write(b"P")
-        return found
+    class Written(Watched):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            with path.open("r+b") as file:  # as a writer beside us would
+                file.write(b"P")
 
-    monkeypatch.setattr(assessing_module, "watch", watch_then_write)
+    monkeypatch.setattr(assessing_module, "Watched", Written)
     with Assessor(known) as assessor:
         found = assessor.assess(thing_of(path))
     assert found.refusals[0].code == "file.changed"

@@ -1,7 +1,7 @@
 """The verdict on a thing: every byte of it hashed once, what can be loaded looked at, then trust.
 
 Files are read and hashed by threads, some ahead of the one that is looked at; foreign ones go to
-one limited process, which is started when the first of them is met.
+one limited process, started when the first of them is met, which looks while they are hashed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runner.errors import CheckpointError
 from runner.security.gate.child import Child
 from runner.security.gate.folder import Thing, is_loadable, thing_of
 from runner.security.gate.glance import refusal
-from runner.security.gate.held import Peeked, Watched, digest, watch
+from runner.security.gate.held import Peeked, Watched, digest
 from runner.security.gate.policy import Policy
 from runner.security.gate.provenance import Recorded, is_own, recorded, vouch
 from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
@@ -65,22 +65,22 @@ class Assessor:
         found.refuse(thing.odd)
         known = _Known(thing, self.policy)
         for name, path, read in self._read(thing):
-            if isinstance(read, CheckpointError):
-                loads = is_loadable(path)  # one that is gone meanwhile goes by its name
-                found.refuse([Reason(
-                    "file.unreadable", Severity.REFUSAL if loads else Severity.NOTE, name,
-                    str(read), "make it readable, or leave it out",
-                )])  # fmt: skip
-                continue
             alone = thing.kind == "file"
+            if isinstance(read, CheckpointError):
+                _refuse_unread(found, name, path, read)
+                continue
             if isinstance(read, FileFacts):
                 found.files[name] = read
             elif isinstance(read, Unread):
                 found.files[name] = FileFacts("", read.size, "unknown")
                 found.refuse([read.reason if alone else _placed(read.reason, name)])
             else:
-                with read:
-                    self._look(found, name, read, known.says(name, read), alone)
+                try:
+                    with read:
+                        self._look(found, name, read, known.says(name, read), alone)
+                except CheckpointError as error:
+                    _refuse_unread(found, name, path, error)
+                    continue
             if told is not None:
                 told(found.files[name].size)
         vouch(found, thing.path, self.policy, by_root=thing.kind != "run")
@@ -98,12 +98,13 @@ class Assessor:
             kind, reasons = examined.format, examined.reasons
         else:
             kind, reasons = self.child.examine(held, Path(name).name, self.policy, self.deep)
+        sha256 = held.sha256  # of what was looked at, unless it has changed
         if held.changed():
             reasons = [Reason(
                 "file.changed", Severity.REFUSAL, name, "it changed while it was looked at",
                 "look again once nobody writes to it",
             )]  # fmt: skip
-        found.files[name] = FileFacts(held.sha256, held.size, kind)
+        found.files[name] = FileFacts(sha256, held.size, kind)
         if not alone:
             reasons = [_placed(reason, name) for reason in reasons]
         found.refuse(reasons)
@@ -113,7 +114,9 @@ class Assessor:
             reason = refusal(data, path.name, self.policy)
             if reason is not None:
                 return Unread(data.size, reason)
-        return watch(path, self.stop)
+        watched = Watched(path)
+        watched.hashing = self.pool.submit(watched.hash, self.stop)
+        return watched
 
     def _digest(self, path: Path) -> Read:
         return FileFacts(*digest(path, self.stop), OTHER)
@@ -166,13 +169,21 @@ class _Known:
         if written is not None and written.sha256 == held.sha256:
             return "own"
         named = {*self.policy.pinned, *self.policy.allow_pickle}
-        return "named" if held.sha256 in named else ""
+        return "named" if named and held.sha256 in named else ""  # else nobody waits for it
 
 
 def assess_folder(folder: Path, policy: Policy, deep: bool = True) -> Assessment:
     """The verdict on one folder as a whole, such as a checkpoint's, before it is loaded."""
     with Assessor(policy, deep) as assessor:
         return assessor.assess(thing_of(folder))
+
+
+def _refuse_unread(found: Assessment, name: str, path: Path, error: CheckpointError) -> None:
+    loads = is_loadable(path)  # one that is gone meanwhile goes by its name
+    found.refuse([Reason(
+        "file.unreadable", Severity.REFUSAL if loads else Severity.NOTE, name,
+        str(error), "make it readable, or leave it out",
+    )])  # fmt: skip
 
 
 def _let_go(future: Future[Read]) -> None:

@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from threading import Event
@@ -63,10 +63,17 @@ class Held:
 
 
 class Watched:
-    """An open file, its size and sha256; a context manager that closes it."""
+    """An open file, its size and sha256; a context manager that closes it.
 
-    def __init__(self, file: FileIO, sha256: str, size: int, before: tuple[int, ...]) -> None:
-        self.file, self.sha256, self.size, self._before = file, sha256, size, before
+    Whoever opens it may let another thread do the hashing, and look into it meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = open(open_regular(path), "rb", buffering=0)  # noqa: SIM115  # it stays open
+        self._before = _stamp(self.file)
+        self.size = self._before[0]
+        self.hashing: Future[str] = Future()
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +84,21 @@ class Watched:
     def close(self) -> None:
         """Let go of it."""
         self.file.close()
+
+    def hash(self, stop: Event | None = None) -> str:
+        """Read all of it, for its sha256. Raises CheckpointError, and Stopped."""
+        try:
+            sha256, size = _hashed(self.file, stop)
+        except (OSError, ValueError) as error:  # or it was closed
+            raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
+        if size != self.size:
+            raise CheckpointError(f"{self.path}: it changed while it was read")
+        return sha256
+
+    @property
+    def sha256(self) -> str:
+        """As it is found by `hashing`, which is waited for."""
+        return self.hashing.result()
 
     @property
     def view(self) -> memoryview:
@@ -129,20 +151,6 @@ class Peeked:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
 
 
-def watch(path: Path, stop: Event | None = None) -> Watched:
-    """Hash a file and keep it open; CheckpointError says why it cannot be had."""
-    try:
-        file = open(open_regular(path), "rb", buffering=0)  # noqa: SIM115  # it stays open
-        try:
-            before = _stamp(file)
-            return Watched(file, *_hashed(file, stop), before)
-        except BaseException:
-            file.close()
-            raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
 def hold(path: Path, stop: Event | None = None) -> Held:
     """Read a file, hashing it on the way; CheckpointError says why it cannot be had."""
     found = hashlib.sha256()
@@ -167,8 +175,8 @@ def hold(path: Path, stop: Event | None = None) -> Held:
 
 def digest(path: Path, stop: Event | None = None) -> tuple[str, int]:
     """sha256 and size of a file that nobody will look into; CheckpointError as for `hold`."""
-    with watch(path, stop) as found:
-        return found.sha256, found.size
+    with Watched(path) as found:
+        return found.hash(stop), found.size
 
 
 def open_regular(path: Path) -> int:
