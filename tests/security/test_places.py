@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from runner import build, compose, train
 from runner.cli.arguments import read_arguments
@@ -25,8 +26,9 @@ QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "o
 
 @pytest.fixture(autouse=True)
 def umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one of a careless account, put back afterwards."""
+    """The one of a careless account, put back afterwards, as is what Hydra keeps of its last job."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     monkeypatch.setattr(sys, "argv", ["runner"])
     before = os.umask(0)
     yield
