@@ -26,7 +26,7 @@ QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "o
 
 @pytest.fixture(autouse=True)
 def umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one of a careless account, put back afterwards, as is what Hydra keeps of its last job."""
+    """The one of a careless account; put back, as is what Hydra keeps of its last job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     monkeypatch.setattr(sys, "argv", ["runner"])
