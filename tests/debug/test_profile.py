@@ -48,7 +48,7 @@ class Dawdling(Hook):
     """Works between the steps."""
 
     def on_step(self, run: Run, step: Step) -> None:
-        for _ in range(40):
+        for _ in range(200):
             torch.linalg.vector_norm(torch.ones(64, 64) @ torch.ones(64, 64))
 
 
