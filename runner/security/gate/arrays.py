@@ -10,7 +10,7 @@ import numpy as np
 
 from runner.security.gate.archive import DEFLATED, STORED, inflate, read_archive
 from runner.security.gate.format import Buffer
-from runner.security.gate.policy import Bounds
+from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.program import Peekable
 from runner.security.gate.refused import Refused
 from runner.security.gate.wanted import WAY_OUT, NeedsPickle
@@ -22,7 +22,7 @@ OBJECTS = re.compile(r"[<>|=]?O[0-9]*")
 MOST = 1 << 62
 
 
-def check_npy(data: Buffer, bounds: Bounds, own: bool, where: str = "") -> None:
+def check_npy(data: Buffer, bounds: Bounds, whose: Whose, where: str = "") -> None:
     """Raises Refused, and NeedsPickle for an array of objects."""
     kind, size, begin = check_header(data, where)
     if kind[1] == "b" and size and np.frombuffer(data, np.uint8, size, begin).max() > 1:
@@ -70,7 +70,7 @@ def check_header(data: Peekable, where: str = "") -> tuple[str, int, int]:
     return kind, size, begin
 
 
-def check_npz(data: Buffer, bounds: Bounds, own: bool) -> None:
+def check_npz(data: Buffer, bounds: Bounds, whose: Whose) -> None:
     """Raises Refused, and NeedsPickle where an array holds objects."""
     members = read_archive(data, bounds, (STORED, DEFLATED))
     total = sum(member.size for member in members)
@@ -90,7 +90,7 @@ def check_npz(data: Buffer, bounds: Bounds, own: bool) -> None:
                 "give its arrays names that do not end in .npy",
             )  # fmt: skip
     for member in members:
-        check_npy(inflate(data, member), bounds, own, member.name)
+        check_npy(inflate(data, member), bounds, whose, member.name)
 
 
 def _header(data: Peekable, where: str) -> tuple[dict[str, Any], int]:

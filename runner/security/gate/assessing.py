@@ -20,7 +20,7 @@ from runner.security.gate.child import Child
 from runner.security.gate.folder import Thing, is_loadable, thing_of
 from runner.security.gate.glance import refusal
 from runner.security.gate.held import Peeked, Watched, digest
-from runner.security.gate.policy import Policy
+from runner.security.gate.policy import Policy, Whose
 from runner.security.gate.provenance import Recorded, is_own, recorded, vouch
 from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
 
@@ -87,14 +87,13 @@ class Assessor:
         found.seconds = time.perf_counter() - start
         return found
 
-    def _look(self, found: Assessment, name: str, held: Watched, known: str, alone: bool) -> None:
+    def _look(self, found: Assessment, name: str, held: Watched, whose: Whose, alone: bool) -> None:
         """Examine one file here if it is known, else apart."""
-        if known:
+        if whose is not Whose.FOREIGN:
             from runner.security.gate.examine import examine  # brings torch, which few need
 
-            own = known == "own"
             last = Path(name).name
-            examined = examine(held.view, last, self.policy, self.deep, own, held.place)
+            examined = examine(held.view, last, self.policy, self.deep, whose, held.place)
             kind, reasons = examined.format, examined.reasons
         else:
             kind, reasons = self.child.examine(held, Path(name).name, self.policy, self.deep)
@@ -159,17 +158,17 @@ class _Known:
         self.folder = thing.path if thing.path.is_dir() else thing.path.parent
         self.records: dict[Path, Recorded | None] = {}
 
-    def says(self, name: str, held: Watched) -> str:
-        """`own` for what a manifest of ours has, `named` for a digest in the policy, else empty."""
+    def says(self, name: str, held: Watched) -> Whose:
+        """Waits for the digest where one is recorded or named, else not."""
         place = (self.folder / name).parent
         if place not in self.records:
             self.records[place] = recorded(place) if is_own(place, self.policy) else None
         record = self.records[place]
         written = record.files.get(Path(name).name) if record is not None else None
         if written is not None and written.sha256 == held.sha256:
-            return "own"
-        named = {*self.policy.pinned, *self.policy.allow_pickle}
-        return "named" if named and held.sha256 in named else ""  # else nobody waits for it
+            return Whose.OWN
+        named = self.policy.named
+        return Whose.NAMED if named and held.sha256 in named else Whose.FOREIGN
 
 
 def assess_folder(folder: Path, policy: Policy, deep: bool = True) -> Assessment:

@@ -22,7 +22,7 @@ from runner.security.gate.format import identify
 from runner.security.gate.glance import refusal
 from runner.security.gate.held import Held, Peeked, hold
 from runner.security.gate.load import loaded, unpickled
-from runner.security.gate.policy import Policy
+from runner.security.gate.policy import Policy, Whose
 from runner.security.gate.provenance import is_own, vouch
 from runner.security.trust import Assessment, FileFacts, Severity, Trust, require
 
@@ -56,12 +56,12 @@ def open_file(path: Path, policy: Policy, sha256: str | None = None, apart: bool
         found = Assessment(str(path), policy=policy.digest)
         if policy.level is SecurityLevel.off:
             examined = _unchecked(held, path, policy)
-        elif sha256 is None and apart and not is_named(held.sha256, policy):
-            _look_apart(found, held, path, policy)
-            # once more, here: no tensor comes out of the limited process
-            examined = examine(held.view, path.name, policy)
         else:
-            examined = examine(held.view, path.name, policy, own=sha256 is not None)
+            whose = _whose(held.sha256, sha256, policy)
+            if whose is Whose.FOREIGN and apart:
+                _look_apart(found, held, path, policy)
+            # once more, here: no tensor comes out of the limited process
+            examined = examine(held.view, path.name, policy, whose=whose)
         _note(found, held, path, Examined(examined.format, examined.reasons))
         if sha256 is None:
             vouch(found, path, policy)
@@ -99,9 +99,10 @@ def admit_folder(folder: Path, policy: Policy) -> Assessment | None:
     return found
 
 
-def is_named(sha256: str, policy: Policy) -> bool:
-    """Whether the user named this very file, as known or as one that may run code."""
-    return sha256 in policy.pinned or sha256 in policy.allow_pickle
+def _whose(found: str, recorded: str | None, policy: Policy) -> Whose:
+    if recorded is not None:
+        return Whose.OWN
+    return Whose.NAMED if found in policy.named else Whose.FOREIGN
 
 
 def _glance(path: Path, policy: Policy) -> None:

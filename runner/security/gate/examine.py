@@ -15,7 +15,7 @@ from runner.security.config import SecurityLevel
 from runner.security.gate import arrays, legacy, pickles, tensors_file, torch_file
 from runner.security.gate.format import Buffer, identify
 from runner.security.gate.load import loaded
-from runner.security.gate.policy import Bounds, Policy
+from runner.security.gate.policy import Bounds, Policy, Whose
 from runner.security.gate.refused import DAMAGED, Refused, shown
 from runner.security.gate.values import value_reasons
 from runner.security.gate.walk import check_types
@@ -39,7 +39,7 @@ class Examined:
         return any(reason.severity is Severity.REFUSAL for reason in self.reasons)
 
 
-CHECKS: dict[str, Callable[[Buffer, Bounds, bool], None]] = {
+CHECKS: dict[str, Callable[[Buffer, Bounds, Whose], None]] = {
     "safetensors": tensors_file.check,
     "torch_zip": torch_file.check,
     "torch_legacy": legacy.check,
@@ -50,27 +50,32 @@ CHECKS: dict[str, Callable[[Buffer, Bounds, bool], None]] = {
 
 
 def examine(
-    data: Buffer, name: str, policy: Policy, deep: bool = True, own: bool = False, place: str = ""
+    data: Buffer,
+    name: str,
+    policy: Policy,
+    deep: bool = True,
+    whose: Whose = Whose.FOREIGN,
+    place: str = "",
 ) -> Examined:
     """Check the bytes of the file called `name`, and load them where nothing speaks against it.
 
-    Without `deep` its structure is checked, and nothing is loaded. `own` is for bytes whose digest
-    is in a manifest: they are not damaged, so checksums within and values are not looked at, and
-    what the runner writes but nobody else should (sparse tensors) may be there. What only an
-    unpickler reads is never read here, also where the policy allows it: then `pickled` is true,
-    there is a warning, and no content. At `place`, if given, the same bytes can be opened as a
-    file; what is loaded then is for a look alone. Raises nothing.
+    Without `deep` its structure is checked, and nothing is loaded. Where its digest is known, as
+    `whose` says, the checksums in torch's zip add nothing to that and are not taken; of one of our
+    own no values are looked at either, and what the runner writes but nobody else should (sparse
+    tensors) may be there. What only an unpickler reads is never read here, also where the policy
+    allows it: then `pickled` is true, there is a warning, and no content. At `place`, if given, the
+    same bytes can be opened as a file; what is loaded then is for a look alone. Raises nothing.
     """
     found = Examined()
     try:
         found.format = identify(data, name)
         try:
-            CHECKS[found.format](data, policy.bounds, own)
+            CHECKS[found.format](data, policy.bounds, whose)
         except NeedsPickle as needs:
             _allow(data, policy, needs, found)
         else:
             if deep:
-                _open(data, policy.bounds, own, found, place)
+                _open(data, policy.bounds, whose, found, place)
     except Refused as refused:
         found.reasons.append(refused.reason)
     except Exception as error:  # a way to be malformed that no check has a name for
@@ -80,11 +85,11 @@ def examine(
     return found
 
 
-def _open(data: Buffer, bounds: Bounds, own: bool, found: Examined, place: str) -> None:
+def _open(data: Buffer, bounds: Bounds, whose: Whose, found: Examined, place: str) -> None:
     """Load what was checked, and look at what came of it."""
     content = loaded(data, found.format, place)
-    tensors = check_types(content, bounds, own)
-    if not own:
+    tensors = check_types(content, bounds, whose)
+    if whose is not Whose.OWN:
         found.reasons += value_reasons(tensors)
     found.content = content
     if found.format == "safetensors":

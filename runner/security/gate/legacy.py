@@ -7,13 +7,13 @@ import io
 from runner.security.gate.format import LEGACY, Buffer
 from runner.security.gate.marks import Box
 from runner.security.gate.pickles import read_next
-from runner.security.gate.policy import Bounds
+from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.refused import SAVE_AGAIN, Refused
 
 PROTOCOL = 1001
 
 
-def check(data: Buffer, bounds: Bounds, own: bool) -> None:
+def check(data: Buffer, bounds: Bounds, whose: Whose) -> None:
     """Raises Refused, and NeedsPickle for one that is sound and asks for more than plain data."""
     stream = io.BytesIO(data)
     stream.seek(len(LEGACY))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from runner.security.gate.marks import Box, Bytes, Made, Name, Storage, Tensor
+from runner.security.gate.policy import Whose
 from runner.security.gate.refused import SAVE_AGAIN, Refused
 
 STORAGES = {
@@ -45,9 +46,11 @@ KEY = re.compile(r"[0-9]{1,20}", re.ASCII)
 MOST = 1 << 62  # elements and bytes; what is larger would overflow
 
 
-def call(name: str, arguments: tuple[Any, ...], made: Made, own: bool) -> Any:
+def call(name: str, arguments: tuple[Any, ...], made: Made, whose: Whose) -> Any:
     """What calling `name` would give. Raises Refused without a place."""
-    if name in OTHER_TENSORS and not (own and name == "torch._utils._rebuild_sparse_tensor"):
+    if name in OTHER_TENSORS and not (
+        whose is Whose.OWN and name == "torch._utils._rebuild_sparse_tensor"
+    ):
         raise Refused(
             "tensor.kind", "", f"{OTHER_TENSORS[name]}, which is not loaded",
             "save a plain one: .dequantize(), .to_dense(), .detach() or .clone()",

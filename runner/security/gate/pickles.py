@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from runner.security.gate.format import Buffer
 from runner.security.gate.marks import Box, Made, Name, Storage
 from runner.security.gate.meanings import NAMES, build, call, storage
-from runner.security.gate.policy import Bounds
+from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.refused import Refused, shown
 from runner.security.gate.wanted import WAY_OUT, NeedsPickle, dotted, named, wanted
 
@@ -40,14 +40,14 @@ def read_pickle(
     where: str,
     bounds: Bounds,
     storages: Mapping[str, int] | None,
-    own: bool = False,
+    whose: Whose = Whose.FOREIGN,
 ) -> Made:
     """What the one pickle in `data` would make.
 
     `storages` are the bytes of each storage by its key; None where the pickle itself says how
     many there are. Raises Refused, and NeedsPickle for names and opcodes of other objects.
     """
-    reader = _Reader(where, bounds, storages, own)
+    reader = _Reader(where, bounds, storages, whose)
     end = _read(io.BytesIO(data), reader)
     if end != len(data):
         raise Refused(
@@ -58,7 +58,7 @@ def read_pickle(
 
 def read_next(stream: io.BytesIO, where: str, bounds: Bounds) -> Made:
     """The same for one of several in a row, of which `stream` stands at the first byte."""
-    reader = _Reader(where, bounds, None, own=False)
+    reader = _Reader(where, bounds, None, Whose.FOREIGN)
     stream.seek(_read(stream, reader))
     return reader.made
 
@@ -80,7 +80,7 @@ def _read(stream: io.BytesIO, reader: _Reader) -> int:
     return end
 
 
-def check_raw(data: Buffer, bounds: Bounds, own: bool) -> None:
+def check_raw(data: Buffer, bounds: Bounds, whose: Whose) -> None:
     """A bare pickle: nothing reads it but an unpickler. Always raises NeedsPickle or Refused."""
     names = wanted(io.BytesIO(data))
     asks = (
@@ -96,9 +96,9 @@ class _Reader:
     """The machine's stack and memory, with marks on it in place of objects."""
 
     def __init__(
-        self, where: str, bounds: Bounds, storages: Mapping[str, int] | None, own: bool
+        self, where: str, bounds: Bounds, storages: Mapping[str, int] | None, whose: Whose
     ) -> None:
-        self.where, self.bounds, self.known, self.own = where, bounds, storages, own
+        self.where, self.bounds, self.known, self.whose = where, bounds, storages, whose
         self.made = Made()
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -183,7 +183,7 @@ class _Reader:
         if type(function) is not Name or type(arguments) is not tuple:
             self._refuse("pickle.call", at, "calls what is no name, or with no tuple")
         try:
-            found = call(function.name, arguments, self.made, self.own)
+            found = call(function.name, arguments, self.made, self.whose)
             self.made.check(self.bounds)
             return found
         except Refused as refused:

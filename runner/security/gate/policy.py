@@ -6,9 +6,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from pathlib import Path
 
 from runner.security.config import SecurityConfig, SecurityLevel
+
+
+class Whose(IntEnum):
+    """Who says that a file is what it should be; the order is that of what is believed."""
+
+    FOREIGN = 0  # nobody
+    NAMED = 1  # the user, by its digest: it is not damaged
+    OWN = 2  # a manifest of this run tree, by its digest: and we wrote it
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,11 @@ class Policy:
             tuple(Path(name) for name in config.signers),
             tuple(own),
         )
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Digests of the files that the user knows, and of those that may even run code."""
+        return frozenset((*self.pinned, *self.allow_pickle))
 
     @property
     def digest(self) -> str:

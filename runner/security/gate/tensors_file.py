@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from runner.security.gate.policy import Bounds
+from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.program import Peekable
 from runner.security.gate.refused import Refused, repeated, shown
 
@@ -16,7 +16,7 @@ SIZES = {
 MOST = 1 << 62
 
 
-def check(data: Peekable, bounds: Bounds, own: bool = False) -> None:
+def check(data: Peekable, bounds: Bounds, whose: Whose = Whose.FOREIGN) -> None:
     """Raises Refused."""
     table, begin = _header(data, bounds)
     metadata = table.pop("__metadata__", {})

@@ -7,7 +7,7 @@ import re
 from runner.security.gate.archive import DEFLATED, STORED, Member, check_sums, read_archive
 from runner.security.gate.format import CONVERT, Buffer
 from runner.security.gate.pickles import read_pickle
-from runner.security.gate.policy import Bounds
+from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.refused import Refused
 
 SMALL = {  # what may be in it besides the pickle and the storages, and what that may say
@@ -20,14 +20,14 @@ SMALL = {  # what may be in it besides the pickle and the storages, and what tha
 DATA = re.compile(r"data/(0|[1-9][0-9]{0,9})", re.ASCII)
 
 
-def check(data: Buffer, bounds: Bounds, own: bool) -> None:
+def check(data: Buffer, bounds: Bounds, whose: Whose) -> None:
     """Raises Refused, and NeedsPickle for one that is sound and asks for more than plain data."""
     # what is compressed is read as well, so that a program is called one, which often is
     members = _within_root(read_archive(data, bounds, (STORED, DEFLATED)))
     for member in members.values():
         if member.method != STORED:
             raise Refused("zip.method", member.name, "is compressed, which torch.save never does")
-    if not own:  # whose digest says the same, and more
+    if whose is Whose.FOREIGN:  # else its digest says the same, and more
         check_sums(data, list(members.values()))
     view = memoryview(data)
     storages: dict[str, int] = {}
@@ -39,7 +39,7 @@ def check(data: Buffer, bounds: Bounds, own: bool) -> None:
             raise Refused("torch.member", member.name, "does not hold what it should")
     read = members["data.pkl"]
     found = read_pickle(
-        view[read.start : read.start + read.size], read.name, bounds, storages, own=own
+        view[read.start : read.start + read.size], read.name, bounds, storages, whose
     )
     if len(data) * bounds.ratio + bounds.free < found.bytes:
         raise Refused(

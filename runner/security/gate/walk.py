@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.security.gate.policy import Bounds
+from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.refused import SAVE_AGAIN, Refused, shown
 
 MAPPINGS = (dict, OrderedDict, Counter)
@@ -45,7 +45,9 @@ class Place(NamedTuple):
         return "".join(reversed(parts)).removeprefix(".")
 
 
-def check_types(content: Any, bounds: Bounds, own: bool = False) -> list[tuple[Place, Tensor]]:
+def check_types(
+    content: Any, bounds: Bounds, whose: Whose = Whose.FOREIGN
+) -> list[tuple[Place, Tensor]]:
     """Its tensors with their places, each once. Raises Refused for what is not plain.
 
     Attributes of a dict or a tensor can stand in the way of its methods, so that a check sees
@@ -73,7 +75,7 @@ def check_types(content: Any, bounds: Bounds, own: bool = False) -> list[tuple[P
         if id(value) in within:
             raise Refused("content.loop", str(place), "holds itself", SAVE_AGAIN)
         if kind is Tensor or kind is torch.nn.Parameter:
-            _check_tensor(value, place, own)
+            _check_tensor(value, place, whose)
             sizes[id(value)] = 1
             tensors.append((place, value))
             continue
@@ -127,7 +129,7 @@ def _attributes(value: Any, place: Place) -> Iterator[tuple[Any, Place]]:
         yield inner, Place(place, name)
 
 
-def _check_tensor(tensor: Tensor, place: Place, own: bool) -> None:
+def _check_tensor(tensor: Tensor, place: Place, whose: Whose) -> None:
     """A strided tensor of numbers in the host's memory, with nothing attached."""
     odd = ""
     if vars(tensor):
@@ -138,7 +140,9 @@ def _check_tensor(tensor: Tensor, place: Place, own: bool) -> None:
         odd = "is quantised"
     elif tensor.is_nested:
         odd = "is nested"
-    elif tensor.layout is not torch.strided and not (own and tensor.layout in SPARSE):
+    elif tensor.layout is not torch.strided and not (
+        whose is Whose.OWN and tensor.layout in SPARSE
+    ):
         odd = f"is sparse ({tensor.layout})"
     elif tensor.device.type != "cpu":
         odd = f"is on the device {tensor.device}"

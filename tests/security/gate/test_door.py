@@ -22,7 +22,7 @@ from runner.security.config import SecurityLevel
 from runner.security.gate.door import assess_file, open_file
 from runner.security.gate.examine import examine
 from runner.security.gate.load import TYPES
-from runner.security.gate.policy import Policy
+from runner.security.gate.policy import Policy, Whose
 from runner.security.trust import Severity, Trust
 
 BETA = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -76,6 +76,21 @@ def test_a_pickle_runs_only_if_its_own_digest_is_named(pickled: Path) -> None:
     found = open_file(pickled, Policy(allow_pickle=(digest(pickled),)))
     assert marker.is_dir() and found.content["w"].tolist() == [1, 1]
     assert [r.code for r in found.assessment.reasons] == ["pickle.allowed"]
+
+
+def test_sums_of_members_are_compared_where_no_digest_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.arange(1000.0)}, path)
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.arange(1000.0).numpy().tobytes())
+    data[at : at + 4] = np.float32(7.0).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(SecurityError, match=r"zip\.crc|do not match their checksum"):
+        open_file(path, Policy())
+    assert "zip.crc" in [r.code for r in assess_file(path, Policy()).reasons]
+    known = pinned(path)  # this very file, says the user: it is as it was then
+    assert open_file(path, known).content["w"][0] == 7
+    assert assess_file(path, known).trust is Trust.PINNED
 
 
 def test_strict_runs_no_pickle_whatever_is_allowed(pickled: Path) -> None:
@@ -164,7 +179,7 @@ def test_every_kind_of_value_that_we_write_passes_our_own_strict_gate(tmp_path: 
     checkpointer.close()
     folder = tmp_path / "checkpoints/step_00000001"
     for name in ("model.safetensors", "state.pt"):
-        found = examine((folder / name).read_bytes(), name, Policy(STRICT), own=True)
+        found = examine((folder / name).read_bytes(), name, Policy(STRICT), whose=Whose.OWN)
         assert found.reasons == []
     restored = checkpoints.load(folder, Policy(STRICT, own=(tmp_path,)))
     assert restored.model.keys() == model.keys()
