@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import mmap
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def _sendable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_sendable, value))
     return value
+
+
+@pytest.fixture
+def mapped() -> Callable[[int], mmap.mmap]:
+    """Makes memory that cannot lie in holes that other tests left in this process's heap."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        pytest.skip("Windows has no private mapping")
+
+    def made(size: int) -> mmap.mmap:
+        block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.write(b"x" * size)
+        return block
+
+    return made
 
 
 @pytest.fixture

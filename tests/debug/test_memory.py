@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,16 +175,19 @@ def test_without_a_folder_nothing_is_written_and_nothing_breaks() -> None:
 class Hoard(Hook):
     """Keeps a tensor of 400 kB at each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: Callable[[int], mmap.mmap]) -> None:
+        self.mapped = mapped
         self.hoarded: list[Tensor] = []
 
     def on_step(self, run: Run, step: Step) -> None:
-        self.hoarded.append(torch.ones(100_000))
+        self.hoarded.append(torch.frombuffer(self.mapped(400_000), dtype=torch.float32))
 
 
-def test_a_leak_is_named_by_its_tensors_and_by_the_list_that_keeps_them(tmp_path: Path) -> None:
+def test_a_leak_is_named_by_its_tensors_and_by_the_list_that_keeps_them(
+    tmp_path: Path, mapped: Callable[[int], mmap.mmap]
+) -> None:
     with build(compose([*MLP, *LOOK, "training.steps=600"]), tmp_path) as run:
-        run.hooks.append(Hoard())
+        run.hooks.append(Hoard(mapped))
         summary = train(run)
     rows = json.loads((tmp_path / "debug/history.json").read_text())["faults"]
     leak = next(row for row in rows if row["kind"] == "leak")
@@ -211,12 +215,12 @@ def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
     assert any("objects of builtins.list" in x for x in said)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="Windows has no private mapping")
-def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor() -> None:
+def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor(
+    mapped: Callable[[int], mmap.mmap],
+) -> None:
     before = census.take()
-    for _ in range(400):  # not from the heap, where other tests left room
-        KEPT.append(mmap.mmap(-1, 100_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        KEPT[-1].write(b"x" * 100_000)
+    for _ in range(400):
+        KEPT.append(mapped(100_000))
     small = torch.zeros(2, 2, dtype=torch.int64)
     grown = census.compare(before, census.take())
     KEPT.clear()
