@@ -24,6 +24,7 @@ from runner.record.drawing import (
     width,
 )
 from runner.report.curves import pieces
+from runner.report.naming import labels
 from runner.report.places import together
 from runner.report.svg import LARGEST
 
@@ -38,6 +39,8 @@ Colour = tuple[int, int, int]
 EDGE = 16
 TITLE = 56
 NAME, NUMBER = 26, 24  # sizes of letters
+LONG = 40  # letters of a name above its bar
+LETTERS = 28  # of a name below a picture, beside its numbers
 MARKED = 4  # numbers on one mark
 GRID, BAND = (222, 226, 230), (233, 236, 239)
 COLOURS: tuple[Colour, ...] = (
@@ -65,10 +68,11 @@ def bars(
         top += 40
     beside = max(width(bar.told, NUMBER) for bar in shown if bar.value is not None) + 14
     at = _ratios(shown, SIDE - EDGE - beside) if ratio else _from_nothing(shown, SIDE - beside)
-    for bar, lane, _ in lanes:
+    names = labels([bar.name for bar in shown], LONG)
+    for (bar, lane, _), name in zip(lanes, names, strict=True):
         y = top + lane
         if not bar.second:
-            label = shorten(bar.name, SIDE - 2 * EDGE, NAME)
+            label = shorten(name, SIDE - 2 * EDGE, NAME)
             draw.text((EDGE, y + 15), label, INK, font(NAME), anchor="lm")
             y += 36
         if bar.value is None:
@@ -144,10 +148,11 @@ def scatter(points: Sequence[Point], unit: str, total: int) -> NDArray[np.uint8]
     places = [(across.at(point.speed), up.at(point.mib)) for point in points]
     for group in reversed(together(places, near=28)):
         _mark(draw, *places[group[0]], group)
-    for i, point in enumerate(points):
+    names = labels([point.name for point in points], LETTERS)
+    for i, (point, name) in enumerate(zip(points, names, strict=True)):
         y = below + 36 * i + 12
         _mark(draw, EDGE + 15, y, [i])
-        _named(draw, EDGE + 42, y, point.name, f"{_short(point.speed)}, {point.mib:,.0f} MiB")
+        _named(draw, EDGE + 42, y, name, f"{_short(point.speed)}, {point.mib:,.0f} MiB")
     return np.asarray(picture)
 
 
@@ -189,7 +194,8 @@ def lines(
         draw.line((left, y, SIDE - EDGE, y), fill=GRID, width=2)
         told = 10**value if logarithmic else value
         draw.text((left - 10, y), f"{told:.3g}", GREY, font(22), anchor="rm")
-    for i, (name, curve) in enumerate(curves.items()):
+    names = labels(list(curves), LETTERS)
+    for i, (name, curve) in enumerate(zip(names, curves.values(), strict=True)):
         for piece in pieces(curve, reach):
             places = [
                 (left + (SIDE - EDGE - left) * step / last, up.at(shape(loss)))

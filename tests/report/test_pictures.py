@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from runner.benchmark.result import ArmResult, Attribution, BenchmarkResult, Effect
 from runner.record.drawing import BLUE, INK, SIDE
+from runner.report import drawing
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.pictures import Bar, Point, effects, memory, pictures, speeds
 
@@ -95,6 +96,13 @@ def test_every_picture_can_be_read_in_a_thumbnail_of_half_its_size() -> None:
     made = pictures(benchmark(*many, noise_floor=0.5))
     assert made.keys() == {"speed", "memory", "loss"}
     assert all(picture.shape[1] == SIDE and picture.shape[0] < 1100 for picture in made.values())
+
+
+def test_long_names_below_a_picture_keep_what_sets_them_apart() -> None:
+    names = [f"optimization=advanced optimizer.weight_decay={x}" for x in (0.125, 0.25)]
+    shown = drawing.scatter([Point(name, 1.0, 100.0) for name in names], "× as fast", 2)
+    first, second = (shown[y : y + 30, 60:] for y in (len(shown) - 88, len(shown) - 52))
+    assert (first < 128).any() and not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize(
