@@ -21,6 +21,11 @@ MOMENTS = (
     "acc_delta", "exp_inf", "ax", "prev", "step_size",
 )  # fmt: skip
 """State of torch's own optimizers that has a value for each of the weight's."""
+UNFIT = {
+    "LBFGS": "runs the model several times a step",
+    "SparseAdam": "takes sparse gradients alone",
+}
+"""Optimizers of torch that a training step here cannot use, and why."""
 KEPT: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("Adam", "AdamW"), {"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"}
@@ -51,10 +56,8 @@ def find_optimizer(name: str) -> type[Optimizer]:
         near = difflib.get_close_matches(name.lower(), folded, 1, 0.5)
         fix = f"did you mean {folded[near[0]]}?" if near else f"one of {', '.join(sorted(known))}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
-    if name == "LBFGS":
-        raise ConfigError(
-            "optimizer.name", "LBFGS runs the model several times a step", "use AdamW"
-        )
+    if name in UNFIT:
+        raise ConfigError("optimizer.name", f"{name} {UNFIT[name]}", "use AdamW")
     return known[name]
 
 

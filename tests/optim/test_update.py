@@ -205,7 +205,12 @@ def test_sparse_gradients_are_guarded_and_clipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("AdmaW", "did you mean AdamW"), ("LBFGS", "several times a step")]
+    ("name", "said"),
+    [
+        ("AdmaW", "did you mean AdamW"),
+        ("LBFGS", "several times a step"),
+        ("SparseAdam", "takes sparse gradients alone"),
+    ],
 )
 def test_an_unknown_optimizer_is_answered_with_the_nearest(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
