@@ -21,7 +21,6 @@ from runner.security.gate.refused import Refused, repeated
 from runner.security.gate.threads import at_once
 
 STORED, DEFLATED = 0, 8
-LARGE = 1 << 20  # bytes of a member that is worth a thread
 DESCRIPTOR, UTF8 = 1 << 3, 1 << 11  # sizes follow the data; the name is UTF-8
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ZIP64, _PADDING = 0x0001, 0x4246  # extra fields: long sizes, and torch's alignment
@@ -93,12 +92,7 @@ def check_sums(data: Buffer, members: list[Member]) -> None:
     def check(member: Member) -> None:
         _compare(zlib.crc32(view[member.start : member.start + member.stored]), member)
 
-    large = [m for m in members if m.method == STORED and m.size >= LARGE]
-    for member in members:
-        if member.method == STORED and member.size < LARGE:
-            check(member)
-    if large:
-        at_once(check, large)
+    at_once(check, (m for m in members if m.method == STORED), lambda member: member.size)
 
 
 def inflate(data: Buffer, member: Member) -> bytes | memoryview:

@@ -8,6 +8,7 @@ from threading import Barrier
 from typing import TypeVar
 
 THREADS = 3
+LARGE = 1 << 20  # bytes that are worth a thread
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -23,14 +24,21 @@ def begin() -> None:
     _begun.append(pool)
 
 
-def have_begun() -> bool:
-    """Whether this process keeps threads for it."""
-    return bool(_begun)
+def at_once(work: Callable[[A], B], items: Iterable[A], size: Callable[[A], int]) -> list[B]:
+    """What `work` makes of each, in order; the first of its errors is raised.
 
-
-def at_once(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """What `work` makes of each, in order; the first of its errors is raised."""
-    if _begun:
-        return list(_begun[0].map(work, items))
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(work, items))
+    Items below `LARGE` bytes are done here meanwhile: handing them over would take longer.
+    """
+    given = list(items)
+    large = [i for i, item in enumerate(given) if size(item) >= LARGE]
+    if not large:
+        return [work(item) for item in given]
+    pool = _begun[0] if _begun else ThreadPoolExecutor(THREADS)
+    shared = {i: pool.submit(work, given[i]) for i in large}
+    try:
+        return [shared[i].result() if i in shared else work(item) for i, item in enumerate(given)]
+    finally:
+        for waiting in shared.values():
+            waiting.cancel()  # where there was an error
+        if not _begun:
+            pool.shutdown()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from runner.security.gate import threads
+from runner.security.gate.threads import at_once
 from runner.security.gate.walk import Place
 from runner.security.trust import Reason, Severity
 
@@ -25,8 +25,7 @@ def value_reasons(tensors: Iterable[tuple[Place, Tensor]]) -> list[Reason]:
     """A warning for each tensor with such values; none for whole numbers. No tensor of truth
     values may have others than two.
     """
-    # else torch's own threads share out each tensor
-    each = threads.at_once(_look, tensors) if threads.have_begun() else map(_look, tensors)
+    each = at_once(_look, tensors, lambda placed: placed[1].nbytes)
     found = [reason for reason in each if reason is not None]
     found.sort(key=lambda reason: -reason.severity)
     if len(found) > MOST:
