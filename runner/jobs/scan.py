@@ -29,7 +29,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     """Assess `scan.path`; the list on the screen, scan.json and scan.md in `folder`.
 
     Raises SecurityError where anything is refused or is less than the security level demands,
-    UsageError where there is nothing at that path, and Interrupted with what was found until then
+    UsageError where there is nothing to assess, and Interrupted with what was found until then
     written.
     """
     path = find(config.scan.path)
@@ -51,6 +51,8 @@ def main(config: RunConfig, folder: Path) -> Scan:
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)
     if scan.refused:
         raise SecurityError(f"{scan.verdict}; {files}")
+    if not scan.rows:
+        raise UsageError(f"scan.path: {scan.verdict}; {files}")
     with suppress(SystemExit):  # rich's answer to `| head`
         Console(highlight=False).print(Text(f"{scan.verdict}; {files}"), soft_wrap=True)
     return scan

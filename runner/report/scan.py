@@ -96,10 +96,12 @@ class Scan:
         refused = self.refused
         if not refused and self.interrupted:
             return f"interrupted after {len(self.rows)} of {_things(self.total)}: no verdict"
+        if not self.rows:
+            return f"no model and no array lies in {one_line(self.path)}"
         if not refused:
             counts = Counter(row.found.trust for row in self.rows)
             each = ", ".join(f"{counts[t]} {t.name}" for t in sorted(counts))
-            return f"nothing refused of {_things(len(self.rows))}{f': {each}' if each else ''}"
+            return f"nothing refused of {_things(len(self.rows))}: {each}"
         first = refused[0]
         of = f"of {_things(len(self.rows))}"
         bad = sum(row.found.refused for row in refused)
@@ -111,15 +113,22 @@ class Scan:
         why = _why(first, self.level)
         return one_line(f"{', '.join(told)}; the first, {first.found.path}: {why}")
 
+    @property
+    def outcome(self) -> str:
+        """In one word."""
+        if self.refused:
+            return "refused"
+        if self.interrupted:
+            return "interrupted"
+        return "accepted" if self.rows else "empty"
+
     def as_dict(self) -> dict[str, Any]:
         """In plain values, the worst first."""
         return {
             "schema": SCHEMA,
             "path": self.path,
             "security": self.level.value,
-            "verdict": (
-                "refused" if self.refused else "interrupted" if self.interrupted else "accepted"
-            ),
+            "verdict": self.outcome,
             "complete": not self.interrupted,
             "counts": {t.name: sum(r.found.trust is t for r in self.rows) for t in Trust},
             "things": self.total,

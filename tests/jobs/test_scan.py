@@ -122,6 +122,17 @@ def test_a_path_with_nothing_there_is_a_usage_error(tmp_path, folder):
         scan(tmp_path, folder, "scan.rows=-1")
 
 
+def test_a_folder_without_anything_to_load_is_no_pass(tmp_path, folder):
+    (tmp_path / "wrong").mkdir()
+    for name in (None, "notes.txt"):
+        if name:
+            (tmp_path / "wrong" / name).write_text("no model")
+        with pytest.raises(UsageError, match="no model and no array lies in"):
+            scan(tmp_path / "wrong", folder)
+    report = json.loads((folder / "scan.json").read_text())
+    assert (report["verdict"], report["passed_over"]) == ("empty", 1)
+
+
 def test_so_many_rows_are_shown_and_the_record_has_all(tmp_path, folder, capsys):
     for number in range(5):
         np.save(tmp_path / f"{number}.npy", np.arange(number))
@@ -209,7 +220,9 @@ def test_any_plain_path_can_be_named(tmp_path, folder, monkeypatch):
     longest = theirs / ("n" * 255)
     longest.write_text("hello")
     monkeypatch.chdir(theirs)
-    assert scan(Path(), folder).passed_over == 1
+    np.save("a.npy", np.ones(2))
+    found = scan(Path(), folder, pinned(Path("a.npy")))
+    assert (found.passed_over, len(found.rows)) == (1, 1)
     with pytest.raises(SecurityError, match="no format known"):
         scan(longest, folder)
 
@@ -219,8 +232,9 @@ def test_token_ids_are_of_another_kind_and_a_pickle_by_the_same_name_is_not(tmp_
     theirs.mkdir()
     (np.arange(4000) % 97).astype(np.uint16).tofile(theirs / "train.bin")
     (theirs / "empty.bin").touch()
-    found = scan(theirs, folder)
-    assert (found.passed_over, found.rows) == (2, [])
+    with pytest.raises(UsageError, match="no model and no array"):
+        scan(theirs, folder)
+    assert json.loads((folder / "scan.json").read_text())["passed_over"] == 2
     live = f"cos\nmkdir\n(S'{tmp_path / 'mark'}'\ntR.".encode()
     for number, data in enumerate((live, live + b"\n", b"N0" + live, live[:-1] + b"\xff")):
         (theirs / f"val{number}.bin").write_bytes(data)

@@ -13,7 +13,6 @@ from runner.security.gate.format import Buffer
 from runner.security.gate.policy import Bounds, Whose
 from runner.security.gate.program import Peekable
 from runner.security.gate.refused import Refused
-from runner.security.gate.wanted import WAY_OUT, NeedsPickle
 
 MAGIC = b"\x93NUMPY"
 LONGEST = 10_000  # characters of a header, as numpy has it
@@ -23,7 +22,7 @@ MOST = 1 << 62
 
 
 def check_npy(data: Buffer, bounds: Bounds, whose: Whose, where: str = "") -> None:
-    """Raises Refused, and NeedsPickle for an array of objects."""
+    """Raises Refused, for an array of objects too."""
     kind, size, begin = check_header(data, where)
     if kind[1] == "b" and size and np.frombuffer(data, np.uint8, size, begin).max() > 1:
         raise Refused(
@@ -47,9 +46,9 @@ def check_header(data: Peekable, where: str = "") -> tuple[str, int, int]:
                 "npy.dtype", where, f"has columns of several types: {kind!r}",
                 "save each column as an array of its own",
             )  # fmt: skip
-        raise NeedsPickle(
+        raise Refused(
             "npy.object", where, f"holds objects ({kind}), which are a pickle",
-            f"save numbers: array.astype(float); {WAY_OUT}",
+            "save numbers or text: array.astype(float), array.astype(str)",
         )  # fmt: skip
     if (
         type(shape) is not tuple or type(header["fortran_order"]) is not bool or len(shape) > 64
@@ -71,7 +70,7 @@ def check_header(data: Peekable, where: str = "") -> tuple[str, int, int]:
 
 
 def check_npz(data: Buffer, bounds: Bounds, whose: Whose) -> None:
-    """Raises Refused, and NeedsPickle where an array holds objects."""
+    """Raises Refused."""
     members = read_archive(data, bounds, (STORED, DEFLATED))
     total = sum(member.size for member in members)
     if total > bounds.may_inflate(len(data)):

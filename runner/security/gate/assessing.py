@@ -151,7 +151,7 @@ class Assessor:
 
 
 class _Known:
-    """Which files this run tree wrote, or the user named: they need no limited process."""
+    """Which files this run tree wrote, or the user pinned: they need no limited process."""
 
     def __init__(self, thing: Thing, policy: Policy) -> None:
         self.policy, self.path = policy, thing.path
@@ -159,7 +159,7 @@ class _Known:
         self.records: dict[Path, Recorded | None] = {}
 
     def says(self, name: str, held: Watched) -> Whose:
-        """Waits for the digest where one is recorded or named, else not."""
+        """Waits for the digest where one is recorded or pinned, else not."""
         place = (self.folder / name).parent
         if place not in self.records:
             self.records[place] = recorded(place) if is_own(place, self.policy) else None
@@ -167,8 +167,8 @@ class _Known:
         written = record.files.get(Path(name).name) if record is not None else None
         if written is not None and written.sha256 == held.sha256:
             return Whose.OWN
-        named = self.policy.named
-        return Whose.NAMED if named and held.sha256 in named else Whose.FOREIGN
+        pinned = self.policy.pinned
+        return Whose.PINNED if pinned and held.sha256 in pinned else Whose.FOREIGN
 
 
 def assess_folder(folder: Path, policy: Policy, deep: bool = True) -> Assessment:

@@ -130,7 +130,7 @@ class Child:
         before = oom_kills() or 0
         text = json.dumps({
             "name": name, "size": held.size, "deep": deep, "level": policy.level.value,
-            "bounds": asdict(policy.bounds),
+            "bounds": asdict(policy.bounds), "may_run": policy.allow_pickle,
         }).encode()  # fmt: skip
         try:
             line = self._line()

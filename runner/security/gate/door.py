@@ -21,7 +21,7 @@ from runner.security.gate.folder import thing_of
 from runner.security.gate.format import identify
 from runner.security.gate.glance import refusal
 from runner.security.gate.held import Held, Peeked, hold
-from runner.security.gate.load import loaded, unpickled
+from runner.security.gate.load import PICKLED, loaded, unpickled
 from runner.security.gate.policy import Policy, Whose
 from runner.security.gate.provenance import is_own, vouch
 from runner.security.trust import Assessment, FileFacts, Severity, Trust, require
@@ -102,7 +102,7 @@ def admit_folder(folder: Path, policy: Policy) -> Assessment | None:
 def _whose(found: str, recorded: str | None, policy: Policy) -> Whose:
     if recorded is not None:
         return Whose.OWN
-    return Whose.NAMED if found in policy.named else Whose.FOREIGN
+    return Whose.PINNED if found in policy.pinned else Whose.FOREIGN
 
 
 def _glance(path: Path, policy: Policy) -> None:
@@ -130,7 +130,7 @@ def _unchecked(held: Held, path: Path, policy: Policy) -> Examined:
     """With security=off nothing is looked at; yet no pickle runs that was not named by digest."""
     try:
         kind = identify(held.view, path.name)
-        if held.sha256 in policy.allow_pickle:
+        if held.sha256 in policy.allow_pickle and kind in PICKLED:
             return Examined(kind, pickled=True)
         return Examined(kind, content=loaded(held.view, kind))
     except Exception as error:  # whatever the parsers raise

@@ -95,7 +95,7 @@ def identify(data: Peekable, name: str) -> str:
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether a zip archive begins with these bytes."""
+    """Whether a zip archive begins with these bytes, and not with its end."""
     return head.startswith(b"PK\x03\x04")
 
 

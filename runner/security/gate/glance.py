@@ -29,6 +29,7 @@ LARGEST = 1 << 28  # bytes of it that are searched
 LISTED = 1 << 20  # bytes of it whose members are looked into: 13,000 take 0.3 s
 MEMBERS = (b"data.pkl", b".npy")  # how names of files end in archives that loaders open
 ENDING = 1 << 17  # bytes in which readers look for the end: torch's goes back by whole blocks
+END = b"PK\x05\x06"
 _END = struct.Struct("<4s4H2LH")  # of a zip: what follows is a comment
 _WIDE = 0xFFFFFFFF
 _LOCATOR = struct.Struct("<4sLQL")  # before it where sizes are long
@@ -59,7 +60,9 @@ def holds_model(data: Peekable) -> bool:
     Pickles of protocols that have no beginning of their own are not looked for.
     """
     head = bytes(data[:HEAD])
-    if is_zip(head):  # archives of other things are no concern of ours
+    # numpy takes for an archive what begins with its end as well; of other things they are no
+    # concern of ours
+    if is_zip(head) or head.startswith(END):
         named = first_member(head).endswith(MEMBERS) or _lists(data, MEMBERS)
         return named or _holds_array(data)
     return head.startswith(MAGIC) or head.startswith(b"\x80") and is_program(data)
@@ -94,7 +97,7 @@ def _lists(data: Peekable, names: tuple[bytes, ...]) -> bool:
     """
     before = max(0, len(data) - ENDING)
     tail = bytes(data[before:])
-    found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size + 4))
+    found = tail.rfind(END, 0, max(0, len(tail) - _END.size + 4))
     if found < 0:
         return False
     end = before + found
@@ -111,17 +114,17 @@ def _lists(data: Peekable, names: tuple[bytes, ...]) -> bool:
 
 def _starts(data: Peekable, end: int) -> Iterator[int]:
     """Where the table may begin that ends at the record at `end`: where that says, or as long
-    before it as that says.
+    before it as that says. The one for long sizes lies where that says, or right before it.
     """
     *_, size, offset, _ = _END.unpack(data[end : end + _END.size])
     spans = [] if _WIDE in (size, offset) else [(offset, end - size)]
     before = bytes(data[max(0, end - _LOCATOR.size) : end])
     if before.startswith(b"PK\x06\x07") and len(before) == _LOCATOR.size:
-        at = _LOCATOR.unpack(before)[2]
-        record = bytes(data[at : at + _END64.size])
-        if len(record) == _END64.size:
-            *_, size, offset = _END64.unpack(record)
-            spans.append((offset, at - size))
+        for at in (_LOCATOR.unpack(before)[2], end - _LOCATOR.size - _END64.size):
+            record = bytes(data[max(0, at) : at + _END64.size])
+            if len(record) == _END64.size:
+                *_, size, offset = _END64.unpack(record)
+                spans.append((offset, at - size))
     for span in spans:
         yield from (start for start in span if 0 <= start <= end)
 

@@ -44,7 +44,7 @@ def main(descriptor: int) -> None:
         size = asked["size"]
         _limit_for_now(bounds, size)
         data = mapped(descriptors[0], size) if size else b""
-        policy = Policy(SecurityLevel(asked["level"]), bounds=bounds)
+        policy = Policy(SecurityLevel(asked["level"]), tuple(asked["may_run"]), bounds=bounds)
         place = place_of(descriptors[0])
         found = examine(memoryview(data), asked["name"], policy, asked["deep"], place=place)
         found.content = None  # nothing that was made of the file leaves this process

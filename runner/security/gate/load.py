@@ -19,6 +19,7 @@ from torch import _weights_only_unpickler
 
 from runner.security.gate.format import Buffer
 
+PICKLED = ("pickle", "torch_zip", "torch_legacy")  # formats that are a pickle, or have one in them
 TYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16,
@@ -50,12 +51,12 @@ def loaded(data: Buffer, kind: str, place: str = "") -> Any:
         return np.asarray(np.load(place, mmap_mode="c", allow_pickle=False))
     if kind == "npy":
         return _array(data)
-    return _arrays(data, allow_pickle=False)
+    return _arrays(data)
 
 
-def _arrays(data: Buffer, allow_pickle: bool) -> Any:
+def _arrays(data: Buffer) -> Any:
     """One array, or a dict of those of an archive."""
-    found = np.load(io.BufferedReader(_View(data)), allow_pickle=allow_pickle)
+    found = np.load(io.BufferedReader(_View(data)), allow_pickle=False)
     if isinstance(found, np.ndarray):
         return found
     return {name: found[name] for name in found.files}
@@ -113,8 +114,6 @@ def unpickled(data: Buffer, kind: str) -> Any:
     """What its pickle makes, which is to run it: only for bytes that the user named by digest."""
     if kind == "pickle":
         return pickle.loads(data)  # noqa: S301
-    if kind in ("npy", "npz"):
-        return _arrays(data, allow_pickle=True)
     return _torch(data, kind, False)
 
 

@@ -16,7 +16,7 @@ class Whose(IntEnum):
     """Who says that a file is what it should be; the order is that of what is believed."""
 
     FOREIGN = 0  # nobody
-    NAMED = 1  # the user, by its digest: it is not damaged
+    PINNED = 1  # the user, by its digest: it is not damaged
     OWN = 2  # a manifest of this run tree, by its digest: and we wrote it
 
 
@@ -66,11 +66,6 @@ class Policy:
             tuple(Path(name) for name in config.signers),
             tuple(own),
         )
-
-    @property
-    def named(self) -> frozenset[str]:
-        """Digests of the files that the user knows, and of those that may even run code."""
-        return frozenset((*self.pinned, *self.allow_pickle))
 
     @property
     def digest(self) -> str:

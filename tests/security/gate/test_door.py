@@ -19,6 +19,7 @@ from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
+from runner.security.gate.child import Child
 from runner.security.gate.door import assess_file, open_file
 from runner.security.gate.examine import examine
 from runner.security.gate.load import TYPES
@@ -91,6 +92,24 @@ def test_sums_of_members_are_compared_where_no_digest_is_known(tmp_path: Path) -
     known = pinned(path)  # this very file, says the user: it is as it was then
     assert open_file(path, known).content["w"][0] == 7
     assert assess_file(path, known).trust is Trust.PINNED
+
+
+def test_that_a_file_may_run_code_does_not_make_it_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    apart = []
+    examine_apart = Child.examine
+
+    def examined(*given: Any) -> Any:
+        apart.append(given[2])
+        return examine_apart(*given)
+
+    monkeypatch.setattr(Child, "examine", examined)
+    found = open_file(path, Policy(allow_pickle=(digest(path),)))
+    assert (found.assessment.trust, apart) == (Trust.UNTRUSTED, ["m.pt"])
+    assert open_file(path, pinned(path)).assessment.trust is Trust.PINNED and len(apart) == 1
 
 
 def test_strict_runs_no_pickle_whatever_is_allowed(pickled: Path) -> None:
@@ -290,11 +309,17 @@ def test_truth_values_that_are_neither_are_refused(name: str, tmp_path: Path) ->
     assert refusal.severity is Severity.REFUSAL and "truth values" in refusal.evidence
 
 
-def test_arrays_of_objects_are_unpickled_where_their_digest_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", list(SecurityLevel))
+def test_arrays_of_objects_are_unpickled_nowhere(level: SecurityLevel, tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
-    np.savez(path, x=np.array([1, "a", None], dtype=object), y=np.arange(3))
-    content = open_file(path, Policy(allow_pickle=(digest(path),)), apart=False).content
-    assert content["x"].tolist() == [1, "a", None] and content["y"].tolist() == [0, 1, 2]
+    np.savez(path, x=np.array([1, Marking(tmp_path / "marker")], dtype=object), y=np.arange(3))
+    allowed = Policy(level, (digest(path),), (digest(path),))
+    for apart in (True, False):
+        with pytest.raises(SecurityError) as caught:
+            open_file(path, allowed, apart=apart)
+        assert "allow_pickle=[" not in str(caught.value)
+    assert not assess_file(path, allowed).trust
+    assert not (tmp_path / "marker").exists()
 
 
 def test_a_compressed_torchscript_program_is_called_a_program(tmp_path: Path) -> None:

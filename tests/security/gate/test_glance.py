@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,31 @@ def prepended(folder: Path) -> bytes:
     return b"PK\x03\x04" + payload(folder, compression=zipfile.ZIP_LZMA)
 
 
+def reversed_(folder: Path) -> bytes:
+    """numpy takes for an archive what begins as the end of one."""
+    return b"PK\x05\x06" + bytes(40) + payload(folder)
+
+
+def elsewhere(folder: Path) -> bytes:
+    """The table is long, and its place is in a record that nothing points to: Python looks for it
+    right before its pointer.
+    """
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as packed:
+        for i in range(20):
+            entry = zipfile.ZipInfo(f"{i}.txt")
+            entry.comment = b"c" * 65_000
+            packed.writestr(entry, b"x")
+        packed.writestr("payload.npy", NPY + bytes(36))
+    data = file.getvalue()
+    end = data.rindex(b"PK\x05\x06")
+    *_, size, offset, _ = struct.unpack("<4s4H2LH", data[end:])
+    record = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 21, 21, size, offset)
+    pointer = struct.pack("<4sLQL", b"PK\x06\x07", 0, 4, 1)
+    last = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 21, 21, 0, end + 76, 0)
+    return data[:end] + record + pointer + last
+
+
 def other(folder: Path) -> bytes:
     """An archive of other things."""
     return archive([Member(f"word/{i:0100}.xml", b"data.pk") for i in range(1500)])
@@ -110,7 +136,7 @@ def damaged(folder: Path) -> bytes:
     ("make", "loads"),
     [
         *((make, True) for make in (many, late, commented, capital, followed)),
-        *((make, True) for make in (payload, deflated, prepended)),
+        *((make, True) for make in (payload, deflated, prepended, reversed_, elsewhere)),
         *((make, False) for make in (other, damaged)),
     ],
 )
