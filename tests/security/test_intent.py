@@ -108,7 +108,11 @@ def test_a_refusal_names_the_file_the_line_and_the_way_out(folder: Path) -> None
         ("# @package _global_ : foo\n", "own.yaml: its first line is no header"),
         ("# @package\n", "own.yaml: its first line is no header"),
         ("# @package _global_\ndefaults: [null]\n", "Unsupported type in defaults"),
-        ("# @package _global_\nhydra:\n", "own.yaml: Hydra cannot compose it"),
+        ("# @package _global_\nhydra:\n", "own.yaml: Hydra cannot compose it.* below hydra"),
+        ("# @package _global_\ndefaults: 5\n", "must be a list .*; mend what it names"),
+        ("# @package _global_\nname: a\nseed: !!int ''\n", "own.yaml:3: '' cannot be read as int"),
+        ("# @package _global_\nseed: 0x_\n", "own.yaml:2: '0x_' cannot be read as int"),
+        ("# @package _global_\n5\n", "own.yaml: is no group of settings"),
         ("# @package _global_\nname: a\nname: b\n", "own.yaml: .*duplicate key name at line 3"),
     ],
 )

@@ -15,9 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.errors import ConfigError, SecurityError
 from runner.security.config import SecurityConfig as Security
 from runner.security.intent import bounds
+from runner.security.intent.formats import check_shown
 from runner.security.intent.keys import OF_LAUNCHERS, OF_SWEEPERS, REFUSED, default_of
 from runner.security.intent.levels import check_security
-from runner.security.intent.logs import check_logging
+from runner.security.intent.logs import check_logs
 from runner.security.intent.names import (
     FACTORIES,
     NAMED,
@@ -25,7 +26,7 @@ from runner.security.intent.names import (
     check_plugin,
 )
 from runner.security.intent.said import Said, check_jobs, check_text, parse
-from runner.security.intent.settled import CALLED, LOGS, in_a_job
+from runner.security.intent.settled import CALLED, in_a_job
 from runner.security.intent.steady import Steady, below
 from runner.security.intent.written import GONE_ON_WITH, check_places, check_resumed
 from runner.security.secrets import resolved
@@ -58,6 +59,7 @@ def check_composed(config: DictConfig, said: Said, typed: Security) -> None:
     _check_hydra(hydra, tree["hydra"], said)
     for written in (hydra, in_a_job(config, tree["hydra"], "sweep")):
         check_places(written, said)
+        check_logs(written, said)
     check_resumed(config, said)
     _check_params(hydra.get("sweeper"), said)
     _check_arms(tree, said)
@@ -131,8 +133,6 @@ def _check_hydra(hydra: Mapping[str, Any], raw: Any, said: Said) -> None:
                     f"address; if you mean it, type {key}.{name}=…"
                 )
     check_callbacks(hydra.get("callbacks"), names)
-    for part in () if said.off else LOGS:
-        check_logging(hydra.get(part), f"hydra.{part}")
 
 
 def _check_params(sweeper: Any, said: Said) -> None:
@@ -147,10 +147,12 @@ def _check_params(sweeper: Any, said: Said) -> None:
         one = parse(text)
         if one is None:
             raise ConfigError("hydra.sweeper.params", f"{text} cannot be read")
-        if _is_closed(one) and not said.has(f"hydra.sweeper.params.{name}"):
-            raise SecurityError(
-                f"hydra.sweeper.params: {name} is refused: a config file cannot type for you"
-            )
+        if not said.has(f"hydra.sweeper.params.{name}"):
+            check_shown(text, f"hydra.sweeper.params.{name}")  # Hydra prints it as it is
+            if _is_closed(one):
+                raise SecurityError(
+                    f"hydra.sweeper.params: {name} is refused: a config file cannot type for you"
+                )
         parsed.append(one)
     check_jobs(parsed, "hydra.sweeper.params")
 

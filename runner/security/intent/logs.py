@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.errors import SecurityError
 from runner.security.intent import registry
+from runner.security.intent.formats import FORMATS, check_formats, check_shown
 from runner.security.intent.names import FACTORIES, leaves, valued
+from runner.security.intent.said import Said
+from runner.security.intent.settled import LOGS
 
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 SECTIONS = {
@@ -21,6 +24,12 @@ PLAIN = ("version", "incremental", "disable_existing_loggers")
 MAKES = (*FACTORIES, "_target_", ".")
 
 
+def check_logs(hydra: Mapping[str, Any], said: Said) -> None:
+    """Raise SecurityError for what Hydra's part, with references followed, may not do to logs."""
+    for part in () if said.off else LOGS:
+        check_logging(hydra.get(part), f"hydra.{part}")
+
+
 def check_logging(node: Any, key: str) -> None:
     """Raise SecurityError for what is no log of a terminal or a file.
 
@@ -32,7 +41,8 @@ def check_logging(node: Any, key: str) -> None:
         if name in SECTIONS:
             for inner, entry in _entries(part, where):
                 _check_made(entry, f"{where}.{inner}", str(name))
-        elif name == "loggers":
+            continue
+        if name == "loggers":
             for inner, entry in _entries(part, where):
                 _check_keys(entry, f"{where}.{inner}", OF_LOGGERS)
         elif name == "root":
@@ -40,13 +50,7 @@ def check_logging(node: Any, key: str) -> None:
         elif name not in PLAIN:
             known = ", ".join((*PLAIN, *SECTIONS, "loggers", "root"))
             raise SecurityError(f"{where}: is refused: the set-up of logs has {known}")
-    for where, value in leaves(node, key):
-        if not str(value).isprintable():  # a format stands beside every line that is logged
-            raise SecurityError(f"{where}: is refused: it holds what a terminal would act on")
-        if str(value).startswith(("ext://", "cfg://")) and value not in STREAMS:
-            raise SecurityError(
-                f"{where}: {value} is refused: it stands for any object; use {STREAMS[0]}"
-            )
+        _check_values(part, where)
 
 
 def _check_made(entry: Any, where: str, section: str) -> None:
@@ -61,6 +65,10 @@ def _check_made(entry: Any, where: str, section: str) -> None:
     names = [value for _, value in made] or [DEFAULT.get(section)]
     keys = {key for name in names if name is not None for key in known[name]}
     _check_keys(entry, where, (*FACTORIES, *sorted(keys)))
+    check_formats(entry or {}, where)
+    for name, value in _entries(entry, where):
+        folded = name in FORMATS and isinstance(value, str)  # a block of YAML ends in a new line
+        _check_values(value.removesuffix("\n") if folded else value, f"{where}.{name}")
 
 
 def _check_keys(entry: Any, where: str, known: tuple[str, ...]) -> None:
@@ -71,6 +79,15 @@ def _check_keys(entry: Any, where: str, known: tuple[str, ...]) -> None:
             )
         for deeper, _ in valued(value, f"{where}.{name}", MAKES):
             raise SecurityError(f"{deeper}: is refused: nothing is made there")
+
+
+def _check_values(node: Any, key: str) -> None:
+    for where, value in leaves(node, key):
+        check_shown(value, where)
+        if str(value).startswith(("ext://", "cfg://")) and value not in STREAMS:
+            raise SecurityError(
+                f"{where}: {value} is refused: it stands for any object; use {STREAMS[0]}"
+            )
 
 
 def _entries(node: Any, where: str) -> Iterator[tuple[Any, Any]]:

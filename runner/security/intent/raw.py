@@ -8,12 +8,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
-from runner.errors import SecurityError
+from runner.errors import ConfigError, SecurityError
+from runner.record.noted import NO_VALUE
 from runner.security.intent import bounds
 from runner.security.intent.names import check_any
 
 PLAIN = {"str", "int", "float", "bool", "null", "map", "seq"}
 PLAIN_TAGS = {None, "!", *(f"tag:yaml.org,2002:{name}" for name in PLAIN)}
+NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool")}
 VARIABLES = ("env_set", "env_copy")
 
 
@@ -40,6 +42,31 @@ def look(text: str, where: str, trusted: Sequence[str]) -> None:
             _step(event, levels, anchors, where, trusted)
     except yaml.YAMLError:
         return
+
+
+def check_values(text: str, where: str) -> None:
+    """Raise ConfigError for the first value that is not of the type it is tagged with.
+
+    A number may be tagged by its looks alone (`0x_`). PyYAML's own errors name neither value nor
+    line.
+    """
+    loader = yaml.SafeLoader(text)
+    nodes = [loader.get_single_node()]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            nodes += [part for pair in reversed(node.value) for part in reversed(pair)]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += reversed(node.value)
+        elif node.tag in NUMBERS:
+            try:
+                loader.construct_object(node)
+            except NO_VALUE as error:
+                kind = node.tag.rpartition(":")[2]
+                raise ConfigError(
+                    f"{where}:{node.start_mark.line + 1}",
+                    f"{node.value[:40]!r} cannot be read as {kind}", "mend that value",
+                ) from error  # fmt: skip
 
 
 def _step(

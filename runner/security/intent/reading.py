@@ -28,11 +28,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
+from runner.record.noted import NO_VALUE
 from runner.security.intent import bounds
 from runner.security.intent.composed import check_composed
 from runner.security.intent.expansion import check_expansion
 from runner.security.intent.levels import check_within
-from runner.security.intent.raw import look
+from runner.security.intent.raw import check_values, look
 from runner.security.intent.said import Said, security_of
 from runner.security.intent.written import check_job
 
@@ -110,7 +111,8 @@ class Reading:
         where = ", ".join(self.seen) or "the command line"
         return ConfigError(
             where, f"Hydra cannot compose it ({type(error).__name__}: {error})",
-            "is what stands below hydra: a part that Hydra knows, and whole?",
+            "mend what it names" if isinstance(error, ValueError)  # of the list of defaults
+            else "is what stands below hydra: a part that Hydra knows, and whole?",
         )  # fmt: skip
 
     def _result(self, source: Any, path: str) -> ConfigResult:
@@ -134,6 +136,15 @@ class Reading:
         except YAMLError as error:
             told = " ".join(str(error).replace('in "<file>", ', "at ").split())
             raise ConfigError(path, told, "mend that file") from error
+        except OmegaConfBaseException:  # some are a ValueError too
+            raise
+        except NO_VALUE as error:
+            check_values(text, path)
+            raise ConfigError(path, f"cannot be read ({error})", "mend that file") from error
+        except OSError as error:  # a number, or a flag
+            raise ConfigError(
+                path, "is no group of settings", "write them as key: value"
+            ) from error
         return ConfigResult(
             provider=source.provider, path=f"file://{source.path}", config=config, header=header
         )

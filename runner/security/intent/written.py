@@ -11,6 +11,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from runner.errors import SecurityError
+from runner.security.intent.logs import check_logs
 from runner.security.intent.names import leaves
 from runner.security.intent.places import check_below, check_place, typed_place
 from runner.security.intent.said import Said
@@ -29,13 +30,14 @@ NAMED = {"run": "hydra.run.dir", "sweep": "hydra.sweep.subdir"}
 
 
 def check_job(config: DictConfig, said: Said) -> None:
-    """Raise SecurityError where a job would write elsewhere; `config` is as it has it, with its
-    number and folder, before that is made.
+    """Raise SecurityError where a job would write elsewhere, or other lines to a log; `config` is
+    as it has it, with its number and folder, before that is made.
     """
     tree: Any = OmegaConf.to_container(config.hydra, resolve=False)
     sweeps = config.hydra.mode is RunMode.MULTIRUN
     found = {**in_a_job(config, tree, "job"), "of": "sweep" if sweeps else "run"}
     check_places(found, said)
+    check_logs(found, said)
     if sweeps:
         check_below("hydra.sweep.subdir", found["folder"], Path(str(found["sweep"]["dir"])))
 

@@ -49,6 +49,10 @@ LOGS = {
     "a checkpoint for a log": "handlers: {h: {class: logging.FileHandler, filename: outputs/a.pt}}",
     "codes for the terminal": 'formatters: {f: {format: "\\e]0;owned\\a%(message)s"}}',
     "a line that is forged": 'formatters: {f: {format: "%(message)s\\nerror: none"}}',
+    "a number that becomes a code": 'formatters: {f: {format: "%(levelno)c %(message)s"}}',
+    "a date of two lines": 'formatters: {f: {format: "%(asctime)s", datefmt: "%n21:00 error: no"}}',
+    "letters that become codes": "handlers: {h: {class: logging.FileHandler, "
+    "filename: outputs/a.log, encoding: utf-16}}",
     "a file outside": "handlers: {h: {class: logging.FileHandler, filename: ../ran}}",
     "a handler for a formatter": "formatters: {f: {class: logging.FileHandler, format: ../ran, "
     "datefmt: w, style: utf-8}}",
@@ -253,6 +257,8 @@ BOMBS = [
     by_file("a tag of its own", "name: !evil x\n", "the tag"),
     by_file("a range", "hydra: {sweeper: {params: {seed: 'range(0,1000000000)'}}}\n",
             "1000000000 jobs", "-m"),
+    by_file("codes in a parameter", "hydra: {sweeper: {params: {seed: \"1,'\\e[31m'\"}}}\n",
+            "would not be shown", "-m"),
     typed("a typed range", "-m", "seed=range(0,1000000000)", says="1000000000 jobs"),
     typed("a shuffled range", "-m", "seed=shuffle(range(0,1e9))", says="jobs"),
     typed("a tiny step", "-m", "optimizer.lr=range(0,1,1e-12)", says="jobs"),

@@ -36,6 +36,16 @@ hydra:
     loggers: {mine: {level: DEBUG, propagate: false, handlers: [console]}}
     root: {handlers: [file]}
 """
+FOLDED = """
+hydra:
+  job_logging:
+    formatters:
+      tabs: {format: "%(asctime)s\\t%(levelname)s\\t%(message)s", datefmt: '%d. %b %H:%M:%S'}
+      block:
+        format: >
+          [%(asctime)s]
+          %(message)s
+"""
 ORDINARY = [
     typed("nothing"),
     typed("keys", "training.steps=3", "optimizer.lr=0.01", "model.width=32", "seed=7"),
@@ -81,6 +91,7 @@ ORDINARY = [
     by_file("a sweep in a file", SWEPT, "", "-m"),
     by_file("a log in a file", LOGGED, ""),
     by_file("a log in colours", COLOURED, ""),
+    by_file("a log with tabs, a format in a block", FOLDED, ""),
     *(typed(f"a log of Hydra's: {name}", f"hydra/job_logging={name}", f"hydra/hydra_logging={name}")
       for name in ("default", "disabled", "none")),
     typed("Hydra's log in a file", "hydra/job_logging=stdout"),
