@@ -220,10 +220,7 @@ class Inputs:
         skipped = flag > 0  # as it was there, where what takes the host to find comes too late
         if skipped:
             self.vetoed.append(entry.number)
-        plan = self.checks.plan
-        if plan is None or plan.form != entry.form:
-            return
-        seen = Look({}, plan, entry.samples, entry.values)
+        seen = Look({}, entry.plan, entry.samples, entry.values)
         self.checks.judge(seen, row, entry.number, self._epoch(entry.number))
         for finding in seen.findings:
             words = f"{finding.leaf}: {finding.evidence}" if finding.leaf else finding.evidence
@@ -291,4 +288,6 @@ class Inputs:
         """Go on from there."""
         self.checks.load(state["checks"])
         self.in_a_row, self.admitted, self.cleared = state["in_a_row"], None, 0
-        self.there.load(state["underway"])
+        self.there.load(state["underway"], self.checks.known)
+        if self.beforehand is not None:
+            self.beforehand.settled = None  # as where the run is started from there

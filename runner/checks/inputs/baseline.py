@@ -6,6 +6,8 @@ import math
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from runner.checks.inputs.measure import MARKS, STATS, Plan
 from runner.checks.inputs.shares import Shares
 
@@ -57,9 +59,10 @@ class Baseline:
     def fits(self, plan: Plan) -> bool:
         """Whether the rows are such as that plan gives; those of a checkpoint may be any."""
         counts = slice(plan.width, plan.width + plan.shares)
+        most = float(np.float32(self.samples))  # as rows have it
         return all(
             len(row) == plan.length
-            and all(0 <= n <= self.samples and n % 1 == 0 for n in row[counts])
+            and all(0 <= n <= most and n % 1 == 0 for n in row[counts])
             and all(n >= 1 for n in row[plan.width + plan.shares + MARKS :])
             for row in self.rows
         ) and (self.samples > 0 or not self.rows)
@@ -100,11 +103,10 @@ class Baseline:
         """What a checkpoint keeps."""
         return {"rows": [list(row) for row in self.rows], "samples": self.samples}
 
-    def load(self, state: dict[str, Any], plan: Plan | None) -> None:
-        """Go on from there; limits are made anew, of the same rows."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from there; limits are to be made anew, of the same rows."""
         self.rows, self.samples = [list(row) for row in state["rows"]], state["samples"]
-        if self.full and plan is not None:
-            self.settle(plan)
+        self.limits = []
 
 
 def _spread(values: list[float], floor: float) -> tuple[float, float]:

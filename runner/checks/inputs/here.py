@@ -48,7 +48,8 @@ def _row(measure: Measure, found: dict[str, Tensor], plan: Plan) -> list[float]:
             told = values if ignored is None else np.where(values == ignored, 0, values)
             scalars += [float(told.min()), float(told.max())]
             if plan.shares:
-                counts = (values[:, None] == np.arange(plan.shares)).sum(0).tolist()
+                up_to = np.sort(values).searchsorted(np.arange(plan.shares + 1))
+                counts = (up_to[1:] - up_to[:-1]).tolist()
             continue
         if found[name].dtype not in FLOATS:
             values = values.astype(np.float32)

@@ -68,7 +68,7 @@ class InputChecks:
         self.schema = Schema(self.config.schema)
         self.baseline = Baseline(self.config.baseline, self.config.threshold)
         self.repeats = Repeats()
-        self.plan: Plan | None = None  # of the batch before
+        self.plan: Plan | None = None  # of the batch that was looked at last
         self.form = ""  # of the baseline's batches
         self.limits: list[Limit] = []  # of `plan`
         self.usual: list[Limit] = []  # those that drift is told by
@@ -95,15 +95,16 @@ class InputChecks:
     def see(self, batch: Batch) -> Look:
         """The batch's form; no value is read."""
         found = leaves(batch)
-        if self.plan is None or self.plan.key != key_of(found):
-            self.plan = plan_of(found, self.known)
-            self._set_limits()
+        key, plan = key_of(found), self.plan
+        if plan is None or plan.key != key:
+            plan = plan_of(key, self.known)
+            self._set_limits(plan)
             self._name(passed_over(batch))
         samples = len(next(reversed(found.values()))) if found else 0
-        main = found.get(self.plan.main or "")
-        seen = Look(found, self.plan, samples, 0 if main is None else main.numel())
+        main = found.get(plan.main or "")
+        seen = Look(found, plan, samples, 0 if main is None else main.numel())
         if self.policy("form") is not Policy.off:
-            differs = self.schema.differs(found, self.plan.main, self.plan.text, self.longest)
+            differs = self.schema.differs(found, plan.main, plan.text, self.longest)
             if differs is not None:
                 seen.findings.append(Finding("form", "", differs))
         return seen
@@ -123,6 +124,8 @@ class InputChecks:
     def judge(self, seen: Look, row: list[float], step: int, epoch: int | None) -> None:
         """What its numbers say, added to the findings."""
         seen.row = row
+        if self.plan is None or self.plan.key != seen.plan.key:  # others were seen since
+            self._set_limits(seen.plan)
         self._outside(self.limits, seen)
         by_chance = self._constant(seen)
         if not self.lost(seen):
@@ -147,7 +150,7 @@ class InputChecks:
         Of drift only what is finite tells.
         """
         told: set[tuple[str, str]] = set()
-        for limit in limits if seen.plan is self.plan else ():
+        for limit in limits:
             value = seen.row[limit.at]
             if limit.low <= value <= limit.high:
                 continue
@@ -231,7 +234,7 @@ class InputChecks:
         complete = self.baseline.add(seen.row, seen.samples, plan)
         if complete:
             self.schema.settled = True
-            self._set_limits()
+            self._set_limits(plan)
         return complete
 
     def _widen(self, seen: Look) -> None:
@@ -246,10 +249,8 @@ class InputChecks:
 
     # -- limits --------------------------------------------------------------------------------
 
-    def _set_limits(self) -> None:
-        plan = self.plan
-        if plan is None:
-            return
+    def _set_limits(self, plan: Plan) -> None:
+        self.plan = plan
         if self.form == plan.form and not self.baseline.fits(plan):
             log.warning(
                 "checks.inputs: what the checkpoint has of the first batches is not of such as "
@@ -281,6 +282,6 @@ class InputChecks:
         """Go on from there."""
         self.last, self.form, self.plan = state["last"], state["form"], None
         self.schema.load(state["schema"])
-        self.baseline.load(state["baseline"], None)
+        self.baseline.load(state["baseline"])
         self.pool = list(state.get("pool", ()))  # older checkpoints have none
         self.repeats.load(state["repeats"])

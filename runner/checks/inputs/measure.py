@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +17,17 @@ from runner.nest import placed
 LARGEST = torch.finfo(torch.float32).max
 MOST_LEAVES = 8  # tensors of a batch of which more than the ends is taken
 MOST_FEATURES = 4096  # of a sample that its projection is of
-MOST_COUNTED = 2**18  # labels times classes that are counted
-MOST_CLASSES = 256
+MOST_CLASSES = 256  # that are counted
 TINY = 1e-30
 ROUNDED = 1e-4  # of the mean square: a variance below it is lost in rounding
 MARKS = 8  # order statistics of a batch's projections
 STATS = ("low", "high", "mean", "deviation")
+LEAF = re.compile(  # of a key, in its text
+    r"""\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"), torch\.(\w+), ([0-9]{1,3})\)"""
+)
+
+Key = tuple[tuple[str, torch.dtype, int], ...]
+"""Name, type and dimensions of each leaf: what batches of one plan have in common."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Entry:
 class Plan:
     """Which numbers are taken of batches of one form."""
 
-    key: tuple[Any, ...]
+    key: Key
     form: str  # the same as text, for checkpoints
     entries: list[Entry] = field(default_factory=list)
     values: list[str] = field(default_factory=list)  # leaves of which STATS or the ends are taken
@@ -106,49 +113,61 @@ def exchanged(batch: Batch, change: dict[str, Tensor]) -> Batch:
     return mapped(batch[0], change, "inputs"), mapped(batch[1], change, "target")
 
 
-def key_of(found: dict[str, Tensor]) -> tuple[Any, ...]:
-    """What batches of one plan have in common."""
+def key_of(found: dict[str, Tensor]) -> Key:
+    """What is told of a batch without its lengths and its values."""
     return tuple((name, tensor.dtype, tensor.ndim) for name, tensor in found.items())
 
 
-def is_index(tensor: Tensor) -> bool:
-    """Whether it holds integers."""
-    kind = tensor.dtype
-    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+def key_in(form: str) -> Key | None:
+    """The key that has this text; None: it is the text of none."""
+    try:
+        key: Key = tuple(
+            (literal_eval(name), getattr(torch, dtype, torch.bool), int(ndim))
+            for name, dtype, ndim in LEAF.findall(form)
+        )
+    except (SyntaxError, ValueError):  # of a name
+        return None
+    return key if key and str(key) == form else None
 
 
-def plan_of(found: dict[str, Tensor], known: Labels) -> Plan:
-    """Which numbers are worth taking of batches like this one."""
-    key = key_of(found)
+def is_index(dtype: torch.dtype) -> bool:
+    """Whether integers are of that type."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def plan_of(key: Key, known: Labels) -> Plan:
+    """Which numbers are worth taking of batches like this one.
+
+    Lengths tell nothing here: a run that goes on with a short batch has the same plan.
+    """
     plan = Plan(key, str(key))
-    inputs = [name for name in found if name.startswith("inputs")]
+    inputs = [name for name, _, _ in key if name.startswith("inputs")]
     if inputs:
-        plan.main = "inputs.input_ids" if "inputs.input_ids" in found else inputs[0]
-    for place, (name, tensor) in enumerate(found.items()):
-        if tensor.dtype is torch.bool:
+        plan.main = "inputs.input_ids" if "inputs.input_ids" in inputs else inputs[0]
+    for place, (name, dtype, ndim) in enumerate(key):
+        if dtype is torch.bool:
             continue
-        if name == "target" and is_index(tensor):
+        if name == "target" and is_index(dtype):
             if known.classes:
                 plan.labels = name
                 plan.entries += [Entry(name, "low"), Entry(name, "high")]
-            if known.classes and known.classes <= MOST_CLASSES and tensor.ndim == 1:
-                counted = len(tensor) * known.classes <= MOST_COUNTED
-                plan.shares = known.classes if counted else 0
+            if known.classes and known.classes <= MOST_CLASSES and ndim == 1:
+                plan.shares = known.classes
             continue
         if place >= MOST_LEAVES and name != plan.main:
-            if not is_index(tensor):  # a whole number is finite
+            if not is_index(dtype):  # a whole number is finite
                 plan.values.append(name)
                 plan.brief.add(name)
                 plan.entries += [Entry(name, "low"), Entry(name, "high")]
             continue
         plan.values.append(name)
-        if name == plan.main or not is_index(tensor):
+        if name == plan.main or not is_index(dtype):
             plan.learned.append(name)
         plan.entries += [Entry(name, stat) for stat in STATS]
-        if name == plan.main and is_index(tensor):
+        if name == plan.main and is_index(dtype):
             plan.tokens = name if known.vocab else None
             named = name == "inputs.input_ids"
-            plan.text = name if tensor.ndim == 2 and (known.vocab or named) else None
+            plan.text = name if ndim == 2 and (known.vocab or named) else None
     return plan
 
 
@@ -159,7 +178,7 @@ class Measure:
         self.known = known
         self.directions: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
         self.places: dict[tuple[int, torch.device], Tensor] = {}
-        self.classes: Tensor | None = None
+        self.classes: Tensor | None = None  # from 0 to the number of them
 
     @torch.no_grad()
     def row(self, found: dict[str, Tensor], plan: Plan) -> Tensor:
@@ -201,10 +220,10 @@ class Measure:
         return low, high
 
     def _counts(self, target: Tensor, classes: int) -> Tensor:
-        """How often there is each class; by comparing, which repeats on every device."""
+        """How often there is each class; by sorting, which repeats on every device."""
         if self.classes is None or self.classes.device != target.device:
-            self.classes = torch.arange(classes, device=target.device)
-        return (target.unsqueeze(1) == self.classes).sum(0)
+            self.classes = torch.arange(classes + 1, device=target.device)
+        return torch.searchsorted(target.long().sort().values, self.classes).diff()
 
     def _marks(self, values: Tensor) -> list[Tensor]:
         """Order statistics of the samples' projections on a random direction, and how many differ.

@@ -36,7 +36,7 @@ class Schema:
         self.config = config
         self.forms: dict[str, Form] = {}
         self.settled = False  # no more is learned than lengths
-        self.sizes: tuple[Any, ...] = ()  # of the batch before
+        self.sizes: dict[str, torch.Size] = {}  # of the batch before
 
     def differs(
         self,
@@ -103,7 +103,7 @@ class Schema:
         ):
             return True
         vary = moved or any(len(s) > 1 and ANY in s for _, s in self.forms.values())
-        whole = is_index(tensor) or tensor.dtype is torch.bool  # labels of each step, a mask
+        whole = is_index(tensor.dtype) or tensor.dtype is torch.bool  # labels of each step, a mask
         return bool(vary) and len(shape) == 1 and name != text and whole
 
     def widen(self, found: dict[str, Tensor], text: str | None) -> list[str]:
@@ -111,7 +111,7 @@ class Schema:
 
         Those of texts are asked for each time, since they have a bound of their own.
         """
-        sizes = tuple(tensor.shape for tensor in found.values())
+        sizes = {name: tensor.shape for name, tensor in found.items()}
         if sizes == self.sizes:
             return []
         self.sizes, said = sizes, []
@@ -152,7 +152,7 @@ class Schema:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.forms = {n: (dtype, tuple(shape)) for n, (dtype, shape) in state["forms"].items()}
-        self.settled = state["settled"]
+        self.settled, self.sizes = state["settled"], {}
 
     def write(
         self, folder: Path, baseline: Baseline, main: str | None, classes: int | None

@@ -13,6 +13,7 @@ from torch import Tensor
 from runner.checks.config import Policy
 from runner.checks.inputs.limits import DRIFT
 from runner.checks.inputs.look import InputChecks, Look
+from runner.checks.inputs.measure import Labels, Plan, key_in, plan_of
 
 VETOES = (Policy.drop, Policy.skip, Policy.stop)  # policies under which no update is made there
 
@@ -22,7 +23,7 @@ class Underway:
     """The numbers of a batch that lies on an accelerator, on their way to the host."""
 
     number: int
-    form: str
+    plan: Plan
     samples: int
     values: int
     row: Tensor
@@ -50,9 +51,7 @@ class There:
             row = host.copy_(row, non_blocking=True)
             ready = torch.Event(self.device)
             ready.record()
-        self.underway.append(
-            Underway(number, seen.plan.form, seen.samples, seen.values, row, ready)
-        )
+        self.underway.append(Underway(number, seen.plan, seen.samples, seen.values, row, ready))
 
     def arrived(self, last: int) -> Iterator[Underway]:
         """Those of steps up to that one; waits for the start of that step, long since made."""
@@ -95,14 +94,17 @@ class There:
         for entry in self.underway:
             if entry.ready is not None:
                 entry.ready.synchronize()
-        return [[e.number, e.form, e.samples, e.values, e.row.tolist()] for e in self.underway]
+        return [[e.number, e.plan.form, e.samples, e.values, e.row.tolist()] for e in self.underway]
 
-    def load(self, rows: list[list[Any]]) -> None:
-        """Go on from there."""
-        self.underway = deque(
-            Underway(number, form, samples, values, torch.tensor(row), None)
-            for number, form, samples, values, row in rows
-        )
+    def load(self, rows: list[list[Any]], known: Labels) -> None:
+        """Go on from there; rows that are not of their form's numbers are left out."""
+        self.underway.clear()
+        for number, form, samples, values, row in rows:
+            key = key_in(form)
+            plan = None if key is None else plan_of(key, known)
+            if plan is not None and len(row) == plan.length + 1:  # and the veto
+                entry = Underway(number, plan, samples, values, torch.tensor(row), None)
+                self.underway.append(entry)
 
 
 def vetoes(checks: InputChecks, check: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from runner import build, compose, train
 from runner.build import Given
 from runner.checks.inputs.beforehand import Beforehand, drawn
 from runner.checks.inputs.here import numbers
-from runner.checks.inputs.measure import Labels, Measure, leaves, plan_of
+from runner.checks.inputs.measure import Labels, Measure, key_of, leaves, plan_of
 from runner.data.tensors import Tensors
 from runner.run import Run
 from tests.checks.inputs.spoiled import BATCH, QUIET, TRAIN, Spoiled, same, weights
@@ -105,16 +104,29 @@ def test_where_a_finding_keeps_a_step_from_being_made_every_batch_is_looked_at(c
             assert run.inputs.cleared == 0
 
 
-def test_a_resumed_run_looks_at_the_same_batches(tmp_path: Path) -> None:
-    def looked(run: Run, first: int, last: int) -> list[int]:
-        assert run.inputs is not None
-        found = []
-        for step, batch in zip(range(first, last), run.train.batches(first), strict=False):
-            if run.inputs.cleared != step + 1:
-                found.append(step)
-            run.inputs.admit(step + 1, batch)
-        return found
+def looked(run: Run, first: int, last: int) -> list[int]:
+    assert run.inputs is not None
+    found = []
+    for step, batch in zip(range(first, last), run.train.batches(first), strict=False):
+        if run.inputs.cleared != step + 1:
+            found.append(step)
+        run.inputs.admit(step + 1, batch)
+    return found
 
+
+def test_a_run_that_goes_back_to_before_there_were_limits_looks_at_every_batch_again() -> None:
+    with held(sound) as run, held(sound) as resumed:
+        assert run.inputs is not None and resumed.inputs is not None
+        looked(run, 0, 4)
+        state = run.inputs.state()
+        looked(run, 4, 40)
+        run.inputs.load(state)
+        resumed.inputs.load(state)
+        assert looked(run, 4, 40) == looked(resumed, 4, 40)
+        assert run.inputs.checks.baseline.state() == resumed.inputs.checks.baseline.state()
+
+
+def test_a_resumed_run_looks_at_the_same_batches() -> None:
     with held(sound) as run, held(sound) as cut, held(sound) as resumed:
         whole = looked(run, 0, 120)
         before = looked(cut, 0, 60)
@@ -136,7 +148,7 @@ def test_numbers_taken_by_numpy_are_those_taken_by_torch(
     y[2] = -100
     known = Labels(4, -100)
     found = leaves((x, y))
-    plan, measure = plan_of(found, known), Measure(known)
+    plan, measure = plan_of(key_of(found), known), Measure(known)
     mine, theirs = numbers(measure, found, plan), measure.row(found, plan).tolist()
     np.testing.assert_allclose(mine, theirs, rtol=1e-4)
 

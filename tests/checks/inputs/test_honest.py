@@ -12,7 +12,7 @@ from torch import Tensor
 from runner.checks.config import InputsConfig, Policy, SchemaConfig
 from runner.checks.inputs.here import numbers
 from runner.checks.inputs.look import InputChecks
-from runner.checks.inputs.measure import Labels, Measure, leaves, plan_of
+from runner.checks.inputs.measure import Labels, Measure, key_of, leaves, plan_of
 
 N = 32
 LARGE = {
@@ -44,7 +44,7 @@ def test_numbers_of_any_size_are_no_drift_and_no_inf(what: str, width: int) -> N
 def test_both_ways_to_take_numbers_agree_on_any_size(what: str) -> None:
     draw = torch.randn(N, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = leaves((LARGE[what](draw), torch.zeros(N)))
-    plan, measure = plan_of(found, Labels()), Measure(Labels())
+    plan, measure = plan_of(key_of(found), Labels()), Measure(Labels())
     mine, theirs = numbers(measure, found, plan), measure.row(found, plan).tolist()
     assert np.isfinite(mine).all() and np.isfinite(theirs).all()
     np.testing.assert_allclose(mine[:4], theirs[:4], rtol=2e-2)

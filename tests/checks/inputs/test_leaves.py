@@ -11,7 +11,7 @@ import torch
 from runner.checks.config import InputsConfig, Policy, SchemaConfig
 from runner.checks.inputs.here import numbers
 from runner.checks.inputs.look import InputChecks
-from runner.checks.inputs.measure import Labels, Measure, leaves, plan_of
+from runner.checks.inputs.measure import Labels, Measure, key_of, leaves, plan_of
 from runner.checks.inputs.samples import culprits
 
 N = 16
@@ -61,7 +61,7 @@ def test_values_and_labels_of_any_number_of_tensors_are_looked_at() -> None:
 
 def test_both_ways_to_take_numbers_agree_on_many_tensors() -> None:
     found = leaves(many(1))
-    plan, measure = plan_of(found, Labels(classes=2)), Measure(Labels(classes=2))
+    plan, measure = plan_of(key_of(found), Labels(classes=2)), Measure(Labels(classes=2))
     mine, theirs = numbers(measure, found, plan), measure.row(found, plan)
     torch.testing.assert_close(torch.tensor(mine), theirs, rtol=1e-4, atol=1e-4)
 
