@@ -18,6 +18,7 @@ HARD = 20  # rows that are not of the commonest class, likewise
 # Of up to so many rows one that is wrong is a larger share than a leak may miss. That a column of
 # no meaning gets 19 of 20 among 100 has a chance of 1 in 10^15, and less among more rows.
 RARE = 50
+PAIRED = 0.99  # steps of a column that are steps of its own target too; rounding may join some
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -34,7 +35,8 @@ class Told:
     share: float = 0.0  # of the rows that have it
     skill: float | None = None  # errors it saves, of those made without it; None: not judged
     rare: bool = False  # its rows of the few that are not of the commonest class are right but one
-    same: bool = False  # each of its values stands for one label, or it sorts as the target does
+    same: bool = False  # its values and those of the label pair off, one to one
+    sorts: bool = False  # of a quantity: sorted by the column, the target goes one way
     counts_rows: bool = False  # a number of the row: it rises by the same from row to row
     trend: bool = False  # of a quantity: it goes one way along the rows, as a time does
 
@@ -85,11 +87,11 @@ def tell(
         fact.share, common = _commonest(values)
         fact.value = _as_read(common, column)
         if not fact.constant:
-            fact.skill, fact.same, fact.rare = label.told_by(values)
+            fact.skill, fact.same, fact.sorts, fact.rare = label.told_by(values)
         if fact.share < 1 / 2 and not column.values:
             fact.counts_rows = _rises_evenly(values, rows)
             # rows that are sorted by the quantity itself are another matter
-            fact.trend = classes is None and not fact.same and _goes_one_way(values, rows)
+            fact.trend = classes is None and not fact.sorts and _goes_one_way(values, rows)
     if whole and len(rows) < len(train):
         _count_all(inputs, train, [f for f in seen if f.share > 0.98], codes, seen)
     return told, len(rows)
@@ -172,19 +174,18 @@ class _Label:
             self.judged = n >= ENOUGH and self.wrong >= HARD
             return
         for values in np.asarray(target, np.float64).reshape(n, -1).T[:4]:
-            ranks = np.empty(n)
-            ranks[np.argsort(values, kind="stable")] = np.linspace(0, 1, n)
             if values.min() < values.max():
-                self.ranks.append(ranks)
+                self.ranks.append(_ranks(values))
                 self.quantities.append(values)
         self.judged = n >= ENOUGH and bool(self.ranks)
 
-    def told_by(self, values: Ints | Floats) -> tuple[float | None, bool, bool]:
-        """Its skill; whether it is the label; whether it misses at most one of few rows."""
+    def told_by(self, values: Ints | Floats) -> tuple[float | None, bool, bool, bool]:
+        """Its skill; whether it is the label, or sorts it; whether it misses one of few at most."""
         if not self.judged:
-            return None, False, False
+            return None, False, False, False
         order = np.argsort(values, kind="stable")
-        codes, several = _bins(values, values[order])
+        ordered = values[order]
+        codes, several = _bins(values, ordered)
         if self.classes is not None:
             labels = self.labels[order]
             # as often as there are classes it must change, and twice for a row among others
@@ -193,16 +194,19 @@ class _Label:
             wrong = min(changes / 2, (1 - by_class) * self.wrong)
             rare = self.wrong < RARE and wrong < 1.5
             skill = max(0.0, 1 - changes / self.wrong, by_class)
-            return skill, several and self._is_label(codes), rare
+            return skill, several and self._is_label(codes), False, rare
         skill = 0.0
-        same = False
+        same = sorts = False
+        moves = ordered[1:] != ordered[:-1]
         for ranks, quantity in zip(self.ranks, self.quantities, strict=True):
             steps = np.diff(ranks[order])
             near = 1 - float((steps * steps).mean()) / (2 * float(ranks.var()))
             skill = max(skill, near, _by_mean(codes, ranks))
             rises = np.diff(quantity[order])
-            same = same or bool((rises >= 0).all() or (rises <= 0).all())
-        return skill, same, False
+            if (rises >= 0).all() or (rises <= 0).all():
+                sorts = True
+                same = same or bool((moves == (rises != 0)).mean() >= PAIRED)
+        return skill, same, sorts, False
 
     def _by_class(self, codes: Ints) -> float:
         """Errors saved by the commonest class of each bin, learned on the other half of rows."""
@@ -223,6 +227,14 @@ class _Label:
         found = np.unique(codes * (self.classes or 1) + self.labels)
         values, labels = found // (self.classes or 1), found % (self.classes or 1)
         return len(found) == len(np.unique(values)) == len(np.unique(labels))
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ranks 0 to 1; equal values share theirs, as nothing tells which of them comes first."""
+    _, number, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    shared: NDArray[np.float64] = (last - (count + 1) / 2) / (len(values) - 1)
+    return shared[number]
 
 
 def _bins(values: Ints | Floats, ordered: Ints | Floats) -> tuple[Ints, bool]:

@@ -143,7 +143,7 @@ def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> No
         if fact.trend and (fact.skill or 0.0) >= TREND:
             looked.add(_trend(fact), "kept")
     judged = [f for f in told if f.skill is not None and not (f.constant or f.trend)]
-    strong = {f for f in judged if (f.skill or 0.0) >= enough or f.rare or f.same}
+    strong = {f for f in judged if (f.skill or 0.0) >= enough or f.rare or f.same or f.sorts}
     others = [fact for fact in judged if fact not in strong]
     best = max(others, key=lambda fact: fact.skill or 0.0, default=None)
     next_best = best.skill or 0.0 if best is not None else 1.0
@@ -151,7 +151,8 @@ def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> No
     for number, fact in enumerate(told):
         skill = fact.skill or 0.0
         numbered = fact.counts_rows and skill >= NUMBERED
-        if fact.trend or not (fact.same or numbered or (fact in strong and not easy)):
+        certain = fact.same or fact.sorts or numbered
+        if fact.trend or not (certain or (fact in strong and not easy)):
             continue
         if table.classes is not None:
             evidence = f"alone saves {_share(skill)} of the errors that are made without it"
@@ -163,6 +164,8 @@ def _leaks(looked: Looked, table: Table, told: list[Told], policy: Policy) -> No
             evidence += "; it is a number of the row, and the rows are sorted by the label"
         elif fact.same:
             evidence += "; it is the label itself, under other names or in another unit"
+        elif fact.sorts:
+            evidence += "; sorted by it, the target's values only rise or only fall"
         way_out = f"if it is not known before the label is, {_leave_out(table, fact, 'leak')}"
         where = f"column {fact.name!r}"
         _note(looked, "leak", policy, number, fact,

@@ -8,6 +8,8 @@ import sysconfig
 from traceback import walk_tb
 from types import FrameType
 
+from runner.errors import RunnerError
+
 THEIRS = sys.stdlib_module_names | {"runner", "torch"}
 INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
 
@@ -24,8 +26,17 @@ def told(error: BaseException) -> tuple[str, str, int]:
     users = [(frame, line) for frame, line in frames if _top(frame) not in THEIRS]
     own = [(frame, line) for frame, line in users if not _file(frame).startswith(INSTALLED)]
     frame, line = (own or users or frames)[-1]
-    said = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    return f"{type(error).__name__}: {said}", _file(frame), line
+    said = "; ".join([gist(error), *getattr(error, "__notes__", [])])
+    return " ".join(said.split()), _file(frame), line
+
+
+def gist(error: BaseException) -> str:
+    """What ended a run, on one line. What follows the first of ours is a worker's traceback, and
+    the log has that.
+    """
+    if isinstance(error, RunnerError):
+        return str(error).partition("\n")[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _top(frame: FrameType) -> str:

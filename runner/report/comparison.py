@@ -43,6 +43,7 @@ class Row:
     name: str = ""  # what sets it apart: `ultra`, or `optimization=ultra seed=1`
     folder: str = ""  # relative to the comparison's
     measured: ArmResult | None = None  # of a benchmark
+    judged_on: str = ""  # its data, and its own loss if it is judged by that; "" if not known
 
     @property
     def finished(self) -> bool:

@@ -16,7 +16,7 @@ from runner.record.columns import settings_in
 from runner.report import facts
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.naming import keys, names
-from runner.report.rows import TROUBLE, is_run, of_job, of_run, read_json
+from runner.report.rows import TROUBLE, is_run, of_job, of_run, read_json, refused
 from runner.summary import FILE as SUMMARY
 
 SWEEP = "sweep.json"
@@ -143,13 +143,8 @@ def _sweep(folder: Path, seen: set[Path]) -> Found:
 
 def _of_damaged(found: Found) -> Comparison:
     """A benchmark's arms without what was measured: their runs trained apart, one by one."""
-    return Comparison(
-        _title(found.folder),
-        _placed(found.rows, found.folder),
-        kind="benchmark",
-        notes=found.notes,
-        home=found.folder,
-    )
+    title, rows = _title(found.folder), _placed(found.rows, found.folder)
+    return Comparison(title, rows, kind="benchmark", notes=found.notes, home=found.folder)
 
 
 def _of_sweep(found: Found) -> Comparison:
@@ -176,10 +171,12 @@ def _together(found: list[Found], folders: list[Path]) -> Comparison:
     """Things of several kinds, or several of one kind: one row for each run and arm."""
     results = [one.result for one in found if one.result is not None]
     home = _common(folders)
+    found, unbegun = _begun(found)
     plain = [row for one in found if one.kind != "benchmark" for row in one.rows]
     rows = _named(plain, home)
     reference, rows, notes = _held_against(rows, home)
-    notes = list(dict.fromkeys([*(note for one in found for note in one.notes), *notes]))
+    told = [*unbegun, *(note for one in found for note in one.notes), *notes]
+    notes = list(dict.fromkeys(told))
     several = len({result.name for result in results}) > 1
     for one in found:
         if one.kind == "benchmark":  # those of a damaged one
@@ -199,6 +196,18 @@ def _together(found: list[Found], folders: list[Path]) -> Comparison:
         history=sorted(results, key=lambda result: result.started),
         home=home,
     )
+
+
+def _begun(found: list[Found]) -> tuple[list[Found], list[str]]:
+    """Without the runs that ended before they began, unless nothing else is there; a note instead.
+    Those of a sweep were asked for together, and stay.
+    """
+    left = [one for one in found if one.kind != "run" or not all(map(refused, one.rows))]
+    gone = [row for one in found if one not in left for row in one.rows]
+    if not gone or not any(one.rows or one.result for one in left):
+        return found, []
+    runs = "1 run is" if len(gone) == 1 else f"{len(gone)} runs are"
+    return left, [f"{runs} left out that ended before training began; the last: {gone[-1].reason}"]
 
 
 def _arms(one: Found, home: Path, several: bool) -> list[Row]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonprefix
 
 from runner.data.config import LOADING
+from runner.overrides.groups import as_typed
 
 DEFAULT = "default"
 """A row in which the one key that others set is not set."""
@@ -32,7 +33,7 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
     `key=value` for each key that does. Rows that are alike are told apart by `places`, their
     folders.
     """
-    typed = [keys(row) for row in rows]
+    typed = [keys([as_typed(override) for override in row]) for row in rows]
     varied = _varied(typed)
     if len(varied) == 1:
         made = _values(varied[0].rpartition(".")[2], [row.get(varied[0]) for row in typed])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError
 from runner.record import noted
+from runner.record.columns import settings_in
 from runner.report import facts
 from runner.report.comparison import Row
 from runner.report.naming import keys
@@ -118,7 +119,29 @@ def _of_run(folder: Path, typed: list[str] | None) -> Row:
         reason=reason,
         summary=raw,
         command=facts.text(raw, "command") or row.command,
+        judged_on=_judged_on(settings_in(folder) or keys(overrides), facts.text(raw, "monitor")),
     )
+
+
+def _judged_on(settings: Mapping[str, Any], monitor: str) -> str:
+    """What is the same for runs whose monitored metrics can be held against each other."""
+
+    def of(group: str, *names: str) -> list[str]:
+        found = [settings.get(f"{group}._target_") or settings.get(f"{group}.kind")]
+        found = found if found[0] else [settings.get(group)]
+        found += [settings.get(f"{group}.{name}") for name in names]
+        return [str(value) for value in found if value is not None]
+
+    parts = of("data", "path", "target")
+    if monitor == "val/loss":  # a metric is the same by whatever loss it came to be
+        parts += [f"with {' '.join(own)}" for own in [of("objective")] if own not in ([], ["auto"])]
+    return " ".join(parts)
+
+
+def refused(row: Row) -> bool:
+    """Whether it ended while the run was put together: nothing was trained."""
+    said = row.summary
+    return said.get("status") == "failed" and said.get("steps") == 0 and not said.get("config_hash")
 
 
 def overrides_in(folder: Path) -> list[str]:

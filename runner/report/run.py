@@ -27,6 +27,7 @@ log = logging.getLogger("runner")
 
 Row = tuple[str, str]
 SHOWN = 4  # facts of a technique, in the terminal
+USEFUL = ("result", "faults", "debug tools", "files")  # of a run that failed; report.md has all
 # keys of what was left out because the config says so: it is under the faults, with the count
 ASKED_FOR = ("data.bad_samples", "checks.table.")
 
@@ -42,7 +43,7 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
         title.append(f"  {one_line(summary.reason)}", style="dim")
     parts: list[RenderableType] = [Text(), title]
     for heading, rows in _sections(summary, folder, per_class=False):
-        if not rows:
+        if not rows or (summary.status == "failed" and heading not in USEFUL):
             continue
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")

@@ -105,6 +105,11 @@ def losses(comparison: Comparison, found: Mapping[str, Curve]) -> Iterator[Marku
     names = [row.name for row in comparison.rows]
     series = [Series(name, curve, look=names.index(name)) for name, curve in shown]
     about = "Training loss by step. Arms that train the same lie on one another."
+    last = [curve[-1][0] for _, curve in shown]
+    if max(last) > 1.05 * min(last):
+        about += " A curve ends at the last step of its run."
+        if comparison.kind == "benchmark":
+            about += " All arms had the same time, in which the faster ones made more steps."
     reach = curves.reach(comparison, dict(shown))
     if beyond := curves.beyond(dict(shown), reach):
         about += f" The axis ends where the others do: {words.listed(beyond)} went beyond."

@@ -9,7 +9,7 @@ from runner.report import facts
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.naming import about_speed
 from runner.report.trend import trends_of
-from runner.report.words import MOST, interval, listed, metric, times, unclaimed, when
+from runner.report.words import MOST, interval, listed, metric, times, unclaimed, unsteady, when
 
 NEAR = 0.05  # single runs that differ by less are not told apart
 ROOM = 120  # characters for the names of failures in a sentence
@@ -116,13 +116,14 @@ def _of_benchmark(comparison: Comparison) -> list[str]:
     rest = [*_rest(comparison, [row for row in alike if row not in faster]), *other]
     if not alike:
         return rest
+    caveat = unsteady(comparison.benchmark)
     if not faster:
         that = " that trains the same" if other else ""
-        return [f"No arm{that} is measurably faster than {reference}.", *rest]
+        return [f"No arm{that} is measurably faster than {reference}{caveat}.", *rest]
     # the first typed of those that no other is measurably faster than: levels are typed in order
     chosen = next(row for row in faster if not any(_beyond(other, row) for other in faster))
     even = [row.name for row in faster if row is not chosen and not _beyond(chosen, row)]
-    text = f"{chosen.name} is {_as_fast(chosen, reference)}, {_same_numbers(chosen)}"
+    text = f"{chosen.name} is {_as_fast(chosen, reference)}, {_same_numbers(chosen)}{caveat}"
     if even:
         verb = "is" if len(even) == 1 else "are"
         text += f"; {listed(even)} {verb} not measurably faster than {chosen.name}"
@@ -221,20 +222,41 @@ def _of_runs(comparison: Comparison) -> list[str]:
 def _best(comparison: Comparison) -> list[str]:
     """The metric that the runs' checkpoints are judged by, with whose is lowest and highest.
 
-    Which of them is better, a summary does not say.
+    Which of them is better, a summary does not say. Runs on other data, or judged by something
+    else, are not put in line with each other.
     """
-    name = facts.monitored([row for row in comparison.rows if row.finished])
-    best = {row.name: facts.best(row) for row in comparison.rows if row.finished}
-    known = {row: value for row, value in best.items() if value is not None}
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in comparison.rows:
+        metric = facts.text(row.summary, "monitor")
+        if row.finished and metric and facts.best(row) is not None:
+            groups.setdefault((metric, row.judged_on), []).append(row)
+    metrics = list(dict.fromkeys(metric for metric, _ in groups))
+    data = list(dict.fromkeys(judged_on for _, judged_on in groups if judged_on))
+    if len(data) > 1:
+        kinds = f"on different data ({listed(data)})"
+    elif len(metrics) > 1:
+        kinds = f"by different metrics ({listed(metrics)})"
+    else:
+        return _ends([row for group in groups.values() for row in group])
+    said = [f"Judged {kinds}, so not every run is held against every other."]
+    for (_, judged_on), group in list(groups.items())[:MOST]:
+        said += _ends(group, f" on {judged_on}" if len(data) > 1 and judged_on else "")
+    return said
+
+
+def _ends(rows: list[Row], where: str = "") -> list[str]:
+    """From the lowest to the highest of rows that are judged alike."""
+    name = facts.monitored(rows)
+    known = {row.name: facts.best(row) or 0.0 for row in rows}
     if not name or len(known) < 2:
         return []
     low, high = min(known.values()), max(known.values())
     if low == high:
-        return [f"Best {name}: {metric(low)} in all."]
+        return [f"Best {name}{where}: {metric(low)} in all."]
     ends = [
         f"{metric(end)} ({listed([r for r in known if known[r] == end])})" for end in (low, high)
     ]
-    return [f"Best {name}: from {ends[0]} to {ends[1]}."]
+    return [f"Best {name}{where}: from {ends[0]} to {ends[1]}."]
 
 
 def _fastest(rows: list[Row], reference: str) -> str:

@@ -11,6 +11,8 @@ from runner.report.comparison import Comparison, Row
 
 NONE = "–"  # where there is no number
 NOISY = 0.5  # a noise floor above it leaves nothing to tell apart
+WIDE = 0.05  # a noise floor above it belongs beside every ratio
+BUSY = 0.1  # and so does it where other processes took more than this share of the CPUs
 MOST = 4  # names in a sentence; what is beyond is counted
 
 STATISTICS = (
@@ -188,6 +190,16 @@ def unclaimed(found: BenchmarkResult) -> str:
         return "nothing is claimed: the noise floor is not known"
     noisy = "too noisy for more: " if too_noisy(found) else ""
     return f"{noisy}nothing within ± {share(found.unclaimed)} is claimed"
+
+
+def unsteady(found: BenchmarkResult | None) -> str:
+    """What a headline may not leave out of the machine, as a part of a sentence; "" if nothing."""
+    told = []
+    if found is not None and (found.load.others or 0.0) > BUSY:
+        told.append(f"other processes took {share(found.load.others)} of the CPUs")
+    if found is not None and (found.noise_floor or 0.0) > WIDE:
+        told.append(f"noise floor ± {share(found.noise_floor)}")
+    return f", on an unsteady machine ({', '.join(told)})" if told else ""
 
 
 def too_noisy(found: BenchmarkResult | None) -> bool:

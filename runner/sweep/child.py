@@ -27,6 +27,7 @@ GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
 MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I)
 ASKED = {code for number in ENDS for code in (128 + number, -number)}  # how one ends that was
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")
+PROGRESS = re.compile(r"step [\d,]+/[\d,]+ .* left$")  # as hooks/progress.py says it
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Child:
     timeout_s: float | None
     lifeline: int  # closed, it tells the process that we are gone
     before: tuple[int, int] | None  # the summary that was there before it
+    logged: int = 0  # bytes in its log that tries before it left
     records: bool = False  # it is to leave a summary
     began: float = field(default_factory=time.monotonic)
     ooms: int | None = field(default_factory=cgroup.oom_kills)
@@ -58,10 +60,11 @@ class Child:
     ) -> Child:
         """Start it; what it says goes to `console.log` in its folder. OSError if it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
-        before = _identity(folder / SUMMARY)
+        before, logged = _identity(folder / SUMMARY), 0
         variables, reads, writes = lifeline(told, chosen)
         try:
             with open(folder / LOG, "ab", opener=for_owners) as sink:
+                logged = sink.tell()
                 process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
                     command, stdin=reads, stdout=sink, stderr=sink, start_new_session=True,
                     env={**environment, **variables},
@@ -71,7 +74,7 @@ class Child:
             raise
         finally:
             os.close(reads)
-        return cls(process, folder, timeout_s, writes, before, records)
+        return cls(process, folder, timeout_s, writes, before, logged, records)
 
     def has_ended(self) -> bool:
         """Whether it has; one that takes too long is made to."""
@@ -118,9 +121,17 @@ class Child:
         return CLOCK.sub("", lines[-1]).strip() if lines else ""
 
     def at_work(self) -> str:
-        """The last line of its log, which says how far it has come."""
-        lines = [line for line in self._said().splitlines() if CLOCK.match(line)]
-        return CLOCK.sub("", lines[-1]).strip() if lines else "starting"
+        """How far it has come: step of steps, loss and time left, as it says now and then itself.
+        The last line of its log until it does.
+        """
+        said = [CLOCK.sub("", line) for line in self._said().splitlines() if CLOCK.match(line)]
+        for line in reversed(said):
+            if PROGRESS.match(line):
+                step, loss, *_, left = line.split(" · ")
+                return f"{step} · {loss} · {left}"
+        if said:
+            return said[-1].strip()
+        return "at work" if self.left_a_record else "starting"  # it is to say nothing
 
     @property
     def left_a_record(self) -> bool:
@@ -167,7 +178,7 @@ class Child:
     def _said(self) -> str:
         try:
             with (self.folder / LOG).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                file.seek(max(self.logged, os.fstat(file.fileno()).st_size - TAIL))
                 return file.read().decode("utf-8", "replace")
         except OSError:
             return ""

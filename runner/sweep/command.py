@@ -12,6 +12,7 @@ from typing import Any
 
 import runner
 from runner.device.capabilities import usable_cores
+from runner.overrides.groups import as_typed
 from runner.overrides.spelling import read
 from runner.record.typed import quoted
 
@@ -24,7 +25,7 @@ KEY = re.compile(r"[\w.]+", re.ASCII)
 def typed(flags: Sequence[str], hydras: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """What to type to do one job of a sweep alone."""
     kept = [text for text in hydras if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
-    return [*flags, *overrides, *kept]
+    return [*flags, *map(as_typed, overrides), *kept]
 
 
 def shown(arguments: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from runner.overrides.groups import as_typed
 from runner.record.console import console, one_line
 from runner.sweep.child import Child
 from runner.sweep.record import WELL, Job
@@ -18,16 +19,20 @@ from runner.sweep.record import WELL, Job
 log = logging.getLogger("runner")
 
 REFRESH_S = 0.5  # each time, the end of each log is read
+LINE_S = 60.0  # between two lines about a job, where there is no terminal
 
 
 class Display:
-    """Live rows on a terminal; a line at the start and the end of each job anywhere."""
+    """A line at the start and the end of each job; in between a live row of how far it has come on
+    a terminal, elsewhere a line now and then.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.names = names(jobs)
         self.jobs = jobs
         self.live: Live | None = None
         self.refreshed = 0.0
+        self.told: dict[int, float] = {}  # when a job was last spoken of, by its number
 
     def __enter__(self) -> Display:
         screen = console()
@@ -52,6 +57,7 @@ class Display:
         """Say that a job has begun."""
         again = f", try {job.tries}" if job.tries > 1 else ""
         onward = ", from its checkpoint" if continues else ""
+        self.told[job.number] = time.monotonic()
         log.info("%s: begun%s%s", self.names[job.number], again, onward)
 
     def ended(self, job: Job, seconds: float, retries: bool) -> None:
@@ -65,9 +71,15 @@ class Display:
         )  # fmt: skip
 
     def refresh(self, running: Iterable[tuple[Job, Child]]) -> None:
-        """Draw the rows anew, if it is time."""
+        """Draw the rows anew, or say a line, if it is time."""
         now = time.monotonic()
-        if self.live is None or now - self.refreshed < REFRESH_S:
+        if self.live is None:
+            for job, child in running:
+                if now - self.told[job.number] >= LINE_S:
+                    self.told[job.number] = now
+                    log.info("%s: %s", self.names[job.number], child.at_work())
+            return
+        if now - self.refreshed < REFRESH_S:
             return
         self.refreshed = now
         table = Table.grid(padding=(0, 2))
@@ -91,6 +103,6 @@ def names(jobs: Sequence[Job]) -> dict[int, str]:
     everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
     found = {}
     for job in jobs:
-        own = [text for text in job.overrides if text not in everywhere]
+        own = [as_typed(text) for text in job.overrides if text not in everywhere]
         found[job.number] = " ".join([f"#{job.number}", *(own if len(jobs) > 1 else [])])
     return found

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import StorageError
+from runner.overrides.groups import as_typed
 from runner.record import noted
 from runner.record.plain import made
 from runner.storage import read_record, replace_text
@@ -53,7 +54,7 @@ class Job:
     @property
     def title(self) -> str:
         """Its number and what sets it up."""
-        return f"#{self.number} {' '.join(self.overrides)}"
+        return f"#{self.number} {' '.join(map(as_typed, self.overrides))}"
 
 
 @dataclass

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.benchmark.result import BenchmarkResult
+from runner.benchmark.result import BenchmarkResult, Load
 from runner.record.console import one_line
 from runner.report import comparison as report
 from runner.report.comparison import Comparison, Row, of_benchmark, of_folders
@@ -74,6 +75,17 @@ def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     assert (verdict(row, found), parity(row)) == ("faster, other work", "exact, other model")
     alone = of_benchmark(result(reference(), narrow), None)
     assert not any("same numbers" in text for text in texts(alone))
+
+
+def test_a_headline_from_an_unsteady_machine_says_so() -> None:
+    caveat = ", on an unsteady machine (other processes took 76 % of the CPUs, noise floor ± 16 %)"
+    arms = reference(), arm("ultra", 2.2)
+    more: Any = {"load": Load(others=0.76), "noise_floor": 0.16}
+    (first, *_) = texts(of_benchmark(result(*arms, **more), None))
+    assert first.endswith(f"to the bit{caveat}.")
+    (first, *_) = texts(of_benchmark(result(reference(), arm("slow", 0.5, "slower"), **more), None))
+    assert first == f"No arm is measurably faster than none{caveat}."
+    assert "unsteady" not in texts(of_benchmark(result(*arms), None))[0]
 
 
 def test_nothing_is_claimed_that_the_engine_did_not_claim() -> None:

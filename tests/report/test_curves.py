@@ -23,3 +23,10 @@ def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path:
     assert "wild went beyond" in html(found)
     calm = of_benchmark(result(reference(), arm("basic", 1.2)), tmp_path)
     assert curves.reach(calm, curves.losses(calm)) == float("inf")
+
+
+def test_curves_that_end_apart_are_explained(tmp_path: Path) -> None:
+    long = arm("fast", 2.0, losses=[2.3 - 0.01 * step for step in range(80)])
+    said = html(of_benchmark(result(reference(), long), tmp_path))
+    assert "the faster ones made more steps" in said
+    assert "made more steps" not in html(of_benchmark(result(reference(), arm("a", 1.2)), tmp_path))

@@ -280,3 +280,59 @@ def test_nothing_to_compare_is_one_line(tmp_path: Path, what: str) -> None:
     with pytest.raises(UsageError) as error:
         of_folders([place])
     assert "there: n" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_runs_on_different_data_have_no_headline_in_common(tmp_path: Path) -> None:
+    run(tmp_path / "a", ["data=digits", "seed=1"], best=0.5)
+    run(tmp_path / "b", ["data=digits", "seed=2"], best=0.6)
+    run(tmp_path / "c", ["data=digits", "data._target_=mine.Waves"], best=0.9)
+    said = texts(of_folders([tmp_path]))
+    assert said[0].startswith("Judged on different data (digits and mine.Waves), so not every run")
+    assert said[1].startswith("Best val/accuracy on digits: from 0.5000 (")
+    assert not any("0.9000" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("monitors", "ways"),
+    [
+        (("val/accuracy", "val/mae"), "by different metrics (val/accuracy and val/mae)"),
+        (("val/loss", "val/loss"), "on different data (digits and digits with mine.focal)"),
+    ],
+)
+def test_runs_that_are_judged_otherwise_have_none_either(
+    tmp_path: Path, monitors: tuple[str, str], ways: str
+) -> None:
+    run(tmp_path / "a", ["data=digits"], monitor=monitors[0], best=0.5)
+    own = ["data=digits", "objective._target_=mine.focal"]
+    run(tmp_path / "b", own, monitor=monitors[1], best=0.6)
+    first = texts(of_folders([tmp_path]))[0]
+    assert first == f"Judged {ways}, so not every run is held against every other."
+
+
+def test_what_was_refused_before_it_trained_is_counted_unless_it_is_all(tmp_path: Path) -> None:
+    def no_run(name: str) -> None:
+        reason = f"data.path: no {name}"
+        run(tmp_path / name, [f"data.path={name}"], status="failed", steps=0, reason=reason)
+
+    no_run("x")
+    no_run("y")
+    assert [row.status for row in of_folders([tmp_path]).rows] == ["failed", "failed"]
+    run(tmp_path / "good", [])
+    found = of_folders([tmp_path])
+    assert [row.status for row in found.rows] == ["done"]
+    assert found.notes == [
+        "2 runs are left out that ended before training began; the last: data.path: no y"
+    ]
+    jobs = [job(0, "none"), job(1, "ultra", "failed", "refused")]
+    whole = sweep(tmp_path / "sweep", jobs)
+    run(whole / "0", [])
+    run(whole / "1", [], status="failed", steps=0)
+    assert [row.status for row in of_folders([whole]).rows] == ["done", "failed"]
+
+
+def test_rows_are_named_by_what_was_typed(tmp_path: Path) -> None:
+    own = "model._target_=mine.Net"
+    run(tmp_path / "a", [own, "+model.arguments.width=64", "seed=1"])
+    run(tmp_path / "b", [own, "+model.arguments.width=32", "seed=2"])
+    names = [row.name for row in of_folders([tmp_path]).rows]
+    assert names == ["model.width=64 seed=1", "model.width=32 seed=2"]

@@ -90,6 +90,16 @@ def test_a_run_that_never_stepped_has_a_report_too() -> None:
     assert report.markdown(Summary()).startswith("# run")
 
 
+def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
+    failed = replace(SUMMARY, status="failed")
+    text = shown(failed, tmp_path)
+    for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged", "the data is in"):
+        assert figure not in text
+        assert figure in report.markdown(failed, tmp_path)
+    for useful in ("digits_mlp", "failed", "non_finite", "checkpoints/step_00000900"):
+        assert useful in text
+
+
 def test_the_terminal_sums_up_the_classes_and_the_document_lists_them() -> None:
     classes = {"val/accuracy/cat": 0.25, "val/accuracy/dog": 0.5, "val/accuracy/a/b": 0.75}
     summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)

@@ -35,8 +35,8 @@ def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mix
     assert statuses(mixed.sweep) == ["done", "done", "failed", "killed"], mixed.done.stderr
     assert mixed.done.returncode == 7
     assert "2 of 4 jobs failed:" in mixed.done.stderr
-    assert re.search(r"\n  #2 .*model.arguments.how=fail.*: told to fail", mixed.done.stderr)
-    assert re.search(r"\n  #3 .*model.arguments.how=die.*signal 9", mixed.done.stderr)
+    assert re.search(r"\n  #2 .*\+model.how=fail.*: told to fail", mixed.done.stderr)
+    assert re.search(r"\n  #3 .*\+model.how=die.*signal 9", mixed.done.stderr)
     for word in ("Traceback", "Error executing job", "HYDRA_FULL_ERROR"):
         assert word not in mixed.done.stderr + mixed.done.stdout
 
@@ -61,7 +61,7 @@ def test_every_job_leaves_a_record_that_says_how_it_ended(mixed: Mixed) -> None:
         place = mixed.sweep / str(number)
         assert f"how={how}" in (place / ".hydra" / "overrides.yaml").read_text()
         typed = records[number]["command"]
-        assert typed.startswith("python -m runner ") and f"+model.arguments.how={how}" in typed
+        assert typed.startswith("python -m runner ") and f"+model.how={how}" in typed
         assert "hydra." not in typed and "monitoring" not in typed  # it can be typed as it is
         domains = "model.arguments.how:['big','fine','fail','die']"
         assert domains in (place / ".hydra" / "overrides.yaml").read_text()
