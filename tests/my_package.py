@@ -53,6 +53,25 @@ class Noisy:
         return (x * float("nan") if index in self.poison else x), target
 
 
+class Lion(torch.optim.Optimizer):
+    """Steps of one size, by the sign of a moment (Chen et al. 2023, arXiv:2302.06675)."""
+
+    def __init__(
+        self, params, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            for weight in group["params"]:
+                moment = self.state[weight].setdefault("moment", torch.zeros_like(weight))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(group["lr"] * torch.lerp(weight.grad, moment, fast).sign())
+                moment.lerp_(weight.grad, 1 - slow)
+
+
 class Masked:
     """Token sequences whose targets are masked to different lengths."""
 

@@ -27,6 +27,10 @@ EVERYTHING = {
         *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9",
         "training.micro_batch=7",
     ],
+    "an optimizer of the user's own": [
+        *NOISY, "optimization=advanced", "optimizer._target_=my_package.Lion",
+        "+optimizer.options.betas=[0.8,0.95]", "optimizer.lr=3e-3", "schedule=cosine",
+    ],
     "the same, 2 workers": [
         *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9", "data.workers=2",
     ],
@@ -116,14 +120,14 @@ def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
         (
             [],
             ["optimizer=sgd"],
-            "SGD .* keeps momentum_buffer .*, and exp_avg, exp_avg_sq is there: it was",
+            "SGD .* keeps momentum_buffer .*, and exp_avg, exp_avg_sq, step is there: it was",
         ),
         (
             ["optimizer=sgd"],
             [],
-            "AdamW .* keeps exp_avg, exp_avg_sq of a weight, and momentum_buffer is there",
+            "AdamW .* keeps exp_avg, exp_avg_sq, step of a weight, and momentum_buffer is there",
         ),
-        ([], ["+optimizer.options.amsgrad=true"], "keeps exp_avg, exp_avg_sq, max_exp_avg_sq"),
+        ([], ["+optimizer.options.amsgrad=true"], "max_exp_avg_sq is missing"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_way_out(

@@ -20,7 +20,7 @@ from runner.library import batches
 from runner.library.batches import InMemory
 from runner.nest import tensors
 from runner.objective import Objective
-from runner.optim.optimizer import UNFIT, Optimizer
+from runner.optim.optimizer import Optimizer, unfit
 from runner.outcome import engagements, look
 from runner.recovery import use_less_memory
 from runner.run import Run
@@ -227,9 +227,8 @@ def check_optimizer(who: str, model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = batches.describe(optimizer)
         raise UsageError(f"{who}: optimizer is {given}; give a torch.optim.Optimizer")
-    for name, why in UNFIT.items():
-        if isinstance(optimizer, getattr(torch.optim, name)):
-            raise UsageError(f"{who}: {name} {why}; use torch.optim.AdamW")
+    if why := unfit(type(optimizer), model):
+        raise UsageError(f"{who}: {why}; use torch.optim.AdamW")
     mine = {id(p) for p in model.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from runner.optim.kept import check_shapes
 from runner.optim.optimizer import Optimizer, fill_momentum, fit_state
 from runner.optim.update import Update
 
@@ -24,6 +25,7 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
+    fill_momentum(optimizer)  # where its maker named the fused kernel
     groups = optimizer.param_groups
     if not options or not all(_is_open(group, options) for group in groups):
         return optimizer
@@ -31,9 +33,8 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
         return optimizer
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
+    check_shapes(optimizer)
     fit_state(optimizer)  # counters may lie on the host
-    if options.get("fused"):
-        fill_momentum(optimizer)
     return optimizer
 
 
@@ -54,6 +55,7 @@ def share_state(update: Update, options: Mapping[str, Any], scope: ExitStack) ->
     def loaded(*_: object) -> None:
         if update.in_kernel or update.undo is not None:  # the state may be of another kind
             _set_options(optimizer, [options] * len(optimizer.param_groups))
+        check_shapes(optimizer)
         fit_state(optimizer)
         take_over()
 

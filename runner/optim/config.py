@@ -19,6 +19,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     options: dict[str, Any] = field(default_factory=dict)  # further constructor arguments
     ema: float | None = None  # decay of an exponential moving average of the weights
+    _target_: str | None = None  # a class of the user's own, in place of `name`
 
     def __post_init__(self) -> None:
         if not 0 <= self.lr < math.inf:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,32 +15,43 @@ from runner.optim.config import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
 
-MOMENTS = (
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg",
-    "acc_delta", "exp_inf", "ax", "prev", "step_size",
-)  # fmt: skip
-"""State of torch's own optimizers that has a value for each of the weight's."""
-UNFIT = {
-    "LBFGS": "runs the model several times a step",
-    "SparseAdam": "takes sparse gradients alone",
-}
-"""Optimizers of torch that a training step here cannot use, and why."""
-KEPT: dict[str, dict[str, str]] = {
-    **dict.fromkeys(
-        ("Adam", "AdamW"), {"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"}
-    ),
-    "NAdam": {"mu_product": "", "exp_avg": "", "exp_avg_sq": ""},
-    "RAdam": {"exp_avg": "", "exp_avg_sq": ""},
-    "Adamax": {"exp_avg": "", "exp_inf": ""},
-    "Adagrad": {"sum": ""},
-    "Adadelta": {"square_avg": "", "acc_delta": ""},
-    "RMSprop": {"square_avg": "", "momentum_buffer": "momentum", "grad_avg": "centered"},
-    "Rprop": {"prev": "", "step_size": ""},
-    "ASGD": {"eta": "", "mu": "", "ax": ""},
-    "SGD": {"momentum_buffer": "momentum"},
-    "Muon": {"momentum_buffer": ""},
-}
-"""What torch's own optimizers keep of a weight that was updated, and the option it is kept for."""
+
+def optimizer_class(
+    config: OptimizerConfig, model: nn.Module, resolve: Callable[[str, str], Any]
+) -> type[Optimizer]:
+    """The class that `config` names, of torch.optim or the user's own. Raises ConfigError."""
+    cls: type[Optimizer]
+    if config._target_ is None:
+        key, cls = "optimizer.name", find_optimizer(config.name)
+    else:
+        key = "optimizer._target_"
+        cls = resolve(config._target_, key)
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+            raise ConfigError(
+                key, f"{config._target_} is no optimizer",
+                "name a class that is made from torch.optim.Optimizer",
+            )  # fmt: skip
+    if why := unfit(cls, model):
+        raise ConfigError(key, why, "use AdamW")
+    return cls
+
+
+def unfit(cls: type[Optimizer], model: nn.Module) -> str:
+    """Why a training step here cannot use such an optimizer; nothing where it can."""
+    if issubclass(cls, torch.optim.LBFGS):
+        return "LBFGS runs the model several times a step"
+    if issubclass(cls, torch.optim.SparseAdam):
+        sparse = {id(module.weight) for module in sparse_embeddings(model)}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in sparse:
+                return f"SparseAdam takes sparse gradients alone, and those of {name} are dense"
+    return ""
+
+
+def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Those whose weights get sparse gradients."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [module for module in model.modules() if isinstance(module, kinds) and module.sparse]
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
@@ -55,10 +65,15 @@ def find_optimizer(name: str) -> type[Optimizer]:
         folded = {key.lower(): key for key in known}
         near = difflib.get_close_matches(name.lower(), folded, 1, 0.5)
         fix = f"did you mean {folded[near[0]]}?" if near else f"one of {', '.join(sorted(known))}"
+        if "." in name:
+            fix = f"for a class of your own write optimizer._target_={name}"
         raise ConfigError("optimizer.name", f"torch.optim has no {name!r}", fix)
-    if name in UNFIT:
-        raise ConfigError("optimizer.name", f"{name} {UNFIT[name]}", "use AdamW")
     return known[name]
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own, and nobody's class that is made from one."""
+    return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
 
 
 def build_optimizer(
@@ -123,22 +138,14 @@ def fill_momentum(optimizer: Optimizer) -> None:
 def fit_state(optimizer: Optimizer) -> None:
     """Bring state that was loaded to where an update takes it for granted to be.
 
-    That is, moments in their weights' memory order for fused kernels, and counters on the device
-    for all that never make the host wait. Raises ValueError for moments that have not the shape of
-    their weights, since fused kernels read and write beyond the end of smaller ones, and for
-    counters that count nothing.
+    That is, moments in their weights' memory order for fused kernels, counters on the device for
+    all that never make the host wait, and momentum buffers where fused SGD has none yet.
     """
-    torchs = type(optimizer).__module__.startswith("torch.optim.")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if torchs and key in MOMENTS and value is not None:
-                    if getattr(value, "shape", None) != parameter.shape:
-                        raise ValueError(f"{key} has not its weight's shape, {parameter.shape}")
-                if torchs and key == "step" and not 0 <= float(value) < math.inf:
-                    raise ValueError(f"an optimizer's step is {float(value)}, and should be >= 0")
                 if not isinstance(value, torch.Tensor):
                     continue
                 dense = value.layout is torch.strided and value.shape == parameter.shape
@@ -146,27 +153,4 @@ def fit_state(optimizer: Optimizer) -> None:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
                 elif on_device and value.device != parameter.device:
                     state[key] = value.to(parameter.device)
-
-
-def check_kept(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError where a saved state is of another optimizer, or of one with other options.
-
-    `saved` is a `state_dict`; weights of which nothing was kept have had no update.
-    """
-    kept, own = KEPT.get(type(optimizer).__name__), optimizer.param_groups
-    if kept is None or not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    for group, theirs in zip(own, saved["param_groups"], strict=False):
-        wanted = {key for key, option in kept.items() if not option or group.get(option)}
-        for index in theirs["params"]:
-            state = saved["state"].get(index) or {}
-            there = {key for key, value in state.items() if value is not None and key != "step"}
-            if there and (not wanted or not wanted <= there):
-                raise ValueError(
-                    f"{type(optimizer).__name__} as it is set keeps {_listed(wanted)} of a weight, "
-                    f"and {_listed(there)} is there: it was another optimizer"
-                )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+    fill_momentum(optimizer)

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from runner.optim.optimizer import Optimizer
+from runner.optim.optimizer import Optimizer, is_torchs, sparse_embeddings
 
 
 @final
@@ -29,9 +29,9 @@ class Undo:
         A rate that is `scheduled` is a tensor, which SGD, Muon and all plain loops would read.
         """
         kind, groups = type(optimizer), optimizer.param_groups
-        if kind is not getattr(torch.optim, kind.__name__, None):
+        if not is_torchs(optimizer):
             return False  # nobody knows what a stranger's step does
-        if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in model.modules()):
+        if sparse_embeddings(model):
             return False  # the host waits for the number of rows of a sparse gradient
         if kind in (torch.optim.SGD, torch.optim.Muon):
             return not scheduled

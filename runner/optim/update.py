@@ -13,8 +13,9 @@ from runner.optim import gradients
 from runner.optim.buffers import LARGEST, Buffers
 from runner.optim.clip import Clip
 from runner.optim.gradients import norms
+from runner.optim.kept import fitting
 from runner.optim.kernel import FusedKernel
-from runner.optim.optimizer import Optimizer, check_kept, fit_state
+from runner.optim.optimizer import Optimizer, fit_state
 from runner.optim.scale import LossScale
 from runner.optim.undo import Undo
 from runner.stability.config import StabilityConfig
@@ -294,9 +295,13 @@ class Update:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state; raises ValueError or KeyError where it does not fit."""
+        if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
+            raise ValueError("optimizer.ema or the loss scale was switched since")
+        if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
+            raise ValueError("an average has not its weight's shape")
+        fits = fitting(self.optimizer, state["optimizer"])
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        check_kept(self.optimizer, state["optimizer"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(fits)
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)  # the config decides, not what the state was saved under
         fit_state(self.optimizer)
@@ -305,8 +310,6 @@ class Update:
         self.updates.copy_(state["updates"])
         self.backoff = state["backoff"]
         self._set_schedule()
-        if len(state["average"]) != len(self.average) or bool(state["scale"]) != bool(self.scale):
-            raise ValueError("optimizer.ema or the loss scale was switched since")
         if self.average:
             torch._foreach_copy_(self.average, state["average"])
         if self.scale:

@@ -223,8 +223,11 @@ class Guardian:
         free = self.decision is None and found.step > self.settled
         row: int | None = None
         action = "skipped" if found.skipped else ""
+        many = run.progress.consecutive_skips
         if free and fatal:
-            self.decision = Decision(None, kind.name, found.step, message, raises=True)
+            self.decision = Decision(
+                None, kind.name, found.step, message, raises=True, in_a_row=many, since=self.streak
+            )
             action = "the run ends"
         elif free and self.config.guard:
             row = self._fitting(run, kind)
@@ -232,7 +235,6 @@ class Guardian:
             if rule is not None and rule.action is Action.skip:
                 self.table.note(row or 0, found.step)
             else:
-                many = run.progress.consecutive_skips
                 self.decision = Decision(
                     row, kind.name, found.step, message, in_a_row=many, since=self.streak
                 )
@@ -253,18 +255,16 @@ class Guardian:
         if run.captures is not None:
             run.captures.tell()
 
-    def _fitting(self, run: Run, kind: Kind, start: int = 0) -> int | None:
+    def _fitting(self, run: Run, kind: Kind, start: int = 0, many: int = 0) -> int | None:
         progress, scaled = run.progress, self.update.scale is not None
-        in_a_row = max(progress.consecutive_skips, 1)
+        in_a_row = many or max(progress.consecutive_skips, 1)
         return self.table.first(kind, in_a_row, progress.rollbacks, scaled, start)
 
     def _decide_again(self, run: Run, decision: Decision) -> None:
-        """By the table of now, what was decided by that of a run before."""
+        """By the table of now, what was to be done when a run was cut off."""
         decision.outdated = False
-        if decision.kind == "asked":
-            self.ask(run)
-        elif not decision.raises:
-            decision.row = self._fitting(run, Kind[decision.kind])
+        if not decision.raises:
+            decision.row = self._fitting(run, Kind[decision.kind], many=decision.in_a_row)
 
     def _rule(self, decision: Decision) -> Rule | None:
         if decision.row is None:
@@ -312,9 +312,10 @@ class Guardian:
         self.spikes.load(state["spikes"])
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])
-        same = len(state["table"]["used"]) == len(self.table.rules)
         fatal = FATAL if self.raises else ()
-        self.decision = taken_up(state["decision"], self.table if same else None, fatal)
+        self.decision = taken_up(state["decision"], self.anomalies, self.spikes, fatal)
+        if self.decision is not None and not (self.decision.raises or self.config.guard):
+            self.decision = None
         self.settled, self.forgotten = state["settled"], state["forgotten"]
         self.streak = state.get("streak", 0)
         self.share, self.lowered = state["share"], [(n, x) for n, x in state["lowered"]]

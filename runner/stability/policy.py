@@ -55,17 +55,6 @@ class Table:
             return row
         return None
 
-    def has(self, row: int | None, kind: str) -> bool:
-        """Whether a decision about that, a kind or `asked`, can be this row's; None gives up."""
-        if row is None:
-            return True
-        if not 0 <= row < len(self.rules):
-            return row == -1 and kind == "asked"
-        rule = self.rules[row]
-        if kind == "asked":
-            return rule.action is Action.rollback
-        return rule.kind.name in ("any", kind)
-
     def can_roll_back(self, rollbacks: int) -> bool:
         """Whether one more than so many is allowed."""
         return self.rolls_back and rollbacks < self.max_rollbacks

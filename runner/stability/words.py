@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,28 +29,35 @@ class Decision:
     in_a_row: int = 1  # bad steps, this one too
     stuck: bool = False  # there was nothing to go back to
     since: int = 0  # the first of those bad steps; 0: none is known
-    outdated: bool = False  # `row` is one of another table
+    outdated: bool = False  # a checkpoint's: `row` is still to be found, in the table of now
 
 
 def taken_up(
-    kept: Mapping[str, Any] | None, table: Table | None, fatal: Collection[Kind]
+    kept: Mapping[str, Any] | None,
+    anomalies: Iterable[Anomaly],
+    spikes: Spikes,
+    fatal: Collection[Kind],
 ) -> Decision | None:
-    """The decision of a checkpoint as the config of now has it; ValueError for one of no kind.
+    """What a checkpoint has to be decided, for the config of now; ValueError for one of no kind.
 
-    `table` is the one of now, if as many rows were kept; `fatal` are the kinds that end the run.
+    Of the decision itself only the step counts that it is about. What is to be done is not taken
+    from it, and neither is a word: both come from the run of now and from the numbers of that
+    step. Without these it is let go of, as is what a hook asked for, which asks again if need be.
+    `fatal` are the kinds that end the run.
     """
-    if kept is None:
+    if kept is None or kept["kind"] == "asked":
         return None
-    decision = Decision(**kept)
-    kinds = ["asked", *(kind.name for kind in Kind if kind is not Kind.any)]
-    if decision.kind not in kinds:
-        raise ValueError(f"a decision about {decision.kind[:40]!r}, which is no kind of fault")
-    raised, decision.raises = decision.raises, decision.kind in [kind.name for kind in fatal]
-    if decision.raises:
-        decision.row = None
-    elif raised or table is None or not table.has(decision.row, decision.kind):
-        decision.outdated = True
-    return decision
+    if kept["kind"] not in [kind.name for kind in Kind if kind is not Kind.any]:
+        raise ValueError(f"a decision about {kept['kind'][:40]!r}, which is no kind of fault")
+    kind, step = Kind[kept["kind"]], kept["step"]
+    many, since = kept.get("in_a_row", 1), kept.get("since", 0)
+    found = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
+    if found is None or not 1 <= many <= step or since > step:
+        return None
+    return Decision(
+        None, kind.name, step, what(kind, found, spikes), found.capture,
+        raises=kind in fatal, in_a_row=many, since=since, outdated=True,
+    )  # fmt: skip
 
 
 def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:
@@ -62,7 +70,8 @@ def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:
         return "a gradient times the loss scale overflowed"
     if kind is Kind.spike:
         name = "loss" if found.loss > found.loss_limit else "grad_norm"
-        value, usual = getattr(found, name), spikes.usual[name].centre
+        value = getattr(found, name)
+        usual = spikes.usual[name].centre if name in spikes.usual else 0.0
         times = f", {value / usual:,.0f} times what is usual" if usual > 0 else ""
         return f"the {name.replace('grad_', 'gradient ')} was {value:.4g}{times}"
     if not math.isfinite(found.loss):
@@ -133,6 +142,6 @@ def _otherwise(decision: Decision, table: Table, rollbacks: int) -> str:
 
 
 def _replay(folder: Path | None, capture: str) -> str:
-    if folder is None or not capture:
+    if folder is None or not capture or not os.path.isdir(folder / capture):
         return ""
     return f"python -m runner job=replay {shlex.quote(f'replay.path={folder / capture}')}"

@@ -142,7 +142,7 @@ def test_another_torch_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9")
     restored = Checkpointer(tmp_path, keep=1).restore()
     assert restored.step == 1
-    assert any(f"torch {written}, and here it is 9.9" in warning for warning in restored.warnings)
+    assert any(f"torch {written}, and here it is 9.9" in text for text in restored.differences)
 
 
 def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):

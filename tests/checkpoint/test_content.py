@@ -158,6 +158,11 @@ def small_moment(state: dict[str, Any]) -> None:
     state["update"]["optimizer"]["state"][1]["exp_avg"] = torch.zeros(1)
 
 
+def states_by_text(state: dict[str, Any]) -> None:
+    kept = state["update"]["optimizer"]
+    kept["state"] = {str(number): one for number, one in kept["state"].items()}
+
+
 def count_of_none(count: float) -> Change:
     def change(state: dict[str, Any]) -> None:
         state["update"]["optimizer"]["state"][1]["step"] = torch.tensor(count)
@@ -181,6 +186,7 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
     ("change", "problem"),
     [
         (small_moment, "exp_avg has not its weight's shape"),  # a fused kernel would read on
+        (states_by_text, "an optimizer's state is by the numbers of its weights"),
         (count_of_none(-1.0), "an optimizer's step is -1.0, and should be"),
         (count_of_none(float("nan")), "an optimizer's step is nan"),
         (put(stability__decision=ABOUT_NOTHING), "a decision about 'zz', which is no kind"),
@@ -191,6 +197,7 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
     ],
     ids=[
         "a small moment",
+        "states by text",
         "a count below 0",
         "no count",
         "a decision",
@@ -225,6 +232,17 @@ def test_the_checkpoint_before_one_with_an_odd_state_is_used(
     with build(compose([*OVERRIDES, "checkpoint.resume=auto"]), folder) as run:
         assert run.progress.step == 3
     assert "state.settings is None" in caplog.text
+
+
+def test_a_decision_about_no_bad_step_ends_no_run(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder, symlinks=True)
+    theirs = {"row": None, "kind": "asked", "step": 6, "message": "m", "stuck": True, "in_a_row": 3}
+    for kind in ("asked", "weights"):
+        forged = put(stability__decision=theirs | {"kind": kind})
+        forge(folder / "checkpoints" / "step_00000006", forged)
+        with build(compose([*OVERRIDES, "checkpoint.resume=auto"]), folder) as run:
+            assert run.progress.step == 6 and run.guardian.decision is None
 
 
 def test_rows_of_another_form_in_a_state_are_learned_anew(

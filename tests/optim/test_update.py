@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
-from runner.optim.optimizer import build_optimizer, find_optimizer
+from runner.optim.optimizer import build_optimizer, find_optimizer, optimizer_class
 from runner.optim.schedule import factors
 from runner.optim.update import Update
+from runner.security.targets import resolve
 from runner.stability.config import StabilityConfig
 
 OPTIMIZERS = [
@@ -205,16 +207,26 @@ def test_sparse_gradients_are_guarded_and_clipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("config", "said"),
     [
-        ("AdmaW", "did you mean AdamW"),
-        ("LBFGS", "several times a step"),
-        ("SparseAdam", "takes sparse gradients alone"),
+        ({"name": "AdmaW"}, "optimizer.name: .* did you mean AdamW"),
+        ({"name": "mine.Lion"}, "write optimizer._target_=mine.Lion"),
+        ({"name": "LBFGS"}, "several times a step"),
+        ({"name": "SparseAdam"}, "sparse gradients alone, and those of 0.weight are dense"),
+        ({"_target_": "torch.nn.Linear"}, "optimizer._target_: torch.nn.Linear is no optimizer"),
     ],
 )
-def test_an_unknown_optimizer_is_answered_with_the_nearest(name: str, said: str) -> None:
+def test_an_optimizer_that_cannot_be_used_is_answered_with_a_way_out(
+    config: dict[str, str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        find_optimizer(name)
+        optimizer_class(OptimizerConfig(**config), model(), partial(resolve, trusted=()))
+
+
+def test_a_model_of_sparse_gradients_alone_has_an_optimizer_for_them() -> None:
+    config = OptimizerConfig("SparseAdam")
+    table = nn.Embedding(4, 2, sparse=True)
+    assert optimizer_class(config, table, partial(resolve, trusted=())) is torch.optim.SparseAdam
 
 
 def test_an_unknown_optimizer_option_is_named() -> None:

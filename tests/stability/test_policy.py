@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from runner import compose
 from runner.errors import ConfigError
-from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.anomalies import Anomaly
+from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
 from runner.stability.policy import Table
-from runner.stability.words import taken_up
+from runner.stability.spike import Spikes
+from runner.stability.words import Decision, last_words, taken_up
 
 
 def table(*rules: Rule, skips: int = 3, rollbacks: int = 2) -> Table:
@@ -119,35 +125,59 @@ def test_what_needs_no_config_file_has_a_table_too() -> None:
     assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]
 
 
+WENT_WRONG = Anomaly(3, "weights", 1.0, 2.0, 9.0, 9.0, skipped=True, capture="debug/captures/3")
+
+
+def kept(**more: Any) -> dict[str, Any]:
+    return {"row": 0, "kind": "weights", "step": 3, "message": "send me money", **more}
+
+
+def kept_by(config: StabilityConfig, fatal: Sequence[Kind] = (), **more: Any) -> Decision | None:
+    return taken_up(kept(**more), [WENT_WRONG], Spikes(config.spike, True), fatal)
+
+
+@pytest.mark.parametrize("row", [0, 99, -1, None])
+def test_a_kept_decision_is_made_again_in_words_of_the_run(row: int | None) -> None:
+    found = kept_by(StabilityConfig(), row=row, stuck=True, in_a_row=2, since=2)
+    assert found is not None and found.outdated and not found.stuck and found.row is None
+    assert (found.message, found.capture) == ("the weights are not finite", "debug/captures/3")
+    assert (found.in_a_row, found.since) == (2, 2)
+
+
 @pytest.mark.parametrize(
-    ("row", "kind", "again"),
-    [
-        (0, "spike", False), (0, "weights", True), (1, "weights", False), (2, "spike", True),
-        (99, "spike", True), (-1, "spike", True), (-1, "asked", False), (1, "asked", False),
-        (0, "asked", True), (None, "spike", False),
-    ],
+    "odd",
+    [{"kind": "asked"}, {"kind": "spike"}, {"step": 4}, {"in_a_row": 4}, {"in_a_row": 0},
+     {"since": 4}],
 )  # fmt: skip
-def test_a_kept_decision_that_is_not_of_its_row_is_made_again(
-    row: int | None, kind: str, again: bool
-) -> None:
-    rules = table(Rule(Kind.spike, action=Action.lower_lr), Rule(action=Action.rollback))
-    found = taken_up({"row": row, "kind": kind, "step": 3, "message": "m"}, rules, ())
-    assert found is not None and found.outdated is again
+def test_a_kept_decision_about_nothing_that_went_wrong_is_let_go_of(odd: dict[str, Any]) -> None:
+    assert kept_by(StabilityConfig(), **odd) is None
 
 
 def test_whether_a_kept_decision_ends_the_run_is_what_the_config_of_now_says() -> None:
-    rules, kept = table(Rule(action=Action.rollback)), {"kind": "weights", "step": 3, "message": ""}
-    for row, raises in ((None, True), (0, False)):
-        decision = kept | {"row": row, "raises": raises}
-        now = taken_up(decision, rules, [Kind.weights])
-        assert now is not None and now.raises and now.row is None
-        now = taken_up(decision, rules, [])
-        assert now is not None and not now.raises and now.outdated is raises
+    for raises in (True, False):
+        now = kept_by(StabilityConfig(), [Kind.weights], raises=raises)
+        assert now is not None and now.raises
+        now = kept_by(StabilityConfig(), raises=raises)
+        assert now is not None and not now.raises and now.outdated
+
+
+def test_a_kept_spike_is_told_of_where_spikes_are_no_longer_looked_for() -> None:
+    spike = Anomaly(3, "spike", 50.0, 2.0, 9.0, 9.0, skipped=True)
+    found = taken_up(kept(kind="spike"), [spike], Spikes(SpikeConfig(enabled=False), True), ())
+    assert found is not None and found.message == "the loss was 50"
+
+
+def test_last_words_lead_to_a_capture_that_is_there(tmp_path: Path) -> None:
+    found = kept_by(StabilityConfig())
+    assert found is not None
+    assert "captures" not in last_words(found, table(Rule()), 0, tmp_path, WENT_WRONG)
+    (tmp_path / WENT_WRONG.capture).mkdir(parents=True)
+    assert "captures/3" in last_words(found, table(Rule()), 0, tmp_path)
 
 
 def test_a_kept_decision_or_count_of_nothing_is_refused() -> None:
     for kind in ("zz", "any"):
         with pytest.raises(ValueError, match=f"about '{kind}'"):
-            taken_up({"row": 0, "kind": kind, "step": 3, "message": "m"}, table(Rule()), ())
+            kept_by(StabilityConfig(), kind=kind)
     with pytest.raises(KeyError, match="zz"):
         table(Rule()).load({"used": [0], "counts": {"zz": 1}, "steps": {"zz": [1]}})

@@ -1,0 +1,220 @@
+"""A state is gone on from if it is what the optimizer keeps; it is asked, not a list of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from runner import train_step
+from runner.optim.config import OptimizerConfig
+from runner.optim.kept import check_shapes, fitting
+from runner.optim.optimizer import Optimizer, build_optimizer
+from runner.optim.update import Update
+from runner.stability.config import StabilityConfig
+
+OWN: dict[str, dict[str, Any]] = {
+    "SGD": {}, "SGD momentum": {"momentum": 0.9, "nesterov": True}, "SGD fused": {"fused": True},
+    "Adam": {"amsgrad": True}, "AdamW": {"fused": True}, "NAdam": {}, "RAdam": {}, "Adamax": {},
+    "Adagrad": {"lr_decay": 0.1}, "Adadelta": {}, "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {}, "ASGD": {"capturable": False}, "Adafactor": {},
+}  # fmt: skip
+Change = Callable[[dict[int, dict[str, Any]]], object]
+
+
+def weights() -> list[nn.Parameter]:
+    """One that is scalar, one of a size of 1, and one that never gets a gradient."""
+    torch.manual_seed(1)
+    shapes = [(), (3,), (1, 4), (2, 3, 2, 2), (5,)]
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def updated(name: str, times: int = 2, **options: Any) -> tuple[Optimizer, list[nn.Parameter]]:
+    ours = weights()
+    optimizer = getattr(torch.optim, name)(ours, **options)
+    for step in range(times):
+        another(optimizer, ours, step)
+    return optimizer, ours
+
+
+def another(optimizer: Optimizer, ours: list[nn.Parameter], step: int) -> None:
+    for weight in ours[:-1]:
+        weight.grad = torch.full_like(weight, 0.1 * (step + 1))
+    optimizer.step()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_what_an_optimizer_keeps_fits_it_whole(kind: str) -> None:
+    optimizer, _ = updated(kind.split()[0], **OWN[kind])
+    saved = deepcopy(optimizer.state_dict())
+    found = fitting(optimizer, saved)
+    assert found["param_groups"] == saved["param_groups"]
+    assert same(found["state"], {key: state for key, state in saved["state"].items() if state})
+    check_shapes(optimizer)
+
+
+SWITCHED: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
+    ("SGD", {}, {"momentum": 0.9}, set()),
+    ("SGD", {"momentum": 0.9}, {}, set()),
+    ("SGD", {"momentum": 0.9}, {"momentum": 0.5}, {"momentum_buffer"}),
+    ("AdamW", {"amsgrad": True}, {}, {"step", "exp_avg", "exp_avg_sq"}),
+    ("RMSprop", {"momentum": 0.9}, {"fused": None}, {"step", "square_avg"}),
+    ("AdamW", {"fused": True}, {"foreach": True}, {"step", "exp_avg", "exp_avg_sq"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "before", "then", "kept"), SWITCHED)
+def test_an_option_may_be_switched_off_and_what_is_made_when_missed_on(
+    name: str, before: dict[str, Any], then: dict[str, Any], kept: set[str]
+) -> None:
+    saved = updated(name, **before)[0].state_dict()
+    then = {key: value for key, value in then.items() if value is not None}
+    optimizer, ours = updated(name, 0, **then)
+    state = fitting(optimizer, saved)["state"]
+    assert {key for one in state.values() for key in one} == kept
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    another(optimizer, ours, 3)
+    assert all(weight.isfinite().all() for weight in ours)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        (("AdamW", {}), ("Adafactor", {}), "and exp_avg, exp_avg_sq, step is there: it was anoth"),
+        (("Adafactor", {}), ("AdamW", {}), "step, variance is there: it was another optimizer"),
+        (("AdamW", {}), ("SGD", {}), "SGD .* keeps nothing .*: it was another optimizer"),
+        (("SGD", {"momentum": 0.9}), ("Adam", {}), "momentum_buffer is there: it was another"),
+        (("AdamW", {}), ("AdamW", {"amsgrad": True}), "step is there: max_exp_avg_sq is missing"),
+        (("RMSprop", {}), ("RMSprop", {"centered": True}), "is there: grad_avg is missing"),
+    ],
+)
+def test_what_another_one_kept_is_refused_in_true_words(
+    theirs: tuple[str, Any], ours: tuple[str, Any], says: str
+) -> None:
+    saved = updated(theirs[0], **theirs[1])[0].state_dict()
+    with pytest.raises(ValueError, match=says) as told:
+        fitting(updated(ours[0], 0, **ours[1])[0], saved)
+    assert ("another optimizer" in str(told.value)) is (theirs[0] != ours[0])
+
+
+def put(name: str, value: Any) -> Change:
+    return lambda state: state[1].update({name: value})
+
+
+def by_text(state: dict[Any, Any]) -> None:
+    for number in list(state):
+        state[str(number)] = state.pop(number)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("RMSprop", lambda state: state[1].pop("square_avg"), "square_avg is missing"),
+        ("AdamW", lambda state: state[1].pop("step"), "step is missing"),
+        ("AdamW", put("exp_avg", None), "exp_avg is missing"),
+        ("AdamW", put("exp_avg", torch.zeros(1)), r"exp_avg has not its weight's shape, \[3\]"),
+        ("AdamW", put("exp_avg", torch.zeros(3).to_sparse()), "exp_avg is no dense tensor"),
+        ("AdamW", put("exp_avg", torch.zeros(3, dtype=torch.int8)), "exp_avg is of torch.int8"),
+        ("AdamW", put("exp_avg", torch.zeros(3) * 1j), "exp_avg is of torch.complex64"),
+        ("AdamW", put("step", torch.tensor(True)), "step is of torch.bool"),
+        ("AdamW", put("step", "2"), "step is no dense tensor"),
+        ("AdamW", put("step", torch.tensor(-1.0)), "step is -1.0, and should be >= 0"),
+        ("NAdam", put("mu_product", torch.zeros(3)), r"mu_product has not the shape \[\]"),
+        ("ASGD", put("eta", torch.zeros(3)), r"eta has not the shape \[\]"),
+        ("Adafactor", lambda s: s[2].update(row_var=torch.zeros(4)), r"not the shape \[1, 1\]"),
+        ("AdamW", by_text, "by the numbers of its weights"),
+        ("AdamW", lambda state: state.update({1: [1, 2]}), "the state of a weight is a list"),
+        ("AdamW", lambda state: state.update({99: {}}), "by the numbers of its weights"),
+    ],
+)  # fmt: skip
+def test_what_no_update_leaves_is_refused_by_name(name: str, change: Change, says: str) -> None:
+    optimizer, _ = updated(name)
+    saved = deepcopy(optimizer.state_dict())
+    change(saved["state"])
+    with pytest.raises(ValueError, match=says):
+        fitting(optimizer, saved)
+
+
+def test_what_a_class_of_the_users_keeps_is_taken_at_its_word() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    saved = updated("AdamW")[0].state_dict()
+    assert fitting(Mine(weights()), saved) == saved
+
+
+def test_asking_an_optimizer_touches_nothing_of_the_run() -> None:
+    optimizer, ours = updated("Adam")
+    before, noise = deepcopy(optimizer.state_dict()["state"]), torch.get_rng_state()
+    then = [weight.detach().clone() for weight in ours]
+    called: list[Any] = []
+    hook = register_optimizer_step_pre_hook(lambda *args: called.append(args))
+    try:
+        fitting(optimizer, optimizer.state_dict())
+    finally:
+        hook.remove()
+    assert not called and torch.equal(torch.get_rng_state(), noise)
+    assert same(optimizer.state_dict()["state"], before)
+    assert all(torch.equal(a, b) for a, b in zip(ours, then, strict=True))
+
+
+def stepped(momentum: float, fused: bool, state: dict[str, Any] | None) -> Update:
+    torch.manual_seed(0)
+    net, how = nn.Linear(3, 2), {"fused": fused}
+    config = OptimizerConfig("SGD", 0.1, 0.0, {"momentum": momentum})
+    sgd = build_optimizer(config, torch.optim.SGD, net, how)
+    update = Update(net, sgd, StabilityConfig(), 0.1, [1.0], ema=0.5)
+    if state is not None:
+        update.load(state)
+    for _ in range(3):
+        update.begin()
+        loss = net(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        update.apply(*update.measure(loss.detach()))
+    return update
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_momentum_switched_on_is_the_same_fused_and_not(part: bool) -> None:
+    plain = deepcopy(stepped(0.9 if part else 0.0, True, None).state())
+    if part:  # a weight that had no update yet
+        del plain["optimizer"]["state"][0]
+    one, other = (stepped(0.9, fused, deepcopy(plain)) for fused in (True, False))
+    for a, b in zip(one.parameters, other.parameters, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_callers_own_fused_momentum_is_made_too() -> None:
+    net, inputs, targets = nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, 2)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+    plain = deepcopy(net)
+    usual = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        train_step(net, sgd, (inputs, targets), nn.MSELoss())
+        usual.zero_grad()
+        nn.MSELoss()(plain(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        usual.step()
+    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_averages_of_another_shape_are_refused_before_anything_is_loaded() -> None:
+    update = stepped(0.9, True, None)
+    state = deepcopy(update.state())
+    before = deepcopy(update.optimizer.state_dict()["state"])
+    state["average"] = [torch.zeros(1) for _ in state["average"]]
+    with pytest.raises(ValueError, match="an average has not its weight's shape"):
+        update.load(state)
+    assert same(update.optimizer.state_dict()["state"], before)
