@@ -71,6 +71,11 @@ class Checkpointer:
         return self._root is None
 
     @property
+    def begun(self) -> bool:
+        """Whether there are checkpoints of this run, good or not."""
+        return self._root is not None and bool(folders.steps(self._root))
+
+    @property
     def last(self) -> str | None:
         """The newest checkpoint's folder, relative to the run's."""
         return self._pointed("last")
@@ -127,12 +132,15 @@ class Checkpointer:
             root = where if where.name == FOLDER else where / FOLDER
             restored = folders.load_newest(root, self._policy, check)
             if restored is None:
-                raise CheckpointError(f"{where}: no checkpoint there (looked for {root}/step_…)")
+                way = f"; for its weights, model.weights={where}" if where.is_file() else ""
+                raise CheckpointError(
+                    f"{where}: no checkpoint there (looked for {root}/step_…){way}"
+                )
         elif self._root is not None:
             restored = folders.load_newest(self._root, check=check)
         else:
             restored = self._remembered()
-        for warning in restored.warnings if restored else ():
+        for warning in (*restored.warnings, *restored.differences) if restored else ():
             log.warning("checkpoint: %s", warning)
         return restored
 

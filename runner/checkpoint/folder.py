@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from runner.errors import CheckpointError
 from runner.security.files import read_state, read_tensors
 from runner.security.gate.door import admit_folder
 from runner.security.gate.policy import Policy
+from runner.security.gate.provenance import is_own
+from runner.security.trust import Trust
 
 log = logging.getLogger("runner")
 
@@ -47,7 +49,10 @@ class Restored:
     model: dict[str, Any]
     state: dict[str, Any]
     path: Path  # its folder; just "memory" for one that was never written
-    warnings: list[str] = field(default_factory=list)  # bad ones passed over; what differs here
+    warnings: list[str] = field(default_factory=list)  # bad ones that were passed over
+    differences: list[str] = field(default_factory=list)  # of this machine from the one it is from
+    sha256: str = ""  # of the file with the model's tensors
+    trust: Trust = Trust.CHECKED
 
 
 def step_name(step: int) -> str:
@@ -100,13 +105,20 @@ def load(folder: Path, policy: Policy | None = None, check: Check | None = None)
     if check is not None:
         check(own, facts.step, str(folder / manifest.STATE))
     here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-    warnings = [
+    differences = [
         f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
         "last digits from those of a run that was never stopped"
         for key, now in here.items()
         if (then := getattr(facts, key)) != now
     ]
-    return Restored(facts.step, model, own, folder, warnings)
+    if admitted is not None:
+        trust = admitted.trust
+    else:
+        trust = Trust.CHECKED if policy is None or is_own(folder, policy) else Trust.UNTRUSTED
+    sha256 = facts.files[manifest.MODEL].sha256
+    return Restored(
+        facts.step, model, own, folder, differences=differences, sha256=sha256, trust=trust
+    )
 
 
 def load_newest(
@@ -124,7 +136,7 @@ def load_newest(
         except CheckpointError as error:
             bad.append(str(error))
         else:
-            return Restored(**{**vars(restored), "warnings": bad + restored.warnings})
+            return replace(restored, warnings=bad)
     if bad:
         raise CheckpointError(f"{root}: no usable checkpoint: " + "; ".join(bad))
     return None

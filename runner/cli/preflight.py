@@ -17,6 +17,7 @@ from runner.cli.arguments import Arguments
 from runner.cli.replay import with_captured
 from runner.cli.resume import Resumed, unfinished, with_recorded
 from runner.cli.sweep import MODE, prepare
+from runner.cli.there import check_there
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.errors import ConfigError
@@ -167,6 +168,7 @@ def _place(
     with open_dict(config):
         del config["hydra"]
     checked: RunConfig = typed(config)
+    check_there(checked)
     if resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder

@@ -18,6 +18,7 @@ from runner.record.noted import OVERRIDES as FILE
 from runner.storage import read_record
 
 KEY = "checkpoint.resume"
+WORDS = ("none", "auto")
 STEP = re.compile(r"step_\d+|last|best")
 CHECKPOINTS = "checkpoints"
 ENDED = ("done", "stopped")
@@ -48,7 +49,7 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
             KEY, "is empty, as of a variable that the shell does not have",
             "name the folder of a run, or auto",
         )  # fmt: skip
-    paths = [Path(name) for name in names if name not in ("none", "auto", "None")]
+    paths = [Path(name) for name in names if name not in (*WORDS, "None")]
     if not paths:
         return Resumed(list(overrides))
     for path in paths:
@@ -74,9 +75,16 @@ def _values(typed: Typed) -> list[str]:
 def _check_leads(path: Path) -> None:
     """It is there, and not a folder above runs; what is in it is looked at when it is loaded."""
     if not path.exists():
+        if path.name == str(path) and (word := nearest(path.name, WORDS)):
+            raise ConfigError(KEY, f"there is no folder {path}", f"did you mean {word}?")
         near = nearest(path.name, [p.name for p in path.parent.glob("*") if p.is_dir()])
         guess = f"; did you mean {path.with_name(near)}?" if near else ""
         raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){guess}")
+    if path.is_file() and not STEP.fullmatch(path.name):
+        raise ConfigError(
+            KEY, f"{path} is a file, and a run goes on from a folder with checkpoints",
+            f"to start from the weights in it: model.weights={path}",
+        )  # fmt: skip
     runs = [p.parent for p in path.glob(f"*/{CHECKPOINTS}") if p.is_dir()]
     if runs and _run_of(path) is None:
         newest = max(runs, key=lambda run: run.stat().st_mtime_ns)

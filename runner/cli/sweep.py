@@ -13,6 +13,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.cli.arguments import Arguments
+from runner.cli.there import check_there
 from runner.composing import typed
 from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
@@ -64,7 +65,7 @@ def prepare(arguments: Arguments, overrides: Sequence[str], compose: Compose) ->
                 del composed["hydra"]
         kinds.add(composed.job.kind)
         try:
-            typed(composed)
+            check_there(typed(composed))
         except RunnerError as error:
             failures.append(error)
     if len(failures) == len(jobs):

@@ -25,13 +25,13 @@ from runner.techniques.quantization import Quantization
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
-    """Evaluate the checkpoint that `checkpoint.resume` names, in int8 where that is asked for.
+    """Evaluate what `checkpoint.resume` or `model.weights` names, in int8 where that is asked for.
 
     The summary is written before the model is exported, so that it is there in any case.
     """
     kind = config.evaluate.export
     check(kind)
-    if config.checkpoint.resume in ("none", "auto"):
+    if config.checkpoint.resume in ("none", "auto") and config.model.weights is None:
         raise ConfigError(
             "checkpoint.resume",
             "job=evaluate needs to know which model",

@@ -41,10 +41,13 @@ def config_of(
 def around(config: RunConfig, model: nn.Module, data: Any) -> RunConfig:
     """The same config about this model and these data."""
     common = {f.name: getattr(config.data, f.name) for f in fields(DataConfig)}
+    asked = config.model
     return replace(
         config,
         data=DataConfig(**{**common, "kind": name_of(data)}),
-        model=ModelConfig(kind=name_of(model)),
+        model=ModelConfig(
+            kind=name_of(model), weights=asked.weights, weights_except=asked.weights_except
+        ),
     )
 
 

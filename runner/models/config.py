@@ -17,13 +17,26 @@ class ModelConfig:
     kind: str = MISSING  # which of our options this is
     _target_: str | None = None  # a class of the user's own, in place of ours
     arguments: dict[str, Any] = field(default_factory=dict)  # what its constructor gets
+    weights: str | None = None  # a file, or a run's folder, that the first weights are read from
+    weights_except: list[str] = field(default_factory=list)  # names that are not; also `head.*`
 
     def __post_init__(self) -> None:
+        self._check_weights()
         if self._target_ is None:  # a foreign class checks for itself, and gets none of these
             self.check()
 
     def check(self) -> None:
         """Raise ConfigError where the option's own keys make no model."""
+
+    def _check_weights(self) -> None:
+        if self.weights == "":
+            raise ConfigError("model.weights", "is empty", "name a file or a run's folder, or null")
+        if self.weights_except and self.weights is None:
+            raise ConfigError(
+                "model.weights_except", "leaves out parts of no weights", "add model.weights=PATH"
+            )
+        if not all(self.weights_except):
+            raise ConfigError("model.weights_except", "has an empty name", "e.g. [head]")
 
     def _positive(self, *keys: str) -> None:
         for key in keys:

@@ -17,7 +17,7 @@ from torch import nn
 
 from runner.batch import Sizes
 from runner.config import RunConfig
-from runner.models.build import FITS
+from runner.models.build import COMMON, FITS
 from runner.objectives.custom import Custom
 from runner.run import Run
 from runner.security.plain import check_name
@@ -40,9 +40,8 @@ def model_code(config: RunConfig, sizes: Sizes, files: Path) -> Code:
     model = config.model
     if model._target_ is None:
         fit = FITS[model.kind]
-        own = {
-            k: v for k, v in vars(model).items() if k not in ("kind", "_target_", "arguments")
-        } | {name: getattr(sizes, name) for name in fit.sizes}
+        own = {k: v for k, v in vars(model).items() if k not in COMMON}
+        own |= {name: getattr(sizes, name) for name in fit.sizes}
         copied = _copy(fit.module, files / CODE)
         return Code(_call(fit.name, own), [f"from {CODE}.{copied} import {fit.name}"])
     arguments = {**_known_sizes(model._target_, sizes), **model.arguments}

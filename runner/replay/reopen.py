@@ -217,9 +217,10 @@ def _unsaved(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _still(config: RunConfig) -> RunConfig:
-    """Nothing to show or to write, nothing to continue, and no tool in the way."""
+    """Nothing to show or to write, nothing to continue or to start from, and no tool in the way."""
     config = quiet(config)
     config.checkpoint.resume = "none"
+    config.model.weights, config.model.weights_except = None, []  # the capture has its own
     return config
 
 

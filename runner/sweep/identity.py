@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.manifest import MODEL
 from runner.checkpoint.manifest import NAME as MANIFEST
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.device.capabilities import cpu_name
@@ -42,7 +43,7 @@ def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
 
 def job_hash(config: RunConfig, variables: Any = None) -> str:
     """A sha256 of resolved config, environment variables that the job is given, code, the data's
-    files, the checkpoint it begins with, versions and device.
+    files, the checkpoint or weights it begins with, versions and device.
 
     The code is that of our package and of those in `security.trusted`, by the contents of their
     files, so that a commit elsewhere changes nothing and an uncommitted line does.
@@ -57,6 +58,7 @@ def job_hash(config: RunConfig, variables: Any = None) -> str:
             "code": [code_hash("runner"), *map(code_hash, sorted(config.security.trusted))],
             "data": _of_data(found["data"].get("path")),
             "checkpoint": _of_checkpoint(config.checkpoint.resume),
+            "weights": _of_weights(config.model.weights),
             "variables": variables,
             "versions": {k: v for k, v in provenance.versions().items() if k in VERSIONS},
             "device": machine(),
@@ -154,6 +156,16 @@ def _of_checkpoint(resume: str) -> list[str]:
     for folder in (path, path / "checkpoints"):
         found += sorted(folder.glob(f"step_*/{MANIFEST}"))
     return [hashlib.sha256(_text(file).encode()).hexdigest() for file in found]
+
+
+def _of_weights(path: str | None) -> list[str]:
+    """The user's file, or what a folder holds that weights are read from."""
+    if path is None:
+        return []
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [stamp(place)]
+    return [*_of_checkpoint(str(place)), stamp(place / MODEL)]
 
 
 def _text(path: Path) -> str:

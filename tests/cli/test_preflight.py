@@ -76,6 +76,9 @@ def ask(*typed: str) -> Request:
         ("+model.width=64", "drop the +: model.width=64"),
         ("+model.wdith=64", "model=mlp has no such key"),
         ("optimization_levle=basic", "optimization"),
+        ("model.weights=conf/w.pt", "model.weights: conf/w.pt is not there, nor is its folder"),
+        ("model.weights=", "model.weights: is empty"),
+        ("model.weights_except=head", "write model.weights_except=[head]"),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_meant(typed: str, says: str, folder: Path) -> None:
@@ -109,6 +112,19 @@ def test_a_mistake_is_answered_under_a_sweep_and_beside_other_groups_too(folder:
         ask("-m", "data=tabular", "seed=0,1")
     with pytest.raises(ConfigError, match="is not an int"):
         ask("-m", "training.steps=1,x")
+
+
+def test_weights_that_are_not_there_are_missed_at_once_where_they_are_to_be_read(
+    folder: Path,
+) -> None:
+    (folder / "good.pt").write_bytes(b"")
+    for typed in (["model.weights=god.pt"], ["-m", "model.weights=god.pt", "seed=0,1"]):
+        with pytest.raises(ConfigError, match=r"^model\.weights: god.pt is not .* mean 'good.pt'"):
+            ask(*typed)
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    ask("model.weights=god.pt", "checkpoint.resume=run")  # which does without
+    with pytest.raises(ConfigError, match=r"is a file.*: model\.weights=good\.pt"):
+        ask("checkpoint.resume=good.pt")
 
 
 def test_a_sweep_in_which_some_jobs_can_run_is_begun() -> None:

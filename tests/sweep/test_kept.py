@@ -97,6 +97,18 @@ def test_a_job_is_another_one_with_another_checkpoint_or_variable(tmp_path: Path
     assert identity.job_hash(config) != first
 
 
+def test_a_job_is_another_one_with_other_weights(tmp_path: Path) -> None:
+    file = tmp_path / "w.pt"
+    for path in (file, tmp_path):
+        config, hashes = compose([f"model.weights={path}"]), []
+        for text in ("one", "three"):
+            for place in (file, tmp_path / "model.safetensors"):
+                place.write_text(text)
+            identity.stamp.cache_clear()
+            hashes.append(identity.job_hash(config))
+        assert len(set(hashes)) == 2
+
+
 @pytest.mark.parametrize("left", ["garbage", "5", "[]", '{"token": "", "told": ["seed=3"]}'])
 def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
     code = "from runner.sweep.job import orders; print(orders().overrides)"

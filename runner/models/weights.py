@@ -1,0 +1,292 @@
+"""`model.weights`: the weights that a run starts from, out of a file or a run of the user's.
+
+The model is made in full before. So what stays fresh has the values it would have had without, and
+no random state is another one. Everything is held against the model before any of it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.checkpoint import folder as folders
+from runner.checkpoint.content import check_state
+from runner.checkpoint.manifest import MODEL
+from runner.errors import ConfigError
+from runner.record.console import one_line
+from runner.security.gate.door import open_file
+from runner.security.gate.format import is_models_name
+from runner.security.gate.policy import Policy
+from runner.security.trust import Trust
+from runner.technique import Choice
+
+log = logging.getLogger("runner")
+
+KEY, EXCEPT = "model.weights", "model.weights_except"
+BELOW = ("state_dict", "model", "model_state_dict", "weights")
+"""Where training programs put a state_dict in the dict that they save."""
+SHOWN = 3  # names of each kind, in a message
+CHARACTERS = 160  # of a name and what is said of it
+PLAIN = re.compile(r"(\*\.)?[\w.]+")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What was read, by name, and where it is from."""
+
+    path: Path
+    held: Mapping[str, Any]
+    sha256: str  # of the file
+    trust: Trust
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Fit:
+    """Which of the weights go where in a model, and what is in the way of that."""
+
+    taken: dict[str, Any] = field(default_factory=dict)  # by the model's names, in its types
+    prefix: str = ""  # of all names in the file, that the model does not have
+    fresh: list[str] = field(default_factory=list)  # names of the model that keep their values
+    unused: list[str] = field(default_factory=list)  # names of the file that are not loaded
+    converted: Counter[str] = field(default_factory=Counter)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    other: dict[str, str] = field(default_factory=dict)  # names that do not fit, and why
+
+    @property
+    def misfits(self) -> list[str]:
+        """The names of all that is in the way."""
+        return [*self.other, *self.missing, *self.unknown]
+
+
+def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Policy) -> Choice:
+    """Load the weights at `path` into the model, but for what `fresh` names; say what was done.
+
+    Parameters and buffers, in the model's own types, wherever it lies. All of them or, with
+    ConfigError, none. Also raises SecurityError and CheckpointError for what the gate refuses.
+    """
+    weights = read_weights(path, policy)
+    fit = fit_to(model, weights, fresh)
+    try:
+        model.load_state_dict(fit.taken, strict=False)  # what is missing was looked at
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(KEY, f"{weights.path}: the model does not load it: {reason}") from error
+    made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", "; ".join(_told(weights, fit)))
+    log.info("%s: %s: %s", KEY, made.value, made.reason)
+    return made
+
+
+def read_weights(path: Path, policy: Policy) -> Weights:
+    """The weights in a file, a checkpoint's folder, or the newest good checkpoint of a run's.
+
+    Raises ConfigError for what holds none, SecurityError and CheckpointError as the gate does.
+    """
+    if path.name == MODEL and folders.is_checkpoint(path.parent):
+        path = path.parent  # whose manifest vouches for it
+    if path.is_dir():
+        root = path if path.name == folders.FOLDER else path / folders.FOLDER
+        if folders.is_checkpoint(path):
+            return _of_ours(folders.load(path, policy, check_state))
+        restored = folders.load_newest(root, policy, check_state)
+        if restored is not None:
+            return _of_ours(restored)
+        if not (path / MODEL).is_file():
+            there = sorted(p.name for p in path.iterdir() if is_models_name(p.name))
+            raise ConfigError(
+                KEY, f"{path} has no checkpoint and no {MODEL} in it",
+                f"name one of its files: {_some(there)}" if there else "name a file",
+            )  # fmt: skip
+        path = path / MODEL
+    found = open_file(path, policy)
+    facts = found.assessment.files[path.name]
+    held = _state_dict(found.content, path, facts.format)
+    return Weights(path, held, facts.sha256, found.assessment.trust)
+
+
+def _of_ours(restored: folders.Restored) -> Weights:
+    for warning in restored.warnings:
+        log.warning("%s: %s", KEY, warning)
+    averaged = restored.state["update"]["average"]
+    notes = ["the weights themselves, not their average (optimizer.ema)"] if averaged else []
+    return Weights(restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes)
+
+
+def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
+    """The tensors by name, wherever they lie in what was saved."""
+    if isinstance(content, nn.Module):  # unpickled, as security.allow_pickle said
+        content = content.state_dict()
+    below = [content.get(key) for key in BELOW] if isinstance(content, Mapping) else []
+    for found in (*below, content):
+        named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+        if named and any(isinstance(value, Tensor) for value in found.values()):
+            return dict(found)
+    keys = f" with {_some(map(str, content))}" if isinstance(content, Mapping) else ""
+    raise ConfigError(
+        KEY, f"{path} ({kind}){keys} holds no tensors by name, plain or below {', '.join(BELOW)}",
+        "save model.state_dict(), with safetensors or torch.save",
+    )  # fmt: skip
+
+
+def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
+    """Hold the weights against the model; nothing of it is changed. Raises ConfigError."""
+    own: dict[str, Any] = model.state_dict(keep_vars=True)  # the same object where names are tied
+    fit = Fit(fresh=[name for name in own if _matches(name, fresh)])
+    # before the prefix is looked for: a loss that was saved with the model has another one
+    fit.unused = [name for name in weights.held if _matches(name, fresh)]
+    rest = [name for name in weights.held if name not in set(fit.unused)]
+    fit.prefix = _prefix(rest, own)
+    held = {name.removeprefix(fit.prefix): weights.held[name] for name in rest}
+    fit.unused += [name for name in held if _matches(name, fresh)]
+    for pattern in fresh:
+        if not any(_matches(name, [pattern]) for name in (*fit.fresh, *fit.unused)):
+            raise ConfigError(
+                EXCEPT, f"nothing is called {_short(pattern)}, in the model or in {weights.path}",
+                f"the model has {_some(own, 2 * SHOWN)}",
+            )  # fmt: skip
+    held = {name: value for name, value in held.items() if not _matches(name, fresh)}
+    tied: dict[object, list[str]] = {}
+    for name, value in own.items():
+        tied.setdefault(id(value) if isinstance(value, Tensor) else name, []).append(name)
+    for names in tied.values():
+        _place(names, own[names[0]], held, fit)
+    fit.unknown = [name for name in held if name not in own]
+    if fit.misfits:
+        raise _misfit(weights, fit, held, own)
+    if not fit.taken:
+        raise ConfigError(EXCEPT, f"leaves nothing of {weights.path} to load", "name fewer parts")
+    return fit
+
+
+def _prefix(names: list[str], own: Mapping[str, Any]) -> str:
+    """What a wrapper (`module.`, `_orig_mod.`, `model.`) put before all names; else nothing."""
+    prefix = ""
+    while names and not any(name in own for name in names):
+        first = names[0].partition(".")[0] + "."
+        if not all(name.startswith(first) for name in names):
+            return ""
+        prefix, names = prefix + first, [name.removeprefix(first) for name in names]
+    return prefix
+
+
+def _place(names: list[str], own: Any, held: Mapping[str, Any], fit: Fit) -> None:
+    """One value of the model, under all the names that are tied to it."""
+    there = [name for name in names if name in held]
+    kept = [name for name in names if name in fit.fresh]
+    if there and kept:
+        raise ConfigError(
+            EXCEPT, f"{kept[0]} stays fresh, and is the same tensor as {there[0]}, which does not",
+            "name both, or neither",
+        )  # fmt: skip
+    if not there:
+        fit.missing += [] if kept else names
+        return
+    first = held[there[0]]
+    if wrong := _wrong(first, own):
+        fit.other[there[0]] = wrong
+        return
+    for name in there[1:]:
+        if not _same(held[name], first):
+            fit.other[name] = f"is not equal to {there[0]}, which is the same tensor in the model"
+    if isinstance(own, Tensor) and first.dtype != own.dtype:
+        was, first = first, first.detach().to(own.dtype)
+        fit.converted[f"{_type(was.dtype)} to {_type(own.dtype)}"] += 1
+        narrower = torch.finfo(own.dtype).max < torch.finfo(was.dtype).max
+        if narrower and bool((first.float().isfinite() != was.isfinite()).any()):
+            fit.other[there[0]] = f"has values that are too large for {_type(own.dtype)}"
+    fit.taken.update(dict.fromkeys(names, first))
+
+
+def _wrong(found: Any, own: Any) -> str:
+    """Why it cannot take the place of the model's own; nothing where it can."""
+    if not isinstance(own, Tensor):  # the extra state of a module, which knows itself what it loads
+        return ""
+    if not isinstance(found, Tensor) or found.layout is not torch.strided:
+        return f"is no plain tensor, and the model's is {list(own.shape)}"
+    if found.shape != own.shape:
+        return f"is {list(found.shape)}, and the model's {list(own.shape)}"
+    if found.dtype != own.dtype and not (found.is_floating_point() and own.is_floating_point()):
+        return f"is {_type(found.dtype)}, and the model's {_type(own.dtype)}"
+    return ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+
+
+def _misfit(
+    weights: Weights, fit: Fit, held: Mapping[str, Any], own: Mapping[str, Any]
+) -> ConfigError:
+    """All that is in the way, and what to leave out where that is little."""
+    parts = []
+    if fit.other:
+        parts.append(_some([f"{name} {why}" for name, why in fit.other.items()]))
+    if fit.missing:
+        parts.append(f"the file lacks {_some([_shaped(n, own[n]) for n in fit.missing])}")
+    if fit.unknown:
+        parts.append(f"the model has no {_some([_shaped(n, held[n]) for n in fit.unknown])}")
+    names = fit.misfits
+    places = list(dict.fromkeys(_place_of(name, fit.taken) for name in names))
+    last = {name.rpartition(".")[2] for name in names}
+    if len(places) > SHOWN and len(last) == 1:  # such as num_batches_tracked, in old files
+        places = [f"*.{last.pop()}"]
+    few = fit.taken and len(places) <= SHOWN and all(map(PLAIN.fullmatch, places))
+    return ConfigError(
+        KEY, f"{weights.path} does not fit the model, in {len(names)} names: {'; '.join(parts)}",
+        f"to start without these parts, add '{EXCEPT}=[{','.join(places)}]'" if few else
+        f"name the model that it is of (model=…, its sizes), or what to leave out by {EXCEPT}",
+    )  # fmt: skip
+
+
+def _place_of(name: str, taken: Mapping[str, Any]) -> str:
+    """The module, unless something else in it fits."""
+    module = name.rpartition(".")[0]
+    return name if not module or any(n.startswith(f"{module}.") for n in taken) else module
+
+
+def _shaped(name: str, value: Any) -> str:
+    return f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
+
+
+def _told(weights: Weights, fit: Fit) -> list[str]:
+    """What was done, in a few words each."""
+    told = [weights.trust.name.lower(), f"{len(fit.taken):,} tensors"]
+    told += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]
+    if fit.prefix:
+        told.append(f"{_short(fit.prefix)} before their names left off")
+    if fit.fresh:
+        told.append(f"fresh: {_some(fit.fresh)}")
+    if left := [name for name in fit.unused if name not in fit.fresh]:
+        told.append(f"left out of the file: {_some(left)}")
+    return told + weights.notes
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one is the name, or that of a module that it lies in; `*` is anything."""
+    return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns)
+
+
+def _some(names: Iterable[str], most: int = SHOWN) -> str:
+    found = list(names)
+    more = f", … ({len(found)} in all)" if len(found) > most else ""
+    return ", ".join(map(_short, found[:most])) + more
+
+
+def _short(text: str) -> str:
+    return one_line(text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…")
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,314 @@
+"""`model.weights`: what a run starts from, and that it starts from all of it or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from runner import build, compose, create_training_pipeline, train
+from runner.captures.opening import open_capture
+from runner.errors import CheckpointError, ConfigError, SecurityError
+from runner.jobs.evaluate import main as evaluate
+from runner.models.weights import KEY, Weights, fit_to, start_from
+from runner.replay.reopen import reopened
+from runner.run import Run
+from runner.security.config import SecurityLevel
+from runner.security.gate.policy import Policy
+from runner.security.trust import Trust
+
+QUIET = ["data=cancer", "model.width=8", "optimization=none", "monitoring.progress=false",
+         "training.steps=6", "schedule=constant", "device.threads=1"]  # fmt: skip
+
+
+class Net(nn.Module):
+    """A body with buffers, and a head."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.head = nn.Linear(5, classes)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """State that no fresh model has, buffers too."""
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) / 64 + 1)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def saved(path: Path, content: Any) -> str:
+    """Write it; the digest that vouches for it, so that no limited process is started."""
+    (save_file if path.suffix == ".safetensors" else torch.save)(content, str(path))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def pinned(sha256: str) -> Policy:
+    return Policy(pinned=(sha256,))
+
+
+def fitted(model: nn.Module, held: dict[str, Any], *fresh: str) -> Any:
+    return fit_to(model, Weights(Path("x.pt"), held, "", Trust.PINNED), fresh)
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
+    "safetensors": ("w.safetensors", lambda w: w),
+    "plain": ("w.pt", lambda w: w),
+    "lightning, compiled": (
+        "w.ckpt",
+        lambda w: {"state_dict": {f"model._orig_mod.{k}": v for k, v in w.items()}, "epoch": 3},
+    ),
+    "a loop's, data parallel": (
+        "w.pth", lambda w: {"model": {f"module.{k}": v for k, v in w.items()}, "step": 7}
+    ),
+    "below model_state_dict": ("w.bin", lambda w: {"model_state_dict": w, "optimizer": {}}),
+    "parameters": ("w.pt", lambda w: {
+        k: nn.Parameter(v) if v.is_floating_point() else v for k, v in w.items()
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_weights_and_buffers_are_those_of_the_file_however_they_lie_in_it(
+    kind: str, tmp_path: Path
+) -> None:
+    name, shape = SHAPES[kind]
+    wanted, model = trained(Net()), Net()
+    digest = saved(tmp_path / name, shape(wanted))
+    choice = start_from(model, tmp_path / name, [], pinned(digest))
+    assert equal(model.state_dict(), wanted)
+    assert choice.key == KEY and choice.value == f"{tmp_path / name}, sha256 {digest}"
+    assert choice.reason.startswith("pinned; 9 tensors")
+
+
+def test_what_does_not_fit_is_one_error_with_names_shapes_count_and_the_way_out() -> None:
+    model = Net(classes=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held: dict[str, Any] = {**trained(Net(classes=3)), "fc.weight": torch.ones(2, 2)}
+    del held["body.0.bias"]
+    with pytest.raises(ConfigError, match=r"^model\.weights: x\.pt does not fit") as caught:
+        fitted(model, held)
+    said = str(caught.value)
+    assert "in 4 names" in said and "\n" not in said
+    assert "head.weight is [3, 5], and the model's [2, 5]" in said
+    assert "the file lacks body.0.bias [5]" in said and "the model has no fc.weight [2, 2]" in said
+    assert "model.weights_except=[head,body.0.bias,fc]" in said
+    assert equal(model.state_dict(), before)
+    fit = fitted(model, held, *re.findall(r"except=\[(.*)\]", said)[0].split(","))
+    assert fit.fresh == ["body.0.bias", "head.weight", "head.bias"]
+
+
+def test_another_models_weights_are_refused_with_no_names_to_leave_out() -> None:
+    with pytest.raises(ConfigError, match=r"\(9 in all\).*name the model that it is of"):
+        fitted(Net(), {"a.b": torch.ones(1)})
+
+
+def test_old_files_without_a_counter_are_told_one_pattern() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(5)))
+    held = {k: v for k, v in model.state_dict().items() if "tracked" not in k}
+    with pytest.raises(ConfigError, match=r"except=\[\*\.num_batches_tracked\]"):
+        fitted(model, held)
+    assert len(fitted(model, held, "*.num_batches_tracked").taken) == 20
+
+
+def test_a_pattern_that_nothing_is_called_is_refused_and_so_is_loading_nothing() -> None:
+    held = trained(Net())
+    with pytest.raises(ConfigError, match=r"^model\.weights_except: nothing is called haed"):
+        fitted(Net(), held, "haed")
+    with pytest.raises(ConfigError, match=r"^model\.weights_except: leaves nothing"):
+        fitted(Net(), held, "*")
+
+
+def test_what_was_saved_besides_the_model_can_be_left_out_before_the_prefix_is_looked_for() -> None:
+    held = {f"model.{name}": value for name, value in trained(Net()).items()}
+    held["criterion.weight"] = torch.ones(3)
+    fit = fitted(Net(), held, "criterion", "head.*")
+    assert fit.prefix == "model." and fit.fresh == ["head.weight", "head.bias"]
+    assert fit.unused == ["criterion.weight", "head.weight", "head.bias"]
+
+
+def test_floats_are_converted_and_said_and_nothing_else_is() -> None:
+    held = trained(Net())
+    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in held.items()}
+    fit = fitted(Net(), half)
+    assert fit.converted == {"bfloat16 to float32": 8}
+    assert torch.equal(fit.taken["head.weight"], half["head.weight"].float())
+    with pytest.raises(ConfigError, match="head.bias is int64, and the model's float32"):
+        fitted(Net(), {**held, "head.bias": torch.ones(3, dtype=torch.long)})
+    with pytest.raises(ConfigError, match="head.bias has values that are too large for float16"):
+        fitted(Net().half(), {**held, "head.bias": torch.full((3,), 1e6)})
+
+
+def test_tied_weights_are_loaded_by_either_name_and_are_tied_still() -> None:
+    wanted = trained(Tied())
+    for gone in ("tokens.weight", "head.weight"):
+        model = Tied()
+        model.load_state_dict(fitted(model, {k: v for k, v in wanted.items() if k != gone}).taken)
+        assert equal(model.state_dict(), wanted) and model.head.weight is model.tokens.weight
+    with pytest.raises(ConfigError, match="head.weight is not equal to tokens.weight"):
+        fitted(Tied(), {**wanted, "head.weight": torch.zeros(7, 4)})
+    with pytest.raises(ConfigError, match="same tensor as tokens.weight.*name both"):
+        fitted(Tied(), wanted, "head")
+
+
+def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    digest = saved(tmp_path / "x.pt", {"epoch": 3})
+    with pytest.raises(ConfigError, match=r"with epoch holds no tensors.*state_dict\(\)"):
+        start_from(Net(), tmp_path / "x.pt", [], pinned(digest))
+    with pytest.raises(ConfigError, match="has no checkpoint and no model.safetensors.*x.pt"):
+        start_from(Net(), tmp_path, [], Policy())
+    with pytest.raises(SecurityError, match="security=strict"):
+        start_from(Net(), tmp_path / "x.pt", [], Policy(SecurityLevel.strict))
+
+
+# -- in a run ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights") / "run"
+    with build(compose([*QUIET, "seed=1"]), folder) as run:
+        train(run)
+    return folder
+
+
+@pytest.fixture
+def first(once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was trained, in the run tree of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(once, "outputs/runs/first/one", symlinks=True))
+
+
+def told(run: Run) -> Any:
+    return next(choice for choice in run.choices if choice.key == KEY)
+
+
+def drawn() -> list[Any]:
+    return [torch.rand(2).tolist(), random.random(), np.random.rand()]
+
+
+def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_moves(
+    first: Path,
+) -> None:
+    with build(compose(QUIET)) as run:
+        plain = {k: v.clone() for k, v in run.model.state_dict().items()}
+        numbers = drawn()
+    config = [*QUIET, f"model.weights={first}", "model.weights_except=[layers.4]"]
+    with build(compose([*config, "optimizer.ema=0.9"])) as run:
+        assert drawn() == numbers
+        state = run.model.state_dict()
+        for parameter, average in zip(run.update.parameters, run.update.average, strict=True):
+            assert torch.equal(parameter, average)
+        assert told(run).reason == "checked; 4 tensors; fresh: layers.4.weight, layers.4.bias"
+    with build(compose([*QUIET, f"checkpoint.resume={first}"])) as run:
+        before = run.model.state_dict()
+    for name, value in state.items():
+        assert torch.equal(value, (plain if name.startswith("layers.4") else before)[name])
+
+
+def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again(
+    first: Path,
+) -> None:
+    config = [*QUIET, f"model.weights={first}", "checkpoint.resume=auto"]
+    with build(compose(config), Path("outputs/runs/second/whole")) as run:
+        train(run)
+        whole, origin = run.model.state_dict(), told(run)
+    cut = Path("outputs/runs/second/cut")
+    with build(compose([*config, "training.steps=3"]), cut) as run:
+        train(run)
+    first.rename("gone")
+    with build(compose(config), cut) as run:
+        assert told(run).value == origin.value
+        assert train(run).choices.count(told(run)) == 1
+        assert equal(run.model.state_dict(), whole)
+
+
+def test_checkpoint_resume_wins_and_says_so(first: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runner")
+    config = [*QUIET, "model.weights=nowhere.pt", f"checkpoint.resume={first}"]
+    with build(compose(config)) as run:
+        assert run.progress.step == 6
+    assert "model.weights: not read: checkpoint.resume brings weights of its own" in caplog.text
+
+
+def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
+    first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = first / "checkpoints" / "step_00000006"
+    first.rename("theirs")
+    config = [*QUIET, "model.weights=theirs/checkpoints/step_00000006"]
+    with build(compose(config)) as run:
+        assert told(run).reason == "untrusted; 6 tensors"
+    assert "nobody vouches for it" in caplog.text
+    Path("theirs").rename(first)
+    data = bytearray((step / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (step / "model.safetensors").write_bytes(data)
+    for path in (step, step / "model.safetensors"):  # the file alone has the same manifest
+        with pytest.raises(CheckpointError, match="damaged"):
+            build(compose([*QUIET, f"model.weights={path}"]))
+
+
+def test_weights_alone_are_evaluated(first: Path) -> None:
+    with build(compose([*QUIET, f"checkpoint.resume={first}"])) as run:
+        wanted = run.progress.metrics
+    config = compose([*QUIET, "job=evaluate", f"model.weights={first}"])
+    assert evaluate(config, Path("outputs/runs/eval")).metrics["val/loss"] == wanted["val/loss"]
+
+
+def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
+    first: Path, my_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = ["data._target_=my_package.Noisy", "+data.poison=[50,90]", "model.width=8",
+            "security.trusted=[my_package]", "monitoring.progress=false", "training.epochs=1",
+            "checks=off", "optimization=none"]  # fmt: skip
+    with build(compose(ours), Path("outputs/runs/noisy")) as run:
+        torch.save(run.model.state_dict(), "w.pt")
+    digest = hashlib.sha256(Path("w.pt").read_bytes()).hexdigest()
+    config = [*ours, "model.weights=w.pt", f"security.pinned=[{digest}]"]
+    with build(compose(config), Path("outputs/runs/bad")) as run:
+        train(run)
+    Path("w.pt").unlink()
+    capture = open_capture(next(Path("outputs/runs/bad/debug/captures").glob("step_*")))
+    with reopened(capture, trusted=["my_package"]) as (run, _):
+        assert run.progress.step == capture.step - 1
+
+
+def test_a_model_that_a_program_made_starts_from_them_too(first: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 2))
+    torch.save({"0.weight": torch.ones(2, 3), "0.bias": torch.ones(2)}, "w.pt")
+    digest = hashlib.sha256(Path("w.pt").read_bytes()).hexdigest()
+    x, y = torch.rand(20, 3), torch.arange(20) % 2
+    asked = ["model.weights=w.pt", f"security.pinned=[{digest}]", "monitoring.progress=false"]
+    with create_training_pipeline(net, (x, y), level="none", record=False, overrides=asked):
+        assert torch.equal(net[0].weight, torch.ones(2, 3))
+
+
+def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.weights: .*w\.pt is not there"):
+        build(compose([*QUIET, f"model.weights={tmp_path / 'w.pt'}"]))
+    with pytest.raises(ConfigError, match=r"^model\.weights_except: .*add model\.weights="):
+        compose(["model.weights_except=[head]"])
