@@ -20,21 +20,25 @@ from runner.config import RunConfig, config_hash, flat, plain
 from runner.data.loader import make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
+from runner.data.paths import existing
 from runner.data.source import Source
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
-from runner.loop_config import TrainingConfig
+from runner.length import batches, length, micro_batch
 from runner.models.build import build_model, refuse_lazy
+from runner.models.weights import KEY as WEIGHTS
+from runner.models.weights import start_from
 from runner.objective import Objective, monitored
 from runner.objectives.build import build_objective
 from runner.optim.adopted import adopt, share_state
-from runner.optim.optimizer import Optimizer, build_optimizer, find_optimizer
+from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.schedule import factors
 from runner.optim.update import Update
 from runner.optim.whole import WholeStep
 from runner.reader import Reader
+from runner.rechecking import rechecked
 from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
@@ -69,15 +73,17 @@ class Given:
     chosen: Sequence[Choice] = ()  # and why
 
 
-def build(config: RunConfig, folder: Path | None = None, given: Given | None = None) -> Run:
+def build(config: RunConfig, folder: str | Path | None = None, given: Given | None = None) -> Run:
     """Everything that `config` names, put together and ready to train or evaluate.
 
     With a folder the run is recorded there and can be resumed; without, nothing is written.
     Close the run when done (it is a context manager): that undoes every global switch it flipped.
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError.
     """
+    given, folder = given or Given(), None if folder is None else Path(folder)
+    config = rechecked(config, given.techniques)
     with ExitStack() as scope, in_plain_words("while the run was put together"):
-        run = _assemble(config, folder, given or Given(), scope)
+        run = _assemble(config, folder, given, scope)
         run.scope = scope.pop_all()  # nothing failed: the run now owns what must be undone
     return run
 
@@ -108,29 +114,32 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     policy = Policy.of(config.security, own_trees(folder))
     data = given.data or open_data(config.data, look_up, policy)
     data, table_report = look_at(data, config.checks.table)  # may leave out columns and rows
-    steps_per_epoch = _steps_per_epoch(config, len(data.train))
-    total_steps, choices = _length(config, steps_per_epoch)
+    batch_size, steps_per_epoch = batches(config, len(data.train))
+    total_steps, choices = length(config, steps_per_epoch)
     choices = [*given.chosen, *choices]
-    model = given.model
-    if model is None:
-        model = build_model(config.model, data.sizes, look_up)
-    refuse_lazy(model)
-    model = model.to(device.torch)
-    objective = given.objective or build_objective(config.objective, data.sizes, look_up)
-
-    training = config.training
-    monitor = monitored(objective, training.monitor)
-    to_device = mover(device.torch, pin=False, aside=False) or (lambda batch: batch)
     checkpointer = Checkpointer(
         folder if config.checkpoint.enabled else None,
         config.checkpoint.keep,
         known_as,
         policy,
     )
-    recorded = {**_recorded(checkpointer, config.checkpoint.resume), **given.choices}
-    loader = partial(
-        make_loader, data, batch_size=training.batch_size, seed=config.seed, device=device
+    before = _recorded(checkpointer, config.checkpoint.resume)
+    recorded = {**before, **given.choices}
+    model = given.model
+    if model is None:
+        model = build_model(config.model, data.sizes, look_up)
+    refuse_lazy(model)
+    # here, so that techniques and the average see them; what stays fresh has drawn its values
+    choices += _first_weights(config, model, policy, checkpointer, before)
+    model = model.to(device.torch)
+    objective = given.objective or build_objective(
+        config.objective, data.sizes, look_up, config.data.as_classes
     )
+
+    training = config.training
+    monitor = monitored(objective, training.monitor)
+    to_device = mover(device.torch, pin=False, aside=False) or (lambda batch: batch)
+    loader = partial(make_loader, data, batch_size=batch_size, seed=config.seed, device=device)
     training_set = partial(
         loader, indices=data.train, shuffle=config.data.shuffle, repeat=True, augment=True
     )
@@ -138,10 +147,12 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         device=device,
         sizes=data.sizes,
         model=model,
-        optimizer_class=_optimizer_class(config, given),
+        optimizer_class=type(given.optimizer)
+        if given.optimizer
+        else optimizer_class(config.optimizer, model, look_up),
         objective=objective,
-        batch_size=training.batch_size,
-        micro_batch=_micro_batch(training, recorded),
+        batch_size=batch_size,
+        micro_batch=micro_batch(training.micro_batch, batch_size, recorded),
         micro_batch_asked=training.micro_batch,
         tf32_asked=config.device.tf32,
         threads_asked=config.device.threads,
@@ -256,43 +267,6 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     return run
 
 
-def _micro_batch(training: TrainingConfig, recorded: Mapping[str, Any]) -> int:
-    """Samples per backward: as asked, unless the run continued here had to go below that."""
-    asked = training.micro_batch or training.batch_size
-    return min(asked, int(recorded.get(MICRO_BATCH, asked)))
-
-
-def _optimizer_class(config: RunConfig, given: Given) -> type[Optimizer]:
-    return type(given.optimizer) if given.optimizer else find_optimizer(config.optimizer.name)
-
-
-def _steps_per_epoch(config: RunConfig, samples: int) -> int:
-    size = config.training.batch_size
-    steps = samples // size if config.data.drop_last else -(-samples // size)
-    if steps == 0:
-        raise ConfigError(
-            "training.batch_size",
-            f"{size} is more than the {samples} training samples and data.drop_last=true",
-            "use a smaller batch or data.drop_last=false",
-        )
-    return steps
-
-
-def _length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
-    """How many steps to train, and where the number came from if nobody named one."""
-    training: TrainingConfig = config.training
-    if training.steps is not None:
-        return training.steps, []
-    if training.epochs is not None:
-        return max(1, round(training.epochs * steps_per_epoch)), []
-    if config.data.default_steps is not None:
-        steps, unit = config.data.default_steps, "steps"
-    else:
-        steps, unit = round((config.data.default_epochs or 10) * steps_per_epoch), "epochs"
-    reason = f"no training.steps or training.epochs: data.default_{unit} of {config.data.kind}"
-    return max(1, steps), [Choice("training.steps", max(1, steps), reason)]
-
-
 def _whole_step(draft: Draft, update: Update, fallen: dict[str, str]) -> WholeStep | None:
     """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
     if draft.whole_step is None:
@@ -314,6 +288,31 @@ def _recorded(checkpointer: Checkpointer, where: str) -> dict[str, Any]:
     if where == "none":
         return {}
     return checkpointer.recorded(None if where == "auto" else Path(where))
+
+
+def _first_weights(
+    config: RunConfig,
+    model: nn.Module,
+    policy: Policy,
+    checkpointer: Checkpointer,
+    before: Mapping[str, Any],
+) -> list[Choice]:
+    """Load what `model.weights` names, unless the run goes on from a checkpoint: that has its own.
+
+    The line for the summary; of a run that is continued, what it had started from.
+    """
+    path, where = config.model.weights, config.checkpoint.resume
+    if where == "none" or (where == "auto" and not checkpointer.begun):
+        if path is None:
+            return []
+        return [start_from(model, existing(path, WEIGHTS), config.model.weights_except, policy)]
+    if WEIGHTS in before:
+        return [Choice(WEIGHTS, before[WEIGHTS], "as before the run was resumed")]
+    if path is None:
+        return []
+    reason = "not read: checkpoint.resume brings weights of its own"
+    log.info("%s: %s", WEIGHTS, reason)
+    return [Choice(WEIGHTS, path, reason)]
 
 
 def _resume(run: Run, where: str) -> None:

@@ -12,7 +12,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf rea
 
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.data import config as data_config
-from runner.errors import ConfigError
+from runner.errors import ConfigError, UsageError
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.groups import CONF
@@ -78,6 +78,10 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """
     from runner.overrides.spelling import spelled
 
+    if isinstance(overrides, str):
+        raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
+    if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
+        raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
     with secrets.door(secrets.typed_names(overrides)):
         return typed(compose_raw(spelled(overrides, compose_raw)))
 
@@ -141,13 +145,7 @@ def typed(config: DictConfig) -> RunConfig:
     interpolation that leads nowhere.
     """
     for key, known in _unknown(config, ""):
-        from runner.overrides.diagnosis import nearest
-
-        near = nearest(key, known)
-        raise ConfigError(
-            key, "there is no such key",
-            f"did you mean {near}?" if near else f"there are {', '.join(known)}",
-        )  # fmt: skip
+        raise no_such_key(key, known)
     try:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
@@ -166,6 +164,15 @@ def typed(config: DictConfig) -> RunConfig:
             "config", "is not that of a run", "its defaults must begin as conf/config.yaml"
         )
     return found
+
+
+def no_such_key(key: str, known: Sequence[str]) -> ConfigError:
+    """With the one that was probably meant, else with all that there are."""
+    from runner.overrides.diagnosis import nearest
+
+    near = nearest(key, known)
+    fix = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+    return ConfigError(key, "there is no such key", fix)
 
 
 def _may_read(config: DictConfig) -> list[str]:

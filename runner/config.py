@@ -93,7 +93,8 @@ class RunConfig:
 
     def _check_trust(self) -> None:
         """Every name of a class is allowed, before torch or anything of the user's is imported."""
-        named = [(f"{key}._target_", getattr(self, key)._target_) for key in FOREIGN]
+        groups = (*FOREIGN, "optimizer")
+        named = [(f"{key}._target_", getattr(self, key)._target_) for key in groups]
         for key in FOREIGN:
             named += nested(getattr(self, key).arguments, key)
         named += [("optimization.extra", target) for target in self.optimization.extra]
@@ -107,11 +108,13 @@ class RunConfig:
 
     def _check_job(self) -> None:
         resume = self.checkpoint.resume
-        if self.job.kind is JobKind.evaluate and resume in ("none", "auto"):
+        named = resume not in ("none", "auto") or self.model.weights is not None
+        if self.job.kind is JobKind.evaluate and not named:
             raise ConfigError(
                 "checkpoint.resume",
                 "job=evaluate needs to know which model",
-                "name a run's folder or one of its checkpoints/step_… folders",
+                "name a run's folder or one of its checkpoints/step_… folders; for weights alone, "
+                "model.weights=FILE",
             )
         if self.job.kind is JobKind.replay and self.replay.path is None:
             raise ConfigError(
@@ -217,6 +220,8 @@ def flat(config: RunConfig) -> dict[str, Any]:
     for group in ("data", "model"):  # a class of the user's own takes the option's place
         if target := found[f"{group}._target_"]:
             found[f"{group}.kind"] = str(target).rpartition(".")[2]
+    if target := found["optimizer._target_"]:
+        found["optimizer.name"] = str(target).rpartition(".")[2]
     return found
 
 

@@ -14,7 +14,7 @@ from runner import modes
 from runner.batch import Batch, call, count, rows
 from runner.hook import Evaluation
 from runner.recovery import evaluate_less_at_once
-from runner.run import Run
+from runner.run import Run, check_run
 
 
 @torch.no_grad()
@@ -23,6 +23,7 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
 
     A `model` stands in for the run's own, as it is.
     """
+    check_run("evaluate", run)
     seen = run.model if model is None else model
     forward = run.forward if model is None else model
     totals: dict[str, Tensor] = {}

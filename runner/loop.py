@@ -20,10 +20,11 @@ from runner.interrupts import Interrupts
 from runner.objective import unknown
 from runner.outcome import engagements, look, summarise
 from runner.record import noted
+from runner.record.raised import gist
 from runner.record.typed import resuming
 from runner.recovery import in_plain_words, is_out_of_memory
 from runner.resume import roll_back, save, trouble
-from runner.run import Run
+from runner.run import Run, check_run
 from runner.security.secrets import told_by_name
 from runner.step import ask, count_in, has, make_step
 from runner.summary import Summary
@@ -37,6 +38,7 @@ def train(run: Run) -> Summary:
     Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
     each after a checkpoint; the summary is written in any case.
     """
+    check_run("train", run)
     _lose_patience(run)  # a resumed run may have been cut off just then
     over = run.progress.step >= run.total_steps or run.stop_reason
     if over and run.folder is not None and (run.folder / "summary.json").exists():
@@ -62,7 +64,7 @@ def train(run: Run) -> Summary:
         status, reason = "interrupted", str(error)
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = gist(error)
         raise
     finally:
         summary = summarise(run, status, reason)

@@ -24,7 +24,8 @@ class TrainingConfig:
         for key in ("steps", "epochs", "batch_size", "micro_batch", "validate_every", "patience"):
             value = getattr(self, key)
             if value is not None and not 0 < value < math.inf:  # NaN is neither
-                raise ConfigError(f"training.{key}", f"{value} is not positive", "use 1 or more")
+                fix = "use more than 0; 0.5 is half of one" if key == "epochs" else "use 1 or more"
+                raise ConfigError(f"training.{key}", f"{value} is not positive", fix)
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 "training.steps", "is given together with training.epochs", "name one"

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from runner.errors import UsageError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -128,6 +130,14 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.scope.close()
+
+
+def check_run(who: str, run: object) -> None:
+    """Raise UsageError for what is none, such as the config that one is made of."""
+    if not isinstance(run, Run):
+        raise UsageError(
+            f"{who}: takes a run, not a {type(run).__name__}: with build(config) as run: {who}(run)"
+        )
 
 
 Recovery = Callable[[Run, Exception], bool]

@@ -47,7 +47,7 @@ techniques hooks debug checks models objectives data optim loop
 overrides
 config
 composing
-tables watchers
+length rechecking tables watchers
 build
 doctor measure
 replay benchmark

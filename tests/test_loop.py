@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner import build, compose, evaluate, train
 from runner.build import Given
-from runner.errors import ConfigError, GaveUp, StorageError, UsageError
+from runner.errors import ConfigError, DataError, GaveUp, StorageError, UsageError
 from runner.hook import Hook, Report, Step, Verdict
 from runner.objectives.classification import Classification
 from runner.run import Run
@@ -273,18 +273,28 @@ def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_m
         assert evaluate(run).metrics == summary.metrics
 
 
-def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no more"), "ValueError: no more"),
+        (RuntimeError("keys:\n\tone\n\ttwo"), "RuntimeError: keys: one two"),
+        (DataError("sample 7: no number\nTraceback (most …"), "sample 7: no number"),
+    ],
+)
+def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(
+    tmp_path: Path, error: Exception, reason: str
+) -> None:
     overrides = [*OURS, "data=cancer", "training.steps=20", "optimization=amp"]
     with build(compose(overrides), tmp_path) as run:
 
         def fails(inputs: torch.Tensor) -> torch.Tensor:
-            raise ValueError("no more")
+            raise error
 
         run.forward = fails
-        with pytest.raises(ValueError, match="no more"):
+        with pytest.raises(type(error)):
             train(run)
     record = json.loads((tmp_path / "summary.json").read_text())
-    assert (record["status"], record["reason"]) == ("failed", "ValueError: no more")
+    assert (record["status"], record["reason"]) == ("failed", reason)
 
 
 def test_a_technique_that_falls_back_while_running_is_an_error_under_strict() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from runner.errors import ConfigError, DataError
 from runner.security.files import read_arrays
 from runner.security.gate.policy import Policy
 from runner.technique import Choice
+
+log = logging.getLogger("runner")
 
 TASKS = ("classification", "language_modelling", "regression")
 TABLES = (".csv", ".tsv", ".parquet")
@@ -43,7 +46,10 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
         if not array.ndim or not array.size:  # samples without values take no bytes: any number
             raise DataError(f"{path}: array {key!r} of shape {list(array.shape)} holds no samples")
         if array.dtype.kind not in "fiub":
-            raise DataError(f"{path}: array {key!r} is of type {array.dtype}, which is no number")
+            raise DataError(
+                f"{path}: array {key!r} is of type {array.dtype}, which is no number"
+                + ("; for classes save np.unique(y, return_inverse=True)[1]" * (array is y))
+            )
     if len(x) != len(y):
         raise DataError(
             f"{path}: {config.inputs!r} has {len(x):,} samples and {config.target!r} has "
@@ -64,6 +70,12 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     inputs, shape = _inputs(x, f"{path}: array {config.inputs!r}")
     target, sizes, reason = _target(inputs, shape, y, config, f"{path}: array {config.target!r}")
     if config.task == "auto":
+        if sizes.task == "regression" and (labels := _labels_as_floats(y)):
+            log.warning(
+                "%s: array %r: %s, and floats are quantities, so this is a regression; if "
+                "they are classes, use data.task=classification", path, config.target, labels,
+            )  # fmt: skip
+            reason += "; for classes data.task=classification"
         choices = (*choices, Choice("data.task", sizes.task, reason))
     parts = split(len(x), config.validation, config.split_seed, str(path))
     if sizes.task == "regression":
@@ -162,6 +174,14 @@ def _target(
     check_count(classes, f"{what}: the label {classes - 1:,}")
     check_classes([str(label) for label in range(classes)], what)
     return y.astype(np.int64), Sizes(task, **{**known, "classes": classes}), reason
+
+
+def _labels_as_floats(y: np.ndarray) -> str:
+    """What speaks for it that floats, one a sample, are labels; nothing where nothing does."""
+    if y.dtype.kind != "f" or y.size != len(y) or y.min() == y.max():
+        return ""
+    task, reason = guess_task(y.astype(np.float64))
+    return reason if task == "classification" else ""
 
 
 def _task(x: np.ndarray, y: np.ndarray, asked: str) -> tuple[str, str]:

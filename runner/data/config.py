@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -16,6 +16,8 @@ LOADING = (
     "validation_samples", "default_epochs", "default_steps",
 )  # fmt: skip
 """Keys of `data` that leave the samples that are trained on as they are."""
+
+AS_INTEGERS = "return each target as a whole number (an int, int64)"
 
 
 class BadSamples(Enum):
@@ -47,6 +49,15 @@ class DataConfig:
     timeout_s: float = 300.0  # a worker that says nothing for so long is hung
     default_epochs: float | None = None  # what a first look takes, when training names no length
     default_steps: int | None = None
+
+    asks_task: ClassVar[bool] = False  # there is a key `task`
+
+    @property
+    def as_classes(self) -> str:
+        """What to do where targets that are taken for quantities are classes."""
+        if self.asks_task and self._target_ is None:
+            return "use data.task=classification"
+        return AS_INTEGERS
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -142,6 +153,8 @@ class Tabular(DataConfig):
     task: str = "auto"  # classification | regression | auto (by the target's values)
     ignore: list[str] = field(default_factory=list)  # columns to leave out, such as an id
 
+    asks_task: ClassVar[bool] = True
+
 
 @dataclass
 class Images(DataConfig):
@@ -185,6 +198,8 @@ class Arrays(DataConfig):
     inputs: str = "x"  # names inside the file
     target: str = "y"
     task: str = "auto"
+
+    asks_task: ClassVar[bool] = True
 
 
 OPTIONS: dict[str, type[DataConfig]] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +22,13 @@ from runner.technique import Choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """What is decoded, whatever a name says: others bring programs along, such as PostScript's."""
 THREADS = 4  # that decode at once where every file is looked at; decoders leave Python alone
+GLANCED_AT = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop
 
 
@@ -70,6 +74,8 @@ class ImageFolder(Source):
             for label, folder in enumerate(folders):
                 if label not in labels:
                     raise DataError(f"{folder}: no image of the class can be decoded")
+        else:
+            self._glance()
         self.labels = torch.tensor(labels)
         if others:
             said = "1 file is no image" if others == 1 else f"{others:,} files are no images"
@@ -104,6 +110,15 @@ class ImageFolder(Source):
         self.files = [self.files[number] for number in stay]
         return [labels[number] for number in stay]
 
+    def _glance(self) -> None:
+        """Open files, all where they are few, so that what is no image is known before a step.
+
+        Their heads are read and nothing is decoded; what breaks further on shows in its batch.
+        """
+        spread = np.linspace(0, len(self.files) - 1, min(GLANCED_AT, len(self.files)))
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(_open_head, [self.files[number] for number in spread.astype(int)]))
+
     def _problem(self, path: Path) -> str | None:
         """Why a file cannot be decoded."""
         try:
@@ -113,12 +128,9 @@ class ImageFolder(Source):
         return None
 
     def _decoded(self, path: Path) -> Image:
-        from PIL import Image, ImageOps
+        from PIL import ImageOps
 
-        with Image.open(path, formats=FORMATS) as file:
-            most = Image.MAX_IMAGE_PIXELS
-            if most is not None and file.width * file.height > most:  # where PIL would only warn
-                raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")
+        with _opened(path) as file:
             return ImageOps.exif_transpose(file).convert(self.mode)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
@@ -137,10 +149,7 @@ class ImageFolder(Source):
         try:
             image = self._decoded(path)
         except Exception as error:  # a decoder may raise anything on bytes that are wrong
-            raise DataError(
-                f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}); replace "
-                "or remove the file, or leave such files out with data.bad_samples=drop"
-            ) from None
+            raise _broken(path, error) from None
         return np.asarray(self._crop(image, rng))
 
     def _crop(self, image: Image, rng: np.random.Generator | None) -> Image:
@@ -157,3 +166,30 @@ class ImageFolder(Source):
         if rng is not None and rng.random() < 0.5:
             image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
         return image
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[ImageFile]:
+    """The file with its head read; nothing is decoded yet."""
+    from PIL import Image
+
+    with Image.open(path, formats=FORMATS) as file:
+        most = Image.MAX_IMAGE_PIXELS
+        if most is not None and file.width * file.height > most:  # where PIL would only warn
+            raise Image.DecompressionBombError(f"{file.width} by {file.height} pixels")
+        yield file
+
+
+def _open_head(path: Path) -> None:
+    try:
+        with _opened(path):
+            return
+    except Exception as error:  # a decoder may raise anything on bytes that are wrong
+        raise _broken(path, error) from None
+
+
+def _broken(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}); replace or "
+        "remove the file, or leave such files out with data.bad_samples=drop"
+    )

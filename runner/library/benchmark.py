@@ -8,27 +8,33 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from runner import modes
+from runner.batch import call
 from runner.benchmark.arms import Arm, arms_of, check_budget
 from runner.benchmark.auto.choose import settled_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
+from runner.benchmark.crew.process import Unguarded, leave_if_imported
 from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.build import Given
 from runner.data.foreign import Foreign
 from runner.data.source import Source
-from runner.errors import UsageError
+from runner.errors import ConfigError, DataError, UsageError
 from runner.library import batches
 from runner.library.assembly import (
     check_loss_fn,
@@ -38,12 +44,18 @@ from runner.library.assembly import (
     device_of,
 )
 from runner.library.parts import around, name_of, source_of
+from runner.objective import Objective
+from runner.objectives.build import build_objective
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.report import comparison, table
 from runner.run import Run
+from runner.security.targets import resolve
 from runner.technique import Technique
 from runner.techniques.config import Optimization
+from runner.untouched import untouched
+
+log = logging.getLogger("runner")
 
 WHO = "benchmark_optimizations"
 
@@ -82,6 +94,7 @@ def benchmark_optimizations(
     `if __name__ == "__main__":`. With a `folder` the runs, `benchmark.json` and the comparison are
     left there. An arm that fails is a row. Raises UsageError, ConfigError, DataError, Interrupted.
     """
+    leave_if_imported()
     _check(model, arms, loss_fn, optimizer, overrides)
     own = _named(techniques)
     data, size = _unloaded(data)
@@ -101,13 +114,17 @@ def benchmark_optimizations(
         called = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         objective = Custom(loss_fn, called, "loss_fn")
     _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
+    _try_out(model, source, objective, found)
     made = {target: technique for target, (_, technique) in own.items()}
     given = Given(model, source, objective, optimizer, techniques=made)
     where = None if folder is None else Path(folder)
     if where is not None:
         where.mkdir(parents=True, exist_ok=True)
     found = settled_arms(found, where, given)
-    result = measure(found, settings, where, given, metrics, told=told)
+    try:
+        result = measure(found, settings, where, given, metrics, told=told)
+    except Unguarded as error:
+        raise UsageError(f"{WHO}: {error}") from None
     if where is not None:
         comparison.write(comparison.of_benchmark(result, where), where)
     if all(row.status != DONE for row in result.arms):
@@ -134,6 +151,30 @@ def _check(model: Any, arms: Any, loss_fn: Any, optimizer: Any, overrides: Any) 
         check_optimizer(WHO, model, optimizer)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"{WHO}: no parameter of the model needs a gradient: nothing to train")
+
+
+def _try_out(
+    model: nn.Module, source: Source, objective: Objective | None, arms: Sequence[Arm]
+) -> None:
+    """Take the loss of two samples, if all arms take it so: what fits none of them is said once.
+
+    Raises ConfigError or DataError. Code of the caller's that fails is for each arm to report.
+    """
+    config = arms[0].config
+    if any(arm.config.objective != config.objective for arm in arms):
+        return
+    if objective is None:
+        look_up = partial(resolve, trusted=config.security.names)
+        objective = build_objective(config.objective, source.sizes, look_up, config.data.as_classes)
+    device = device_of(model)
+    inputs, target = batches.moved(source.fetch(source.train[:2], None), device)
+    with untouched(model, device=device), modes.evaluating(model), torch.no_grad():
+        try:
+            objective(call(model, inputs), target)
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:
+            log.debug("two samples could not be tried out: %s", error)
 
 
 def _about(model: nn.Module, data: Any, arm: Arm) -> Arm:

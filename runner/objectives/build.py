@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from runner.batch import Sizes
+from runner.data.config import AS_INTEGERS
 from runner.errors import ConfigError
 from runner.objective import Objective
 from runner.objectives.classification import Classification
@@ -27,11 +28,15 @@ KNOBS = {
 
 
 def build_objective(
-    config: ObjectiveConfig, sizes: Sizes, resolve: Callable[[str, str], Any]
+    config: ObjectiveConfig,
+    sizes: Sizes,
+    resolve: Callable[[str, str], Any],
+    as_classes: str = AS_INTEGERS,
 ) -> Objective:
     """The objective that `config` asks for; `auto` takes the one that fits the data's task.
 
-    Raises ConfigError when it does not fit the data.
+    `as_classes` is what to do where targets that are taken for quantities are classes. Raises
+    ConfigError when it does not fit the data.
     """
     kind = "custom" if config._target_ is not None else config.kind
     if kind == "auto":
@@ -55,10 +60,12 @@ def build_objective(
             f"objective.{name}", "there is no such key", "only objective._target_ takes others"
         )
     if kind != sizes.task:
+        labels = (kind, sizes.task) == ("classification", "regression")
         raise ConfigError(
             "objective.kind",
             f"{kind} does not fit the data, which is for {sizes.task}",
-            "use objective=auto, or other data",
+            f"if the targets are classes, {as_classes}" * labels
+            or "use objective=auto, or other data",
         )
     if kind == "classification":
         if sizes.classes is None:
@@ -76,7 +83,7 @@ def build_objective(
         )
     if kind == "language_modelling":
         return LanguageModelling(sizes.vocab, config.ignore_index)
-    return Regression(sizes.target_mean, sizes.target_deviation)
+    return Regression(sizes.target_mean, sizes.target_deviation, as_classes)
 
 
 def _foreign(

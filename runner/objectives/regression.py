@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.errors import ConfigError
+from runner.data.config import AS_INTEGERS
+from runner.errors import ConfigError, DataError, UsageError
 from runner.objective import Objective
 from runner.objectives import reading
 
@@ -21,8 +22,11 @@ class Regression(Objective):
     and the loss is in that unit; the other metrics are in the target's own.
     """
 
-    def __init__(self, mean: float = 0.0, deviation: float = 1.0) -> None:
+    def __init__(
+        self, mean: float = 0.0, deviation: float = 1.0, as_classes: str = AS_INTEGERS
+    ) -> None:
         self.mean, self.deviation = mean, deviation
+        self.as_classes = as_classes  # for messages: what to do where the targets are classes
 
     monitor = "val/loss"
     higher_is_better = False
@@ -31,7 +35,7 @@ class Regression(Objective):
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean squared error over samples and targets, 0-d."""
         predicted = reading.logits(output)
-        target = _like(predicted, target)
+        target = self._like(predicted, target)
         if self.mean or self.deviation != 1.0:
             target = (target - self.mean) / self.deviation
         return F.mse_loss(predicted, target)
@@ -43,7 +47,7 @@ class Regression(Objective):
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums, per target, in float64: of the errors, and of what R² takes the variance from."""
         predicted = reading.logits(output).detach()
-        target = _like(predicted, target)
+        target = self._like(predicted, target)
         if predicted.device.type == "mps":  # has no float64; the host waits for the copy
             predicted, target = predicted.cpu(), target.cpu()
         predicted = predicted.double().reshape(len(predicted), -1) * self.deviation + self.mean
@@ -80,17 +84,24 @@ class Regression(Objective):
             values["r2"] = (1 - squared_error / deviation)[varies].mean().item()
         return values
 
+    def _like(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """The target in the output's shape; [n] and [n, 1] would broadcast to [n, n]."""
+        if target.shape != predicted.shape:
+            if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
+                raise self._misfit(predicted.shape, target)
+            target = target.reshape(predicted.shape)
+        if target.dtype is not predicted.dtype:
+            target = target.to(predicted.dtype)
+        return target
 
-def _like(predicted: Tensor, target: Tensor) -> Tensor:
-    """The target in the output's shape; [n] and [n, 1] would broadcast to [n, n]."""
-    if target.shape != predicted.shape:
-        if not predicted.ndim or not target.numel() == predicted.numel() == predicted.shape[0]:
-            raise ConfigError(
-                "model",
-                f"returns {list(predicted.shape)} for targets of {list(target.shape)}",
-                "return as many numbers a sample as the data has targets (`classes`)",
-            )
-        target = target.reshape(predicted.shape)
-    if target.dtype is not predicted.dtype:
-        target = target.to(predicted.dtype)
-    return target
+    def _misfit(self, shape: torch.Size, target: Tensor) -> UsageError:
+        problem = f"returns {list(shape)} for targets of {list(target.shape)}"
+        fix = "return as many numbers a sample as the data has targets (`classes`)"
+        a_row_each = len(shape) == 2 and shape[0] == target.numel()
+        if not (a_row_each and target.is_floating_point()):
+            return ConfigError("model", problem, fix)
+        dtype = str(target.dtype).removeprefix("torch.")
+        return DataError(
+            f"data: the targets are {dtype}, so quantities (a regression), and the model "
+            f"{problem}; if they are classes, {self.as_classes}; if not, {fix}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _HERE = Path(__file__).parents[1]
@@ -13,6 +14,14 @@ ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Other spellings of groups."""
 FOREIGN = ("data", "model", "objective")
 """Groups where `_target_` may name a class of the user's own."""
+ARGUMENT = re.compile(
+    rf"^(\+{{1,2}}(?:{'|'.join(FOREIGN)})\.)arguments\.(?!(?:_target_|arguments|kind)\b)"
+)
+
+
+def as_typed(override: str) -> str:
+    """`+model.width=64` of `+model.arguments.width=64`, which is what a foreign class gets."""
+    return ARGUMENT.sub(r"\1", override)
 
 
 def options(*more: Path) -> dict[str, dict[str, str]]:

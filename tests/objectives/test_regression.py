@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.errors import ConfigError, DataError
+from runner.errors import DataError, UsageError
 from runner.objectives.regression import Regression
 
 CUTS = ([37], [16, 16, 5], [1, 30, 6])
@@ -97,8 +97,16 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
 )
 def test_shapes_that_differ_are_an_error(output: tuple[int, ...], target: tuple[int, ...]) -> None:
     for measure in (Regression(), Regression().tally):
-        with pytest.raises(ConfigError, match=r"model: returns .* for targets of"):
+        with pytest.raises(UsageError, match=r"model:? returns .* for targets of"):
             measure(torch.randn(output), torch.randn(target))
+
+
+def test_a_row_of_outputs_for_one_float_a_sample_names_both_ways_out() -> None:
+    objective = Regression(as_classes="use data.task=classification")
+    with pytest.raises(DataError, match="targets are float32, .* use data.task=cl.* as many num"):
+        objective(torch.randn(8, 2), torch.zeros(8))
+    with pytest.raises(DataError, match="return each target as a whole number"):
+        Regression()(torch.randn(8, 2), torch.zeros(8, 1))
 
 
 def test_whole_number_targets_and_16_bit_outputs_give_a_32_bit_loss() -> None:

@@ -1,0 +1,53 @@
+"""How many samples a batch has, and how many steps a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from runner.config import RunConfig
+from runner.errors import ConfigError
+from runner.loop_config import TrainingConfig
+from runner.recovery import MICRO_BATCH
+from runner.technique import Choice
+
+log = logging.getLogger("runner")
+
+
+def batches(config: RunConfig, samples: int) -> tuple[int, int]:
+    """Samples in a batch, no more than there are, and batches in an epoch."""
+    size = config.training.batch_size
+    steps = samples // size if config.data.drop_last else -(-samples // size)
+    if steps == 0:
+        raise ConfigError(
+            "training.batch_size",
+            f"{size} is more than the {samples} training samples and data.drop_last=true",
+            "use a smaller batch or data.drop_last=false",
+        )
+    if size > samples:
+        log.warning(
+            "training.batch_size=%d is more than the %d training samples: each batch is all of "
+            "them", size, samples,
+        )  # fmt: skip
+    return min(size, samples), steps
+
+
+def length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
+    """How many steps to train, and where the number came from if nobody named one."""
+    training: TrainingConfig = config.training
+    if training.steps is not None:
+        return training.steps, []
+    if training.epochs is not None:
+        return max(1, round(training.epochs * steps_per_epoch)), []
+    if config.data.default_steps is not None:
+        steps, unit = config.data.default_steps, "steps"
+    else:
+        steps, unit = round((config.data.default_epochs or 10) * steps_per_epoch), "epochs"
+    reason = f"no training.steps or training.epochs: data.default_{unit} of {config.data.kind}"
+    return max(1, steps), [Choice("training.steps", max(1, steps), reason)]
+
+
+def micro_batch(asked: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
+    """Samples per backward: as asked, unless the run continued here had to go below that."""
+    return min(asked or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
