@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PLAIN = "is the plain run: no technique was asked for"
 TAIL = 300  # characters of what a process that ended without an answer had said
 ENDING_S = 10.0  # for a process that is to end to be no more
+TOLD_S = 10.0  # from one word to whoever waits to the next
 ENOUGH = b""  # in place of what is to be judged
 
 
@@ -72,14 +73,25 @@ class Judge:
         self._end()
         self.said.unlink(missing_ok=True)
 
-    def judge(self, arm: Arm, choices: Mapping[str, Any] | None = None) -> Verdict:
-        """The verdict on one arm; `choices` that a run of it had made are made again."""
+    def judge(
+        self,
+        arm: Arm,
+        choices: Mapping[str, Any] | None = None,
+        within_s: float | None = None,
+        waiting: Callable[[float], None] | None = None,
+    ) -> Verdict:
+        """The verdict on one arm; `choices` that a run of it had made are made again.
+
+        It may take `timeout_s`, or as long as is said here; meanwhile `waiting` hears every ten
+        seconds how many there have been.
+        """
         if not asks(arm.config):
             return Verdict("exact", PLAIN)
+        most = self.timeout_s if within_s is None else within_s
         try:
             pipe = self.pipe or self._start()
             pipe.send_bytes(packed({"config": arm.config, "choices": choices or {}}))
-            if pipe.poll(self.timeout_s):
+            if self._heard(pipe, most, waiting):
                 parity, reason = pipe.recv()
                 return Verdict(parity, reason)
         except (EOFError, OSError):
@@ -87,15 +99,30 @@ class Judge:
         except UsageError as error:
             return Verdict(None, str(error))
         self._end()
-        return Verdict(None, f"not judged within benchmark.timeout_s={self.timeout_s:g}")
+        asked = "benchmark.timeout_s=" if within_s is None else ""
+        unit = "" if asked else " s"
+        return Verdict(None, f"not judged within {asked}{most:.4g}{unit}")
+
+    @staticmethod
+    def _heard(pipe: Connection, seconds: float, waiting: Callable[[float], None] | None) -> bool:
+        """Whether there is an answer within so long."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < seconds:
+            if pipe.poll(min(TOLD_S, seconds - waited)):
+                return True
+            if waiting is not None:
+                waiting(time.monotonic() - began)
+        return False
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         parcel = packed({"given": self.given})
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_judge, args=(theirs, parcel, str(self.said)), daemon=False
-        )  # a daemon may not have workers that load data
+            target=_judge,
+            args=(theirs, parcel, str(self.said), multiprocessing.get_start_method()),
+            daemon=False,  # a daemon may not have workers that load data
+        )
         try:
             with environment(), no_interrupt():
                 self.process.start()
@@ -128,9 +155,10 @@ class Judge:
         process.join()
 
 
-def _judge(pipe: Connection, parcel: bytes, said: str) -> None:
+def _judge(pipe: Connection, parcel: bytes, said: str, start_method: str) -> None:
     """The process: a verdict for each config that comes."""
     os.setsid()
+    multiprocessing.set_start_method(start_method, force=True)  # for what it starts itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sink = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -170,6 +198,7 @@ def _verdict(
             f"; {where} at step {first.step} is off by {first.error:.1e}, rounding or chance "
             f"explains {first.bound:.1e}"
         )
+    reason += "".join(f"; {note}" for note in found.notes)
     return found.verdict.value, f"{reason}; judged in {time.monotonic() - started:.0f} s"
 
 

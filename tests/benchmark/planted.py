@@ -37,11 +37,14 @@ class PlantedCrew:
     def ms(self, name: str) -> float:
         return self.none_ms * self.factors.get(name, 1.0)
 
-    def start(self, name: str) -> Ready:
+    def start(self, name: str, within_s: float | None = None) -> Ready:
         self.started.append(name)
         if name in self.ended:
             raise self.ended[name]
         setup = self.setups.get(name, 1.0)
+        if within_s is not None and 2.0 + setup > within_s:
+            self.now += within_s
+            raise ArmEnded("timeout", f"it was not done within {within_s:g} s")
         self.now += 2.0 + setup
         self.alive.add(name)
         self.most_alive = max(self.most_alive, len(self.alive))

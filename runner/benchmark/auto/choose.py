@@ -11,18 +11,20 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from runner.benchmark.agreement import Judge
+from runner.benchmark.agreement import Judge, Verdict
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto import advice, cache
+from runner.benchmark.auto.budget import OVER
 from runner.benchmark.auto.decide import again, decide, effort
 from runner.benchmark.auto.look import Look, arm_config, look_at
 from runner.benchmark.auto.search import AGAIN, Search
-from runner.benchmark.auto.short import TIMES, by_rule
+from runner.benchmark.auto.short import by_rule, too_short
 from runner.benchmark.auto.space import NONE, Space, in_order, pinned, space_of, switched_on
 from runner.benchmark.auto.tried import Found
 from runner.benchmark.blocks import ArmEnded
@@ -46,7 +48,6 @@ EVIDENCE = "optimization_evidence.json"
 BLOCK_S = 0.2
 WARM_UP = 5  # steps
 LEAST_S = 120.0  # that an arm may take to build and compile, however small the budget
-JUDGE_S = 600.0  # that a verdict on its numbers may take: it compiles once more, another way
 
 
 def resolved(
@@ -127,8 +128,8 @@ def _measured(config: RunConfig, given: Given) -> Found:
                 again(found, look.steps)
                 found.reason += "; measured before, for an earlier run"
                 _say(f"found in {cache.cache_folder() / look.key}.json; nothing is measured anew")
-            elif look.seconds < TIMES * auto.budget_s:
-                found = by_rule(config, given, look)
+            elif why := too_short(config, look):
+                found = by_rule(config, given, look, why)
             else:
                 found = _searched(config, given, look)
                 if auto.cache and not found.unjudged():
@@ -155,16 +156,28 @@ def _searched(config: RunConfig, given: Given, look: Look) -> Found:
         warmup_steps=WARM_UP, block_s=BLOCK_S, timeout_s=max(LEAST_S, auto.budget_s)
     )
     log.info(
-        "optimization=auto: %d candidates, for about %g s (optimization.auto.budget_s)",
-        len(space.all()), auto.budget_s,
+        "optimization=auto: %d candidates, for %g s (optimization.auto.budget_s), %g s at most",
+        len(space.all()), auto.budget_s, OVER * auto.budget_s,
     )  # fmt: skip
     by_name = {arm.name: arm for arm in arms}
-    with Crew(arms, settings, None, given) as crew, Judge(JUDGE_S, given) as judge:
+    with Crew(arms, settings, None, given) as crew, Judge(settings.timeout_s, given) as judge:
         search = Search(
             space, crew, look.steps, auto.budget_s, BLOCK_S, time.monotonic, _say, config.seed
         )
-        found = decide(search, lambda name: judge.judge(by_name[name]), limit)
+
+        def judged(name: str) -> Verdict:
+            waiting = partial(_say_waiting, name)
+            return judge.judge(by_name[name], None, search.budget.until_end(), waiting)
+
+        found = decide(search, judged, limit)
     _say(effort(found))
+    if limit is None and all(row.state == "not tried" for row in found.tried):
+        takes = search.budget.starting(compiles=False) * 2 + search.budget.finishing()
+        why = (
+            f"a search takes {takes:.0f} s or more here: optimization.auto.budget_s="
+            f"{auto.budget_s:g} is too small for one"
+        )
+        return by_rule(config, given, look, why)
     chosen = None if found.chosen == NONE else found.row(found.chosen)
     found.advice = advice.advice_on(chosen)
     left = auto.budget_s - found.seconds
@@ -181,6 +194,10 @@ def arms_in(config: RunConfig, space: Space) -> list[Arm]:
     """`none`, `none` again, and every candidate."""
     arms = [Arm(name, arm_config(config, ())) for name in (NONE, AGAIN)]
     return arms + [Arm(one.name, arm_config(config, one.techniques)) for one in space.all()]
+
+
+def _say_waiting(name: str, seconds: float) -> None:
+    _say(f"{name}: its numbers are still being judged, {seconds:.0f} s by now")
 
 
 def _say(line: str) -> None:

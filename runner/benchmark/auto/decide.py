@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runner.benchmark.agreement import Verdict
+from runner.benchmark.auto.budget import FINAL_S, OVER
 from runner.benchmark.auto.search import FINALISTS, ROUNDS, Search
 from runner.benchmark.auto.space import NONE
 from runner.benchmark.auto.tried import CLEAR, NO_TIME, Found, Tried, by_preference, unpaid
@@ -27,6 +28,7 @@ def decide(search: Search, judge: Judge, limit_bytes: float | None = None) -> Fo
         budget_s=search.budget_s, steps=search.steps, left_out=dict(search.space.left_out)
     )
     fits = limit_bytes is None or _none_fits(search, limit_bytes)
+    search.must_pay = fits
     try:
         ranked = search.heats()
         chosen = _first(search, ranked, judge, limit_bytes, must_pay=fits)
@@ -34,7 +36,7 @@ def decide(search: Search, judge: Judge, limit_bytes: float | None = None) -> Fo
         search.end()
     found.tried = list(search.rows.values())
     found.none_ms = search.none_seconds() * 1e3 / search.steps
-    found.noise_floor, found.seconds = search.floor, search.clock() - search.began
+    found.noise_floor, found.seconds = search.floor, search.budget_s - search.budget.left()
     found.none_peak_bytes = search.none.peak_bytes
     _say_why(found)
     take(found, chosen)
@@ -68,7 +70,7 @@ def _why_nothing(found: Found) -> str:
     whys = {
         row.name: (row.final_ratio or row.heat_ratio or 0.0, why)
         for row in [*found.open(), *filter(_fitted, found.tried)]
-        if (why := _too_late(row, found))
+        if (why := _unpaid(row, found) or _no_use(row) or _too_late(row, found))
     }
     reason = "nothing was shown to be faster beyond noise"
     if whys:
@@ -77,7 +79,7 @@ def _why_nothing(found: Found) -> str:
             f"nothing was shown to be faster over {found.steps:,} steps; with {name} a step is "
             f"{whys[name][0]:.2f} times as fast, but {whys[name][1]}"
         )
-    untried = sum(row.why == NO_TIME for row in found.tried)
+    untried = sum(row.no_time() for row in found.tried)
     if untried:
         reason += f" (the budget left {untried} of {len(found.tried)} candidates untried)"
     return reason
@@ -88,10 +90,11 @@ def effort(found: Found) -> str:
     said = f"searched for {found.seconds:.0f} s"
     if found.seconds > found.budget_s + 1:
         said += (
-            f", with optimization.auto.budget_s={found.budget_s:g}: what was begun is finished, "
-            "and what is chosen is judged"
+            f", with optimization.auto.budget_s={found.budget_s:g}: some of it took longer than "
+            "was to be expected"
         )
-    untried = Counter(row.why for row in found.tried if row.state == "not tried")
+    whys = [(row.why, row.no_time()) for row in found.tried if row.state == "not tried"]
+    untried = Counter(NO_TIME if no_time else why for why, no_time in whys)
     said += f"; {len(found.tried) - untried.total()} of {len(found.tried)} candidates tried"
     return said + "".join(f"; {count} not: {why}" for why, count in untried.items())
 
@@ -117,7 +120,7 @@ def _first(
     must_pay: bool,
 ) -> Tried | None:
     """The best one that may be taken. Where the first ones may not, others get a final too."""
-    left = [row for row in ranked if row.state != "ended"]
+    left = [row for row in ranked if row.state != "ended" and not _given_up(search, row)]
     for _ in range(ROUNDS):
         rows, left = left[:FINALISTS], left[FINALISTS:]
         if not rows:
@@ -149,13 +152,22 @@ def _say_why(found: Found) -> None:
         if row.state == "running":
             final = row.final_ratio is not None
             row.state, row.why = "out", why or (SLOWER if final else LESS)
-        elif row in found.open() and why:
+        elif row in found.open() and why and not row.given_up:
             row.why += f"; {why}"
+
+
+def _unpaid(row: Tried, found: Found) -> str:
+    return unpaid(row, found.steps, found.none_ms, found.noise_floor)
+
+
+def _no_use(row: Tried) -> str:
+    """That it was given up though it looked faster."""
+    return row.why if row.given_up and (row.final_ratio or row.heat_ratio or 0.0) > CLEAR else ""
 
 
 def _too_late(row: Tried, found: Found) -> str:
     """That compiling takes what faster steps save, or all but; empty where that is not it."""
-    why = unpaid(row, found.steps, found.none_ms, found.noise_floor)
+    why = _unpaid(row, found)
     ratio = row.heat_ratio or 0.0
     if why or row.final_ratio is not None or not row.compiles or ratio <= CLEAR:
         return why
@@ -167,8 +179,45 @@ def _too_late(row: Tried, found: Found) -> str:
     )
 
 
+def _unrewarding(search: Search, row: Tried, known: float | None) -> str:
+    """Why it is not gone on with: that takes longer than it saves, or than there is time.
+
+    `known`: what a final found it to be worth (`Tried.gain`); else its last heat says it, and the
+    final is still to come.
+    """
+    budget, total = search.budget, search.none_seconds()
+    costs = budget.judging(row.techniques, row.compiles)
+    if costs > budget.until_end():
+        return (
+            f"judging its numbers takes about {costs:.0f} s, and {OVER:g} times "
+            f"optimization.auto.budget_s={search.budget_s:g} would be over before"
+        )
+    if not search.must_pay:
+        return ""
+    if known is not None:
+        return budget.no_gain(costs, total - total / known)
+    return budget.no_gain(costs + budget.start_s + FINAL_S, total - search.planned(row))
+
+
+def _given_up(search: Search, row: Tried, known: float | None = None) -> bool:
+    """Whether it is not gone on with, for the time that this takes."""
+    why = _unrewarding(search, row, known)
+    if why:
+        row.state, row.why, row.given_up = "out", why, True
+        search.drop(row)
+        search.told(f"{row.name}: out: {why}")
+    return bool(why)
+
+
 def _may_be_taken(search: Search, row: Tried, judge: Judge, limit_bytes: float | None) -> bool:
+    if _given_up(search, row, row.gain):
+        row.parity_reason = f"not judged: {row.why}"
+        return False
+    estimate = search.budget.judging(row.techniques, row.compiles)
+    began = search.clock()
+    search.told(f"{row.name}: its numbers are judged, for about {estimate:.0f} s")
     verdict = judge(row.name)
+    search.budget.judged *= max(1.0, (search.clock() - began) / estimate)
     row.parity, row.parity_reason = verdict.parity, verdict.reason
     search.told(f"{row.name}: numbers: {row.parity or 'not known'} ({row.parity_reason})")
     if row.parity in (None, "FAIL"):

@@ -80,7 +80,7 @@ def look_at(config: RunConfig, given: Given) -> Look:
         return Look(
             steps=run.total_steps,
             step_seconds=_step_seconds(run),
-            samples=run.train.steps_per_epoch * config.training.batch_size,
+            samples=run.train.steps_per_epoch * run.train.samples(0),
             device=run.device.kind,
             reasons=reasons,
             facts=facts,
@@ -130,7 +130,7 @@ def _reasons(run: Run, config: RunConfig, batch: Batch) -> dict[str, str]:
         found.setdefault("tf32", f"device.tf32={str(config.device.tf32).lower()} decides")
     if isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory:
         found.setdefault("pipeline", "the data is in memory")
-    if run.micro_batch < config.training.batch_size:
+    if run.micro_batch < run.train.samples(0):
         found.setdefault("whole_step", f"micro-batches of {run.micro_batch}")
     if refused := WholeStep.refuses(run.update):
         if "parameter groups" in refused:

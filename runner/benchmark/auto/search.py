@@ -11,8 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
+from runner.benchmark.auto.budget import FINAL_S, Budget
 from runner.benchmark.auto.space import NONE, Candidate, Space
 from runner.benchmark.auto.team import Team
 from runner.benchmark.auto.tried import NO_TIME, Tried
@@ -25,7 +27,6 @@ ALIVE = 6  # processes at a time
 SHARE = 0.6  # of the budget; after that nothing new is started
 LOOKS = (4, 6, 8, 12)  # numbers of blocks of a heat after which the slow ones are dropped
 FINAL = Rule(narrow=0.02, budget_s=0.0, looks=(8, 12, 16, 24, 32, 48))
-FINAL_S = 10.0  # of the final at least, however much was spent before
 FINALISTS = 2
 ROUNDS = 4  # finals, where those who were first turn out to compute something else
 CLEARLY = 0.95  # of the best one's speed, in every block: it takes no interval to drop that
@@ -46,16 +47,13 @@ class Search:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.began = self.clock()
+        self.budget = Budget(self.budget_s, self.clock)
+        self.must_pay = True  # False: what fits the memory is taken, however long it took to find
         self.lot = random.Random(self.seed)  # noqa: S311  # the order of turns is no secret
         self.rows = {one.name: Tried(one.name, list(one.techniques)) for one in self.space.all()}
         self.none = Tried(NONE, [])
         self.alive: list[str] = []
         self.floor = SAME
-
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.budget_s - (self.clock() - self.began)
 
     def heats(self) -> list[Tried]:
         """Measure candidates until there are none, or the time for it is over; best first.
@@ -63,40 +61,38 @@ class Search:
         Raises ArmEnded where not even `none` runs.
         """
         self._start(self.none, must=True)
-        none_seconds = 1e-3 * self._warm(self.none) * self.steps
+        self.budget.start_s = self.none.setup_seconds
+        self.budget.step_s = 1e-3 * self.none.heat_ms[-1]
+        none_seconds = self.budget.step_s * self.steps
         compiling = none_seconds >= COMPILE_FROM_S
         if not compiling:
             self._drop_compiling(f"the whole run takes {none_seconds:.0f} s at none")
         queue = self.space.first(compiling)
         best: list[Tried] = []
         while queue:
-            new = self._started(queue[: ALIVE - 1 - len(best)])
+            new = self._started(queue, ALIVE - 1 - len(best), best)
             if new:
                 best = self._heat([*best, *new])
                 for row in best[FINALISTS:]:
                     self._end(row.name)
                 best = best[:FINALISTS]
-            if self.left() < (1 - SHARE) * self.budget_s:
+            if self.budget.left() < (1 - SHARE) * self.budget_s:
                 break
-            queue = self._next(best, queue, compiling)
+            queue = self._next(best, queue)
         for row in self.rows.values():
             if row.state == "not tried" and not row.why:
-                row.why = NO_TIME if queue else "nothing led there"
-        return sorted(
-            (
-                row
-                for row in self.rows.values()
-                if row.heat_ratio is not None and row.state != "ended"
-            ),
-            key=self._planned,
-        )
+                row.why = NO_TIME if queue or not best else "nothing led there"
+        measured = [row for row in self.rows.values() if row.heat_ratio is not None]
+        return sorted((row for row in measured if row.state != "ended"), key=self.planned)
 
     def final(self, rows: Sequence[Tried]) -> None:
         """Measure these and `none` afresh, with an interval that holds."""
-        running = [row for row in rows if row.name in self.alive or self._start(row)]
+        end = self.budget.until_end
+        running = [row for row in rows if row.name in self.alive or self._start(row, end())]
         self._start_control()
         names = [NONE, *([AGAIN] if AGAIN in self.alive else []), *(row.name for row in running)]
-        rule = Rule(FINAL.narrow, max(self.left(), FINAL_S), FINAL.looks)
+        judging = max([self.budget.judging(r.techniques, r.compiles) for r in running], default=0.0)
+        rule = Rule(FINAL.narrow, max(self.budget.left() - judging, FINAL_S), FINAL.looks)
         measured = run_blocks(
             self.team.turn, names, NONE, rule, self.block_s, self.seed, self.clock
         )
@@ -136,7 +132,7 @@ class Search:
 
     def none_seconds(self) -> float:
         """What the whole run takes at `none`."""
-        return 1e-3 * median(self.none.heat_ms or [self._warm(self.none)]) * self.steps
+        return 1e-3 * median(self.none.heat_ms) * self.steps
 
     def end(self) -> None:
         """End all that still run."""
@@ -145,19 +141,30 @@ class Search:
 
     # -- starting and ending -------------------------------------------------------------------
 
-    def _started(self, candidates: Sequence[Candidate]) -> list[Tried]:
+    def _started(
+        self, candidates: Sequence[Candidate], most: int, best: Sequence[Tried]
+    ) -> list[Tried]:
+        """As many of these as may be alive; of the others, those for which it is too late."""
         running: list[Tried] = []
+        best_s = min([self.none_seconds(), *map(self.planned, best)])
         for one in candidates:
-            if running and self.left() < (1 - SHARE) * self.budget_s:
+            spent = running and self.budget.left() < (1 - SHARE) * self.budget_s
+            if spent or len(running) == most:
                 break
-            if self._start(self.rows[one.name]):
-                running.append(self.rows[one.name])
+            row = self.rows[one.name]
+            row.why = self.budget.why_not(
+                row.techniques, one.compiles, best_s if self.must_pay else inf
+            )
+            if not row.why and self._start(row, self.budget.until_end() - self.budget.finishing()):
+                running.append(row)
         return running
 
-    def _start(self, row: Tried, must: bool = False) -> bool:
+    def _start(self, row: Tried, within_s: float | None = None, must: bool = False) -> bool:
         began = self.clock()
+        if row.compiles:
+            self.told(f"{row.name}: compiling, for about {self.budget.compiling_s:.0f} s")
         try:
-            ready = self.team.start(row.name)
+            ready = self.team.start(row.name, within_s)
         except ArmEnded as error:
             if must:
                 raise
@@ -169,6 +176,8 @@ class Search:
         row.setup_seconds, row.first_seconds = self.clock() - began, ready.first_seconds
         row.heat_ms = [ready.warm_ms]
         row.extra_seconds = max(0.0, row.setup_seconds - self.none.setup_seconds)
+        if row.compiles:
+            self.budget.compiling_s = row.extra_seconds
         self.told(
             f"{row.name}: up and compiled in {row.setup_seconds:.1f} s, then "
             f"{ready.warm_ms:.3g} ms a step"
@@ -180,7 +189,7 @@ class Search:
             return
         began = self.clock()
         try:
-            self.team.start(AGAIN)
+            self.team.start(AGAIN, self.budget.until_end())
         except ArmEnded as error:
             self.told(f"no control: {error}")
             return
@@ -222,15 +231,16 @@ class Search:
                 for row in self._slower(rows):
                     rows.remove(row)
                     self.drop(row)
-                if len(rows) <= 2 or self.left() < 0:
+                if len(rows) <= 2 or self.budget.left() < self.budget.finishing():
                     break
+        self.budget.step_s = 1e-3 * median(self.none.heat_ms)
         still = [row for row in rows if row is not self.none]
         for row in running:
             blocks = min(len(row.heat_ms), len(self.none.heat_ms))
             if row.state != "ended" and blocks:
                 ratios = [a / b for a, b in zip(self.none.heat_ms, row.heat_ms, strict=False)]
                 row.heat_ratio = median(ratios)
-        return sorted(still, key=self._planned)
+        return sorted(still, key=self.planned)
 
     def _turn(self, row: Tried) -> bool:
         try:
@@ -245,7 +255,7 @@ class Search:
 
     def _slower(self, rows: Sequence[Tried]) -> list[Tried]:
         """Those with which the run would take longer than with the best one."""
-        best = min(rows, key=self._total)
+        best = min(rows, key=lambda row: median(self._totals(row)))
         found = []
         for row in rows:
             if row in (best, self.none):
@@ -267,28 +277,18 @@ class Search:
     def _totals(self, row: Tried) -> list[float]:
         return [row.extra_seconds + 1e-3 * ms * self.steps for ms in row.heat_ms]
 
-    def _total(self, row: Tried) -> float:
-        return median(self._totals(row))
-
-    def _planned(self, row: Tried) -> float:
+    def planned(self, row: Tried) -> float:
         """The run's time by that of `none` in the same heat: heats may differ in the machine."""
         none = self.none_seconds()
         return row.extra_seconds + none / (row.heat_ratio or 1e-9)
 
-    def _warm(self, row: Tried) -> float:
-        return row.heat_ms[-1]
-
-    def _next(
-        self, best: Sequence[Tried], queue: Sequence[Candidate], compiling: bool
-    ) -> list[Candidate]:
+    def _next(self, best: Sequence[Tried], queue: Sequence[Candidate]) -> list[Candidate]:
         """Those around the best one that nobody has tried."""
-        centre = self._candidate(best[0].name) if best else None
-        around = list(self.space.neighbours(centre)) if centre is not None else []
+        names = [row.name for row in best[:1]]
+        centre = [one for one in self.space.all() if one.name in names]
+        around = [other for one in centre for other in self.space.neighbours(one)]
         return [
             one
             for one in dict.fromkeys([*around, *queue])
-            if self.rows[one.name].state == "not tried" and (compiling or not one.compiles)
+            if self.rows[one.name].state == "not tried" and not self.rows[one.name].why
         ]
-
-    def _candidate(self, name: str) -> Candidate:
-        return next(one for one in self.space.all() if one.name == name)

@@ -17,14 +17,21 @@ LOOKS, LOOKING_S = 5, 4.0  # at what is free and at none, by turns; and after so
 BY_RULE = "it differs from none by rounding only; the numbers of this run were not judged"
 
 
-def by_rule(config: RunConfig, given: Given, look: Look) -> Found:
-    """For a short run: what is free, where a step with it takes no longer here."""
+def too_short(config: RunConfig, look: Look) -> str:
+    """Why a search is not worth it; empty where it is."""
+    budget_s = config.optimization.auto.budget_s
+    if look.seconds >= TIMES * budget_s:
+        return ""
+    return (
+        f"the run takes about {look.seconds:.2g} s at none: a search of "
+        f"optimization.auto.budget_s={budget_s:g} is for runs of {TIMES * budget_s:g} s"
+    )
+
+
+def by_rule(config: RunConfig, given: Given, look: Look, why: str) -> Found:
+    """Without a search, and `why`: what is free, where a step with it takes no longer here."""
     auto = config.optimization.auto
     names = [n for n in ALWAYS if n not in look.reasons and n not in pinned(config.optimization)]
-    why = (
-        f"the run takes about {look.seconds:.2g} s at none: a search of "
-        f"optimization.auto.budget_s={auto.budget_s:g} is for runs of {TIMES * auto.budget_s:g} s"
-    )
     found = Found(steps=look.steps, none_ms=1e3 * look.step_seconds, budget_s=auto.budget_s)
     found.left_out = dict(look.reasons)
     if auto.memory_budget_mb is not None:

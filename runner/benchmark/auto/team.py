@@ -11,7 +11,7 @@ from runner.benchmark.crew.crew import Finished, Ready
 class Team(Protocol):
     """As `Crew`: processes by the names of their arms."""
 
-    def start(self, name: str) -> Ready:
+    def start(self, name: str, within_s: float | None = None) -> Ready:
         """Raises ArmEnded."""
 
     def turn(self, name: str, seconds: float) -> Turn:

@@ -11,7 +11,8 @@ from runner.benchmark.auto.space import COMPILING, NONE
 
 ALIKE = 0.98  # of the best one's worth: the plainer one is taken
 CLEAR = 1.05  # times as fast as `none`, where there is no interval
-NO_TIME = "the budget was spent on others"
+BUDGET = "optimization.auto.budget_s"
+NO_TIME = "the budget leaves no time for it"
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Tried:
     techniques: list[str]
     state: str = "not tried"
     why: str = ""
+    given_up: bool = False  # it looked faster, but there was no time to make sure, or no use
     samples_per_step: int = 0
     setup_seconds: float = 0.0  # from the start of its process to the end of the warm-up steps
     first_seconds: float = 0.0  # of these, the warm-up steps: compiling is in there
@@ -45,6 +47,10 @@ class Tried:
     def compiles(self) -> bool:
         """Whether it takes time before it saves any."""
         return not COMPILING.isdisjoint(self.techniques)
+
+    def no_time(self) -> bool:
+        """Whether the budget is why it was not tried."""
+        return self.state == "not tried" and (self.why == NO_TIME or BUDGET in self.why)
 
     def worth(self, none_seconds: float) -> tuple[float, float, float]:
         """Time of the whole run at `none` by that with it, and the interval of that."""

@@ -81,8 +81,11 @@ class Crew:
             self.ready.clear()
             self.at_exit()
 
-    def start(self, name: str) -> Ready:
-        """Start the process, build the run, make the warm-up steps. May take `timeout_s`."""
+    def start(self, name: str, within_s: float | None = None) -> Ready:
+        """Start the process, build the run, make the warm-up steps.
+
+        May take `timeout_s`, or as long as is said here.
+        """
         self.end(name)
         arm = self.arms[name]
         folder = self._folder(arm)
@@ -90,7 +93,8 @@ class Crew:
         with self._said(name):
             self.members[name] = member = ArmProcess(name, order)
             member.start(self.parcel)
-            found = self._of(Ready, member.answer(self.settings.timeout_s))
+            most = self.settings.timeout_s if within_s is None else within_s
+            found = self._of(Ready, member.answer(most))
         self.ready[name] = found
         self.mean = self.mean or found.workers > 0
         return found

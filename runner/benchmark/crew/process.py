@@ -20,12 +20,18 @@ from runner.benchmark.crew import worker
 from runner.benchmark.crew.answers import Over
 from runner.benchmark.crew.worker import LOG, Order
 from runner.device import cgroup, openmp
+from runner.errors import UsageError
 from runner.record.console import one_line
 
 PATIENCE_S = 5.0  # for processes that were asked to end
 LEAVING_S = 30.0  # for one that is done, to close its files
+UNGUARDED = 77  # how one ends in which the script would have started further ones
 TAIL = 4096  # bytes of its log that are looked at when it died without a word
 MEMORY = ("std::bad_alloc", "DefaultCPUAllocator", "Cannot allocate memory", "MemoryError")
+
+
+class Unguarded(UsageError):
+    """The script starts itself again in each process."""
 
 
 class ArmProcess:
@@ -48,6 +54,7 @@ class ArmProcess:
 
     def start(self, parcel: bytes) -> None:
         """Begin; `parcel` is what the caller has made for it. ArmEnded if it is gone at once."""
+        leave_if_imported()
         try:
             with environment(), no_interrupt():
                 self.process.start()
@@ -146,9 +153,16 @@ class ArmProcess:
             if starved:
                 return ArmEnded("oom", f"memory ran out, and {name} ended it{self._where()}")
             return ArmEnded("killed", f"killed by {name}{self._where()}")
+        script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+        if code == UNGUARDED and not self.said:
+            raise Unguarded(
+                f'{Path(script).name} has to do this under `if __name__ == "__main__":`, for it is '
+                "imported by the processes that are measured"
+            )
         last = one_line(tail.strip().rpartition("\n")[2])[:300]
         told = f": {last}" if last else ""
-        hint = "" if self.said or last else _hint()
+        unread = not (self.said or last) and script.startswith("<")
+        hint = "; Python reads what is piped in only once: put it into a file" if unread else ""
         status = "oom" if starved else "failed"
         return ArmEnded(status, f"it ended with exit code {code}{told}{hint}{self._where()}")
 
@@ -171,15 +185,10 @@ class ArmProcess:
         return None if self.folder is None else self.folder / LOG
 
 
-def _hint() -> str:
-    """A script without a guard starts itself again in the process, which is refused there."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is None or sys.modules["__main__"].__spec__ is not None:
-        return ""
-    if script.startswith("<"):
-        return "; Python reads what is piped in only once: put it into a file"
-    name = Path(script).name
-    return f'; does {name} call this under `if __name__ == "__main__":`, as it must?'
+def leave_if_imported() -> None:
+    """A script without a guard starts itself again in the process, which is to start none."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        sys.exit(UNGUARDED)
 
 
 @contextmanager

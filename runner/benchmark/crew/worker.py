@@ -6,6 +6,7 @@ Torch is imported only once the process has a session and a log of its own.
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import shlex
 import signal
@@ -44,6 +45,7 @@ class Order:
     started: float  # time.perf_counter() of the parent, which counts from the same moment
     secrets: Mapping[str, Any] = field(default_factory=hidden.told)  # what it is not to show
     safe_path: bool = field(default_factory=lambda: bool(sys.flags.safe_path))  # as it has it
+    start_method: str = field(default_factory=multiprocessing.get_start_method)  # as it has it too
 
 
 class Gone(Interrupted):
@@ -59,6 +61,9 @@ def main(order: Order, pipe: Connection, lifeline: Connection) -> None:
     First comes what the caller has made, packed; it is in no argument, which would keep it.
     """
     os.setsid()  # a group of its own: whoever ends it ends what it has started too
+    # Python goes on as this process was begun. Any other run's workers are forked, and so its locks
+    # have no name that a process which is killed would leave behind.
+    multiprocessing.set_start_method(order.start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _say_into(order.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -49,7 +50,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     ]
     mine = {
         name: getattr(arm_parts, name)
-        for name in ("weights", "in_steps", "fails", "words", "path", "spin")
+        for name in ("weights", "in_steps", "fails", "words", "path", "spin", "forks", "named")
     }
     settings = BenchmarkConfig(target_loss=1.5)
     with (
@@ -150,7 +151,7 @@ def test_the_time_to_a_loss_is_that_of_the_steps_until_then(race: Race) -> None:
 
 def test_metrics_of_ones_own_are_columns_and_a_bad_one_is_a_note(race: Race) -> None:
     finished = race.finished["none"]
-    assert set(finished.metrics) == {"weights", "in_steps", "path", "spin"}
+    assert set(finished.metrics) == {"weights", "in_steps", "path", "spin", "forks", "named"}
     assert finished.metrics["weights"] > 1000
     assert any("the metric fails failed: KeyError" in note for note in finished.notes)
     assert any("the metric words failed: ValueError" in note for note in finished.notes)
@@ -160,6 +161,14 @@ def test_a_process_finds_the_same_modules_and_waits_like_any_run(race: Race) -> 
     found = race.finished["none"].metrics
     assert found["path"] == arm_parts.path(None)
     assert found["spin"] == float(openmp.SPIN)
+
+
+@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="locks have names here")
+def test_what_a_process_starts_is_forked_like_any_runs_and_a_lock_of_it_has_no_name_to_leave(
+    race: Race,
+) -> None:
+    found = race.finished["none"].metrics
+    assert (found["forks"], found["named"]) == (1.0, 0.0)
 
 
 def test_operations_of_a_step_are_counted(race: Race) -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_a_killed_arm_is_said_to_be_and_the_others_go_on(tmp_path: Path) -> None:
     arms = [
         arm("one", *BASE, "data.workers=1"),
-        own("two", "Ends", "+model.how=killed", "+model.at=30"),
+        own("two", "Ends", "optimization=none", "+model.how=killed", "+model.at=30"),
     ]
     with Crew(arms, QUICK, tmp_path) as crew:
         for name in ("one", "two"):
@@ -73,7 +73,10 @@ def test_what_an_arm_raises_is_its_reason(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arms = [own("late", "Ends", "+model.how=hangs", "+model.at=20"), own("never", "Ends")]
+    arms = [
+        own("late", "Ends", "optimization=none", "+model.how=hangs", "+model.at=20"),
+        own("never", "Ends"),
+    ]
     monkeypatch.setattr(crews, "SLOW_S", 1.0)
     monkeypatch.setattr(crews, "SLOW", 0.0)
     with Crew(arms, QUICK, tmp_path) as crew:
