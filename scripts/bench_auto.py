@@ -151,7 +151,7 @@ def main() -> int:
     )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds, of the search")
+    parser.add_argument("--budget", type=float, default=180.0, help="seconds, of the search")
     parser.add_argument("--each", type=float, default=5.0, help="seconds, of each candidate")
     parser.add_argument("--json", type=Path)
     typed = parser.parse_args()

@@ -30,7 +30,7 @@ from runner.techniques.whole_step import WholeStep
 class AutoConfig:
     """How long `optimization=auto` may look for what to use, and what it has to keep to."""
 
-    budget_s: float = 60.0  # of starting, compiling and timing; a shorter run is not searched for
+    budget_s: float = 180.0  # of all of it; a run of less than twice that is not searched for
     memory_budget_mb: float | None = None  # peak of the device, or on a CPU of the process
     without: list[str] = field(default_factory=list)  # techniques that are not to be tried
     cache: bool = True  # a choice made for the same model, data and machine is taken again

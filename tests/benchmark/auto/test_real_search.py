@@ -87,7 +87,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_says_so(
     summary = train(compose(["optimization=auto", "training.steps=30"]), tmp_path)
     (choice,) = [c for c in summary.choices if c.key == "optimization"]
     assert choice.value in ("system fused_optimizer", NONE)
-    assert "budget_s=60 is for runs of 120 s" in choice.reason
+    assert "budget_s=180 is for runs of 360 s" in choice.reason
     assert not own_cache.exists()
     asked = {row.name for row in summary.techniques if row.requested}
     assert asked == set(choice.value.split()) - {NONE}
