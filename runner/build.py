@@ -28,7 +28,7 @@ from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
 from runner.length import batches, length, micro_batch
 from runner.models.build import build_model, refuse_lazy
-from runner.models.weights import KEY as WEIGHTS
+from runner.models.stored import KEY as WEIGHTS
 from runner.models.weights import start_from
 from runner.objective import Objective, monitored
 from runner.objectives.build import build_objective

@@ -9,8 +9,10 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy as np
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from runner.composing import no_such_key
 from runner.config import NOT_OF_THE_RUN, RunConfig
@@ -48,13 +50,22 @@ def _values(part: Any, prefix: str, config: RunConfig) -> dict[str, Any]:
             raise no_such_key(f"{prefix}{name}", [f"{prefix}{known}" for known in hints])
     values = {}
     for name, hint in hints.items():
-        value: Any = getattr(part, name)
+        value: Any = _of_python(getattr(part, name))
         if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, hint):
             value = value.__class__(**_values(value, f"{prefix}{name}.", config))
         elif not _fits(value, hint):
             value = _converted(value, f"{prefix}{name}", config)
         values[name] = value
     return values
+
+
+def _of_python(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python has them, at any depth."""
+    if isinstance(value, np.generic | np.ndarray | Tensor):
+        return value.tolist()
+    if type(value) is dict:
+        return {key: _of_python(item) for key, item in value.items()}
+    return [_of_python(item) for item in value] if type(value) in (list, tuple) else value
 
 
 @cache
@@ -71,7 +82,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is list:
         (item,) = get_args(hint)
         return type(value) is list and all(_fits(one, item) for one in value)
-    if kind is dict or hint is Any:
+    if kind is dict:
+        return type(value) is dict and _plain(value)
+    if hint is Any:
         return _plain(value)
     return type(value) is (NoneType if hint is None else hint) and value != MISSING
 

@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from runner import build, compose, evaluate, train
 from runner.data.config import Tabular
@@ -45,6 +47,7 @@ def changed(key: str, value: Any) -> Any:
         ("optimization.compile.enabled", "so", "optimization.compile.enabled: 'so' is not true or"),
         ("security.trusted", "mine", "security.trusted: is a list"),
         ("model.arguments", {"f": print}, "model.arguments.f: "),
+        ("optimizer.options", None, "optimizer.options: "),
         ("training.epochs", 0, "training.epochs: 0.0 is not positive; use more than 0"),
     ],
 )
@@ -67,6 +70,10 @@ def test_trust_is_asked_for_again() -> None:
         ("job.kind", "verify", JobKind.verify),
         ("optimizer.options", {"a": [1, "x${y}"]}, {"a": [1, "x${y}"]}),
         ("data.ignore", ("a", "${b}"), ["a", "${b}"]),
+        ("data.ignore", np.array(["a"]), ["a"]),
+        ("training.steps", np.int64(4), 4),
+        ("optimizer.lr", torch.tensor(0.5), 0.5),
+        ("optimizer.options", {"eps": np.float64(0.25)}, {"eps": 0.25}),
     ],
 )
 def test_a_value_becomes_what_it_does_on_the_command_line(

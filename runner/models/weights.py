@@ -6,6 +6,7 @@ no random state is another one. Everything is held against the model before any 
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections import Counter
@@ -18,36 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint import folder as folders
-from runner.checkpoint.content import check_state
-from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
-from runner.record.console import one_line
-from runner.security.gate.door import open_file
-from runner.security.gate.format import is_models_name
+from runner.models.stored import KEY, SHOWN, Weights, read_weights, short, some
 from runner.security.gate.policy import Policy
-from runner.security.trust import Trust
 from runner.technique import Choice
 
 log = logging.getLogger("runner")
 
-KEY, EXCEPT = "model.weights", "model.weights_except"
-BELOW = ("state_dict", "model", "model_state_dict", "weights")
-"""Where training programs put a state_dict in the dict that they save."""
-SHOWN = 3  # names of each kind, in a message
-CHARACTERS = 160  # of a name and what is said of it
+EXCEPT = "model.weights_except"
 PLAIN = re.compile(r"(\*\.)?[\w.]+")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What was read, by name, and where it is from."""
-
-    path: Path
-    held: Mapping[str, Any]
-    sha256: str  # of the file
-    trust: Trust
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -87,57 +67,6 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Polic
     return made
 
 
-def read_weights(path: Path, policy: Policy) -> Weights:
-    """The weights in a file, a checkpoint's folder, or the newest good checkpoint of a run's.
-
-    Raises ConfigError for what holds none, SecurityError and CheckpointError as the gate does.
-    """
-    if path.name == MODEL and folders.is_checkpoint(path.parent):
-        path = path.parent  # whose manifest vouches for it
-    if path.is_dir():
-        root = path if path.name == folders.FOLDER else path / folders.FOLDER
-        if folders.is_checkpoint(path):
-            return _of_ours(folders.load(path, policy, check_state))
-        restored = folders.load_newest(root, policy, check_state)
-        if restored is not None:
-            return _of_ours(restored)
-        if not (path / MODEL).is_file():
-            there = sorted(p.name for p in path.iterdir() if is_models_name(p.name))
-            raise ConfigError(
-                KEY, f"{path} has no checkpoint and no {MODEL} in it",
-                f"name one of its files: {_some(there)}" if there else "name a file",
-            )  # fmt: skip
-        path = path / MODEL
-    found = open_file(path, policy)
-    facts = found.assessment.files[path.name]
-    held = _state_dict(found.content, path, facts.format)
-    return Weights(path, held, facts.sha256, found.assessment.trust)
-
-
-def _of_ours(restored: folders.Restored) -> Weights:
-    for warning in restored.warnings:
-        log.warning("%s: %s", KEY, warning)
-    averaged = restored.state["update"]["average"]
-    notes = ["the weights themselves, not their average (optimizer.ema)"] if averaged else []
-    return Weights(restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes)
-
-
-def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
-    """The tensors by name, wherever they lie in what was saved."""
-    if isinstance(content, nn.Module):  # unpickled, as security.allow_pickle said
-        content = content.state_dict()
-    below = [content.get(key) for key in BELOW] if isinstance(content, Mapping) else []
-    for found in (*below, content):
-        named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-        if named and any(isinstance(value, Tensor) for value in found.values()):
-            return dict(found)
-    keys = f" with {_some(map(str, content))}" if isinstance(content, Mapping) else ""
-    raise ConfigError(
-        KEY, f"{path} ({kind}){keys} holds no tensors by name, plain or below {', '.join(BELOW)}",
-        "save model.state_dict(), with safetensors or torch.save",
-    )  # fmt: skip
-
-
 def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
     """Hold the weights against the model; nothing of it is changed. Raises ConfigError."""
     own: dict[str, Any] = model.state_dict(keep_vars=True)  # the same object where names are tied
@@ -151,8 +80,8 @@ def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
     for pattern in fresh:
         if not any(_matches(name, [pattern]) for name in (*fit.fresh, *fit.unused)):
             raise ConfigError(
-                EXCEPT, f"nothing is called {_short(pattern)}, in the model or in {weights.path}",
-                f"the model has {_some(own, 2 * SHOWN)}",
+                EXCEPT, f"nothing is called {short(pattern)}, in the model or in {weights.path}",
+                f"the model has {some(own, 2 * SHOWN)}",
             )  # fmt: skip
     held = {name: value for name, value in held.items() if not _matches(name, fresh)}
     tied: dict[object, list[str]] = {}
@@ -162,10 +91,21 @@ def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
         _place(names, own[names[0]], held, fit)
     fit.unknown = [name for name in held if name not in own]
     if fit.misfits:
+        if not fit.other and not fresh and _renames(model, weights.held):
+            return Fit(taken=dict(weights.held))
         raise _misfit(weights, fit, held, own)
     if not fit.taken:
         raise ConfigError(EXCEPT, f"leaves nothing of {weights.path} to load", "name fewer parts")
     return fit
+
+
+def _renames(model: nn.Module, held: Mapping[str, Any]) -> bool:
+    """Whether its modules know these names, as weight_norm does those of old files."""
+    try:
+        copy.deepcopy(model).load_state_dict(held)
+    except Exception:  # a hook of the user's may raise any
+        return False
+    return True
 
 
 def _prefix(names: list[str], own: Mapping[str, Any]) -> str:
@@ -197,6 +137,7 @@ def _place(names: list[str], own: Any, held: Mapping[str, Any], fit: Fit) -> Non
         return
     for name in there[1:]:
         if not _same(held[name], first):
+            fit.other[there[0]] = "is tied to another one"
             fit.other[name] = f"is not equal to {there[0]}, which is the same tensor in the model"
     if isinstance(own, Tensor) and first.dtype != own.dtype:
         was, first = first, first.detach().to(own.dtype)
@@ -232,11 +173,11 @@ def _misfit(
     """All that is in the way, and what to leave out where that is little."""
     parts = []
     if fit.other:
-        parts.append(_some([f"{name} {why}" for name, why in fit.other.items()]))
+        parts.append(some([f"{name} {why}" for name, why in fit.other.items()]))
     if fit.missing:
-        parts.append(f"the file lacks {_some([_shaped(n, own[n]) for n in fit.missing])}")
+        parts.append(f"the file lacks {some([_shaped(n, own[n]) for n in fit.missing])}")
     if fit.unknown:
-        parts.append(f"the model has no {_some([_shaped(n, held[n]) for n in fit.unknown])}")
+        parts.append(f"the model has no {some([_shaped(n, held[n]) for n in fit.unknown])}")
     names = fit.misfits
     places = list(dict.fromkeys(_place_of(name, fit.taken) for name in names))
     last = {name.rpartition(".")[2] for name in names}
@@ -265,27 +206,17 @@ def _told(weights: Weights, fit: Fit) -> list[str]:
     told = [weights.trust.name.lower(), f"{len(fit.taken):,} tensors"]
     told += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]
     if fit.prefix:
-        told.append(f"{_short(fit.prefix)} before their names left off")
+        told.append(f"{short(fit.prefix)} before their names left off")
     if fit.fresh:
-        told.append(f"fresh: {_some(fit.fresh)}")
+        told.append(f"fresh: {some(fit.fresh)}")
     if left := [name for name in fit.unused if name not in fit.fresh]:
-        told.append(f"left out of the file: {_some(left)}")
+        told.append(f"left out of the file: {some(left)}")
     return told + weights.notes
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether one is the name, or that of a module that it lies in; `*` is anything."""
     return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in patterns)
-
-
-def _some(names: Iterable[str], most: int = SHOWN) -> str:
-    found = list(names)
-    more = f", … ({len(found)} in all)" if len(found) > most else ""
-    return ", ".join(map(_short, found[:most])) + more
-
-
-def _short(text: str) -> str:
-    return one_line(text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…")
 
 
 def _type(dtype: torch.dtype) -> str:

@@ -22,11 +22,12 @@ def fitting(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """What of a `state_dict` the optimizer can go on from; ValueError where that is not possible.
 
     What was kept for an option that is now off is left out, and weights of which nothing was kept
-    have had no update. An optimizer that is not torch's own is taken at its word.
+    have had no update. A class of the user's own is taken at its word, but for the form of what
+    the class of torch keeps that it is made from.
     """
     groups = [saved["param_groups"], optimizer.param_groups]
     theirs, ours = ([len(group["params"]) for group in side] for side in groups)
-    if not is_torchs(optimizer) or theirs != ours:  # the second torch refuses, in its own words
+    if base_of(optimizer) is None or theirs != ours:  # the second torch refuses, in its own words
         return dict(saved)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
@@ -44,7 +45,7 @@ def check_shapes(optimizer: Optimizer) -> None:
 
     Fused kernels read and write beyond the end of moments that are smaller than their weights.
     """
-    if not is_torchs(optimizer):
+    if base_of(optimizer) is None:
         return
     samples = Samples(optimizer)
     for group, weight in _weights(optimizer):
@@ -54,11 +55,18 @@ def check_shapes(optimizer: Optimizer) -> None:
                 sample.check(name, value, weight)
 
 
+def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch that it is, or is made from; fused kernels come with it."""
+    own = (cls for cls in type(optimizer).__mro__ if cls is not Optimizer)
+    return next((c for c in own if c is getattr(torch.optim, c.__name__, None)), None)
+
+
 class Samples:
     """A sample for each group and number of dimensions, made when it is first asked for."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.cls = type(optimizer)
+        self.cls = base_of(optimizer) or type(optimizer)
+        self.own = not is_torchs(optimizer)
         self.made: dict[tuple[int, int, bool], Sample | None] = {}
 
     def of(self, group: Mapping[str, Any], weight: Tensor) -> Sample | None:
@@ -81,6 +89,10 @@ class Samples:
         if sample is None:
             return dict(kept)
         there = {name: value for name, value in kept.items() if value is not None}
+        if self.own:
+            for name in there.keys() & sample.state.keys():
+                sample.check(name, there[name], weight)
+            return dict(kept)
         if not there.keys() <= sample.ever:
             raise ValueError(f"{sample.differs(there)}: it was another optimizer")
         fits = {name: value for name, value in there.items() if name in sample.state}

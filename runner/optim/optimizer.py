@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
 
 Optimizer = torch.optim.Optimizer
+log = logging.getLogger("runner")
 
 
 def optimizer_class(
@@ -84,7 +86,7 @@ def build_optimizer(
     Tensors of two or more dimensions decay; norms' scales and biases do not (as in GPT-2, and
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
-    accepted = inspect.signature(cls).parameters
+    accepted = _accepted(cls)
     if config.options.get("dampening") and options.get("fused"):
         options = {"foreach": True}  # a fused first step would dampen its gradient, unlike the rest
     for name in ("lr", "weight_decay"):
@@ -111,6 +113,8 @@ def build_optimizer(
         if config.weight_decay and plain and len(plain) < len(trainable):
             decayed = [p for p in trainable if p.ndim >= 2]
             groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    elif config.weight_decay:
+        log.info("optimizer.weight_decay is not used: %s takes none", cls.__name__)
     try:
         optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -119,6 +123,17 @@ def build_optimizer(
         ) from error
     fill_momentum(optimizer)
     return optimizer
+
+
+def _accepted(cls: type[Optimizer]) -> list[str]:
+    """What its constructor can be called with, and where it hands the rest on, that of its base."""
+    names: dict[str, None] = {}
+    for base in cls.__mro__:
+        found = inspect.signature(base).parameters.values()
+        names |= dict.fromkeys(p.name for p in found if p.kind is not p.VAR_KEYWORD)
+        if all(p.kind is not p.VAR_KEYWORD for p in found):
+            break
+    return list(names)
 
 
 def fill_momentum(optimizer: Optimizer) -> None:

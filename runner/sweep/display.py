@@ -84,7 +84,7 @@ class Display:
         self.refreshed = now
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True, overflow="ellipsis", max_width=40)
-        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True, min_width=6)
         table.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
         for job, child in running:
             said = Text(one_line(child.at_work()), no_wrap=True, overflow="ellipsis")

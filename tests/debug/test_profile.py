@@ -89,7 +89,8 @@ class Looking(Tool):
 
     def on_step(self, run: Run, step: Step) -> None:
         with self.looking():
-            Dawdling().on_step(run, step)
+            for _ in range(2):
+                Dawdling().on_step(run, step)
 
 
 def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import re
 import shutil
@@ -20,7 +21,8 @@ from runner import build, compose, create_training_pipeline, train
 from runner.captures.opening import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.jobs.evaluate import main as evaluate
-from runner.models.weights import KEY, Weights, fit_to, start_from
+from runner.models.stored import KEY, Weights
+from runner.models.weights import fit_to, start_from
 from runner.replay.reopen import reopened
 from runner.run import Run
 from runner.security.config import SecurityLevel
@@ -126,12 +128,31 @@ def test_another_models_weights_are_refused_with_no_names_to_leave_out() -> None
         fitted(Net(), {"a.b": torch.ones(1)})
 
 
-def test_old_files_without_a_counter_are_told_one_pattern() -> None:
+def test_files_that_all_lack_the_same_are_told_one_pattern() -> None:
     model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(5)))
-    held = {k: v for k, v in model.state_dict().items() if "tracked" not in k}
-    with pytest.raises(ConfigError, match=r"except=\[\*\.num_batches_tracked\]"):
+    held = {k: v for k, v in model.state_dict().items() if "mean" not in k}
+    with pytest.raises(ConfigError, match=r"except=\[\*\.running_mean\]"):
         fitted(model, held)
-    assert len(fitted(model, held, "*.num_batches_tracked").taken) == 20
+    assert len(fitted(model, held, "*.running_mean").taken) == 20
+
+
+def test_what_modules_of_torch_rename_in_old_files_is_loaded() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.BatchNorm1d(2))
+    held = {k: v + 1 for k, v in model.state_dict().items() if "tracked" not in k}
+    for new, old in (("original0", "g"), ("original1", "v")):
+        held[f"0.weight_{old}"] = held.pop(f"0.parametrizations.weight.{new}")
+    model.load_state_dict(fitted(model, held).taken, strict=False)
+    assert torch.equal(model[0].parametrizations.weight.original1, held["0.weight_v"])
+
+
+def test_values_that_are_not_finite_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = {**trained(Net()), "head.bias": torch.tensor([1.0, math.nan, 2.0])}
+    digest = saved(tmp_path / "x.pt", {f"_orig_mod.{name}": value for name, value in held.items()})
+    start_from(model := Net(), tmp_path / "x.pt", [], pinned(digest))
+    assert "model.weights: " in caplog.text and "head.bias: holds NaN" in caplog.text
+    assert torch.equal(model.head.weight, held["head.weight"])
 
 
 def test_a_pattern_that_nothing_is_called_is_refused_and_so_is_loading_nothing() -> None:

@@ -154,6 +154,24 @@ def test_what_a_class_of_the_users_keeps_is_taken_at_its_word() -> None:
     assert fitting(Mine(weights()), saved) == saved
 
 
+def test_moments_of_a_class_made_from_torchs_have_their_weights_shape() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    weight = nn.Parameter(torch.ones(30, 30))
+    optimizer = Own([weight], fused=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert fitting(optimizer, saved)["state"].keys() == {0}
+    saved["state"][0] |= {"exp_avg": torch.ones(1, 1), "mine": torch.ones(3)}
+    with pytest.raises(ValueError, match="exp_avg has not its weight's shape"):
+        fitting(optimizer, saved)
+    optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match="exp_avg has not its weight's shape"):
+        check_shapes(optimizer)
+
+
 def test_asking_an_optimizer_touches_nothing_of_the_run() -> None:
     optimizer, ours = updated("Adam")
     before, noise = deepcopy(optimizer.state_dict()["state"]), torch.get_rng_state()

@@ -223,6 +223,22 @@ def test_an_optimizer_that_cannot_be_used_is_answered_with_a_way_out(
         optimizer_class(OptimizerConfig(**config), model(), partial(resolve, trusted=()))
 
 
+def test_options_are_handed_on_to_the_class_that_it_is_made_from(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, scale: float = 1.0, **rest: Any) -> None:
+            super().__init__(params, **rest)
+
+    config = OptimizerConfig("SGD", weight_decay=0.5, options={"scale": 2.0, "momentum": 0.9})
+    made = build_optimizer(config, Own, model(), {})
+    assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
+    assert made.param_groups[0]["momentum"] == 0.9
+    caplog.set_level("INFO", "runner")
+    build_optimizer(OptimizerConfig("Rprop"), torch.optim.Rprop, model(), {})
+    assert "optimizer.weight_decay is not used: Rprop takes none" in caplog.text
+
+
 def test_a_model_of_sparse_gradients_alone_has_an_optimizer_for_them() -> None:
     config = OptimizerConfig("SparseAdam")
     table = nn.Embedding(4, 2, sparse=True)
