@@ -12,8 +12,10 @@ from collections.abc import Callable
 from runner.techniques.break_even import COLD_S
 
 OVER = 1.5  # times the budget: nothing goes on after that
+WORTH = 10.0  # times what a judgement takes, saved by what is judged: then it is waited for
 FASTER = 2.0  # times as fast as the best so far: more is not to be hoped for
-FINAL_S = 6.0  # of the final at least: an interval takes six blocks
+FINAL_S = 6.0  # of the final at least
+FINAL_STEPS = 108  # and so many at `none`: twelve blocks, of three steps of `none` and its control
 STEPS = 100  # of the plain run that a judgement takes, all its runs together
 PRECISION = ("tf32", "amp")  # where these are on, numbers are judged without them too
 
@@ -28,6 +30,11 @@ class Budget:
         self.compiling_s = COLD_S
         self.judged = 1.0  # times as long as was estimated
 
+    @property
+    def final_s(self) -> float:
+        """Seconds that a final gets, however little is left."""
+        return max(FINAL_S, FINAL_STEPS * self.step_s)
+
     def left(self) -> float:
         """Seconds of it; below 0 once it is overdrawn."""
         return self.seconds - (self.clock() - self.began)
@@ -35,6 +42,10 @@ class Budget:
     def until_end(self) -> float:
         """Seconds until nothing goes on."""
         return max(0.0, self.left() + (OVER - 1) * self.seconds)
+
+    def for_judging(self, costs: float, gain: float) -> float:
+        """Seconds that a judgement may take, of what would save the run `gain` seconds."""
+        return max(self.until_end(), 2 * costs if gain >= WORTH * costs else 0.0)
 
     def starting(self, compiles: bool) -> float:
         """Seconds until a candidate has made its first steps."""

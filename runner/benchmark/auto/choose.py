@@ -165,9 +165,8 @@ def _searched(config: RunConfig, given: Given, look: Look) -> Found:
             space, crew, look.steps, auto.budget_s, BLOCK_S, time.monotonic, _say, config.seed
         )
 
-        def judged(name: str) -> Verdict:
-            waiting = partial(_say_waiting, name)
-            return judge.judge(by_name[name], None, search.budget.until_end(), waiting)
+        def judged(name: str, within_s: float) -> Verdict:
+            return judge.judge(by_name[name], None, within_s, partial(_say_waiting, name))
 
         found = decide(search, judged, limit)
     _say(effort(found))

@@ -13,8 +13,8 @@ from runner.benchmark.auto.space import NONE
 from runner.benchmark.auto.tried import CLEAR, NO_TIME, Found, Tried, by_preference, unpaid
 from runner.benchmark.blocks import ArmEnded
 
-Judge = Callable[[str], Verdict]
-"""Whether a candidate's numbers are right, by its name."""
+Judge = Callable[[str, float], Verdict]
+"""Whether a candidate's numbers are right, by its name; and the seconds that this may take."""
 SLOWER = "not shown to be faster than none"
 LESS = "less was to be expected of it than of those that were measured afresh"
 
@@ -179,15 +179,21 @@ def _too_late(row: Tried, found: Found) -> str:
     )
 
 
+def _gain(search: Search, row: Tried, known: float | None) -> float:
+    """Seconds that the run would be shorter by with it, as `known` or by its last heat."""
+    total = search.none_seconds()
+    return total - (search.planned(row) if known is None else total / known)
+
+
 def _unrewarding(search: Search, row: Tried, known: float | None) -> str:
     """Why it is not gone on with: that takes longer than it saves, or than there is time.
 
     `known`: what a final found it to be worth (`Tried.gain`); else its last heat says it, and the
     final is still to come.
     """
-    budget, total = search.budget, search.none_seconds()
+    budget, gain = search.budget, _gain(search, row, known)
     costs = budget.judging(row.techniques, row.compiles)
-    if costs > budget.until_end():
+    if costs > budget.for_judging(costs, gain):
         return (
             f"judging its numbers takes about {costs:.0f} s, and {OVER:g} times "
             f"optimization.auto.budget_s={search.budget_s:g} would be over before"
@@ -195,8 +201,8 @@ def _unrewarding(search: Search, row: Tried, known: float | None) -> str:
     if not search.must_pay:
         return ""
     if known is not None:
-        return budget.no_gain(costs, total - total / known)
-    return budget.no_gain(costs + budget.start_s + FINAL_S, total - search.planned(row))
+        return budget.no_gain(costs, gain)
+    return budget.no_gain(costs + budget.start_s + FINAL_S, gain)
 
 
 def _given_up(search: Search, row: Tried, known: float | None = None) -> bool:
@@ -216,7 +222,7 @@ def _may_be_taken(search: Search, row: Tried, judge: Judge, limit_bytes: float |
     estimate = search.budget.judging(row.techniques, row.compiles)
     began = search.clock()
     search.told(f"{row.name}: its numbers are judged, for about {estimate:.0f} s")
-    verdict = judge(row.name)
+    verdict = judge(row.name, search.budget.for_judging(estimate, _gain(search, row, row.gain)))
     search.budget.judged *= max(1.0, (search.clock() - began) / estimate)
     row.parity, row.parity_reason = verdict.parity, verdict.reason
     search.told(f"{row.name}: numbers: {row.parity or 'not known'} ({row.parity_reason})")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median
 
-from runner.benchmark.auto.budget import FINAL_S, Budget
+from runner.benchmark.auto.budget import Budget
 from runner.benchmark.auto.space import NONE, Candidate, Space
 from runner.benchmark.auto.team import Team
 from runner.benchmark.auto.tried import NO_TIME, Tried
@@ -92,7 +92,9 @@ class Search:
         self._start_control()
         names = [NONE, *([AGAIN] if AGAIN in self.alive else []), *(row.name for row in running)]
         judging = max([self.budget.judging(r.techniques, r.compiles) for r in running], default=0.0)
-        rule = Rule(FINAL.narrow, max(self.budget.left() - judging, FINAL_S), FINAL.looks)
+        rule = Rule(
+            FINAL.narrow, max(self.budget.left() - judging, self.budget.final_s), FINAL.looks
+        )
         measured = run_blocks(
             self.team.turn, names, NONE, rule, self.block_s, self.seed, self.clock
         )

@@ -54,7 +54,7 @@ def searched(
     limit_bytes: float | None = None,
 ) -> Found:
     search = Search(space, crew, steps, budget_s, 0.2, crew.clock, lambda line: None, crew.seed)
-    found = decide(search, judge, limit_bytes)
+    found = decide(search, lambda name, within_s: judge(name), limit_bytes)
     assert crew.alive == set()  # nothing is left running
     assert crew.most_alive <= ALIVE
     return found
@@ -156,6 +156,19 @@ def test_a_search_takes_half_its_budget_more_at_most_and_less_than_the_run_could
     found = searched(crew, steps=int(20 * budget_s), budget_s=budget_s, judge=judge)
     assert found.seconds < 1.5 * budget_s
     assert found.seconds == pytest.approx(crew.now)
+
+
+def test_what_saves_a_long_run_much_is_judged_though_the_budget_is_spent() -> None:
+    setup = {one.name: 45.0 if one.compiles else 4.0 for one in SPACE.all()}
+    speed = {one.name: 0.3 if one.compiles else 0.5 for one in SPACE.all()}
+    crew = PlantedCrew(speed, none_ms=600.0, setups=setup)
+
+    def judge(name: str) -> Verdict:
+        crew.now += 100.0
+        return right(name)
+
+    found = searched(crew, steps=40_000, budget_s=180.0, judge=judge)
+    assert "compile" in found.chosen
 
 
 def test_where_the_budget_is_too_small_for_any_candidate_nothing_but_none_is_begun() -> None:
