@@ -22,7 +22,7 @@ from runner.sweep.job import lifeline
 from runner.sweep.record import WELL
 
 LOG = "console.log"
-TAIL = 4000  # bytes of what it said, that are looked at
+TAIL = 1 << 16  # bytes of what it said, that are looked at
 GRACE_S = 20.0  # to write a checkpoint, for a job that has to end
 MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory", re.I)
 ASKED = {code for number in ENDS for code in (128 + number, -number)}  # how one ends that was

@@ -79,7 +79,7 @@ def _step_seconds(draft: Draft, enough: float) -> float:
                 fastest, timed = min(fastest, lap()), timed + 1
                 if timed >= LEAST and fastest < enough:
                     break
-        except Exception:  # noqa: BLE001  # the first went well: training will meet it, and say where
+        except Exception:  # the first went well: training will meet it, and say where
             log.debug("a pass that was timed failed", exc_info=True)
     for parameter in draft.model.parameters():
         parameter.grad = None

@@ -2,7 +2,7 @@
 
 Estimates come from what has been seen: how long `none` took to start, how long the last one took
 to compile and the last judgement to come. What was begun on a wrong one is ended once the search
-has taken `OVER` times its budget.
+has taken `OVER` times its budget, but for the judgement of what is `WORTH` waiting for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from runner.techniques.break_even import COLD_S
 
-OVER = 1.5  # times the budget: nothing goes on after that
+OVER = 1.5  # times the budget: what was begun is ended then
 WORTH = 10.0  # times what a judgement takes, saved by what is judged: then it is waited for
 FASTER = 2.0  # times as fast as the best so far: more is not to be hoped for
 FINAL_S = 6.0  # of the final at least
@@ -40,7 +40,7 @@ class Budget:
         return self.seconds - (self.clock() - self.began)
 
     def until_end(self) -> float:
-        """Seconds until nothing goes on."""
+        """Seconds until what was begun is ended."""
         return max(0.0, self.left() + (OVER - 1) * self.seconds)
 
     def for_judging(self, costs: float, gain: float) -> float:
