@@ -88,11 +88,8 @@ class _Nodes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run one."""
         values = fx.node.map_arg((n.args, n.kwargs), lambda used: self.env.get(used))
-        self.tracer.stated = self._frame(n, values), _place(n)
-        try:
+        with self.tracer.at(self._frame(n, values), _place(n)):
             return super().run_node(n)
-        finally:
-            self.tracer.stated = None
 
     def _frame(self, n: fx.Node, values: Any) -> Frame | None:
         for key in reversed(list(n.meta.get("nn_module_stack") or {})):

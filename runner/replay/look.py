@@ -135,10 +135,9 @@ class Look:
     def _script(self, run: Run, replay: Replay, compiled: bool) -> None:
         """Write it, and run it, to say whether it does what it is for."""
         config = config_of(self.capture, self.trusted)
+        cause = "" if replay.found.phase is Phase.nowhere else replay.found.cause
         try:
-            path = script.write(
-                run, self.capture, config, self.folder, replay.found.cause, compiled
-            )
+            path = script.write(run, self.capture, config, self.folder, cause, compiled)
         except OSError as error:
             log.warning("replay: no reproduce.py: %s", error)
             return
@@ -222,9 +221,9 @@ def _by_phase(found: Found, samples: Sequence[int]) -> list[str]:
         ]
     if found.phase is Phase.backward:
         return [
-            "The value is finite and its slope is not: add a small number inside the root, the "
-            "norm or the quotient, or choose the safe input before it (torch.where on the input, "
-            "not on the result)."
+            "The value is finite and its slope is not. Where that line is a backward or a hook of "
+            "your own, mend it; else add a small number inside the root, the norm or the quotient, "
+            "or choose the safe input before it (torch.where on the input, not on the result)."
         ]
     if found.phase is Phase.spike:
         lower = "Lower stability.clip_norm or optimizer.lr"

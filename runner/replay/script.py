@@ -1,7 +1,7 @@
 """The bad step as a script that needs torch, safetensors and the model's own class, and no runner.
 
-reproduce.py               forward, loss and backward; says where it goes bad, exits with 3 if so
-reproduce/weights.safetensors, batch.pt, watch.py
+reproduce.py               forward, loss and backward; exits with 3 and what the replay says if bad
+reproduce/weights.safetensors, batch.pt
 reproduce/model_code/      where the model is one of ours: the files it is made of
 """
 
@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from runner.captures.opening import Capture
 from runner.config import RunConfig
 from runner.masking import masked
-from runner.replay import watch
 from runner.replay.construction import loss_code, model_code
 from runner.run import Run
 from runner.security.secrets import STANDS
@@ -50,8 +49,7 @@ from torch.nn import functional as F
 
 FILES = Path(__file__).resolve().parent / "{files}"
 sys.path[:0] = [str(FILES)]
-{paths}from watch import Watch
-
+{paths}
 {imports}
 
 device = torch.device({device})
@@ -59,7 +57,6 @@ torch.set_num_threads({threads:d})
 model = {model}
 model.load_state_dict(load_file(FILES / "weights.safetensors"), strict={strict})
 model.to(device).train()
-watch = {watch}
 saved = torch.load(FILES / "batch.pt", weights_only=True, map_location=device)
 inputs, target = saved["inputs"], saved["target"]
 
@@ -96,14 +93,12 @@ def rows(value, which):
 try:
 {passes}except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
-    print((watch.verdict(inputs) if watch else "") or "raised outside the model's modules")
     sys.exit({exit})
 gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
 norm = float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt()){unscaled}
 print(f"loss {{loss:g}}, gradient norm {{norm:g}}")
 bad = {bad}
-said = watch.verdict(inputs, loss) if watch else ""
-print(said or ({found!r} if bad else "all is finite"))
+print({found!r} if bad else "all is finite")
 sys.exit({exit} if bad else 0)
 '''
 
@@ -113,7 +108,7 @@ def write(
 ) -> Path | None:
     """The script for a run that stands before the bad step; None where the loss needs the runner.
 
-    `found` is what the replay says, for faults that no hook can see; `compiled` compiles the model.
+    `found` is what the replay says of the step; `compiled` compiles the model.
     """
     loss = loss_code(run, config)
     if loss is None:
@@ -121,7 +116,6 @@ def write(
     files = folder / FILES
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir(parents=True)
-    shutil.copyfile(str(watch.__file__), files / "watch.py")
     state = run.model.state_dict()
     kept = {n: t.detach().cpu().contiguous().clone() for n, t in state.items() if _tensor(t)}
     save_file(kept, files / "weights.safetensors")
@@ -141,12 +135,12 @@ def write(
             imports="\n".join(imports) or "# all of it is torch's",
             device=_device(run), threads=capture.manifest.threads,
             model=model.expression,
-            strict=len(kept) == len(state), watch="None" if compiled else "Watch(model)",
+            strict=len(kept) == len(state),
             call="torch.compile(model)" if compiled else "model", cast=cast, loss=loss.expression,
             noise=NOISE if random_state else "", seed=mix(run.seed, capture.step),
             passes=_passes(len(_first(target)), run.micro_batch, autocast, scale),
             unscaled="" if scale == 1.0 else f" / {scale}",
-            found=f"bad: {found}",
+            found=f"bad: {found}" if found else "bad",
             exit=BAD,
             bad=_bad(capture),
         )

@@ -83,9 +83,9 @@ def exception(error: Exception, tracer: Tracer) -> Found:
     """Where it was raised."""
     where = line.raised(error.__traceback__)
     said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    frame = tracer.raised
-    if frame is None:
+    if tracer.raised is None:
         return Found(Phase.exception, f"outside the model: {said}", line=where)
+    frame = tracer.raised[1]
     found = _at(frame, Found(Phase.exception, f"{label(frame.name, frame.module)} raised {said}"))
     found.line = where
     return found
@@ -107,7 +107,7 @@ def batch_tensors(batch: Batch) -> list[tuple[str, Tensor]]:
 
 def _prepared(run: Run, batch: Batch) -> Tracer:
     """A tracer that knows what was there before the step."""
-    tracer = Tracer()
+    tracer = Tracer(run.model)
     for buffer in run.model.buffers():
         tracer.on_purpose(buffer)  # `weights` has looked at them: what is left is a mask
     for name, tensor in batch_tensors(batch):

@@ -1,21 +1,28 @@
-"""Watches every operation of a step, and remembers where each NaN and Inf came from.
+"""Record where each NaN and Inf of a step was made: operation, module and line.
 
-Not every one is a fault: a mask is filled with -Inf on purpose, and what is taken of log(0) may be
-thrown away again. So each value that is not finite carries along the event that it began with,
-through views, in-place writes and the backward pass; asked about is the one that the loss, or a
-gradient, ended up with. It looks at each operation's inputs and outputs: for replays only.
+A dispatch mode sees every operation of forward and backward. A value that is not finite carries the
+event that made it through views, in-place writes and the backward pass. An operation in the
+backward belongs to the module that made its autograd node, the gradient of a parameter to the
+module that owns it, and a tensor hook to the module that registered it. What a node returns is
+checked too: a gradient may be made by code that dispatches nothing, such as numpy.
+
+An Inf written as a constant in the forward may be a mask, so its event is `weak`: blamed only if it
+reaches the loss as it is, or breaks an operation that no mask is for. No gradient is a mask.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,56 +33,76 @@ from runner.replay.line import Place
 from runner.replay.statistics import FINITE, INF, NAN, bad_samples, level, stats, tensors
 
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
-"""What these return is whatever the memory held."""
+"""Operations whose result is uninitialised memory."""
 WRITTEN_OVER = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
-"""What their first argument held is gone."""
+"""Operations that replace all of their first argument."""
+MASKED = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub", "exp")
+"""Prefixes of operations that -Inf masks are meant for: NaN of nothing but -Inf is their doing."""
+OWNER = "runner.replay"  # key in the metadata of an autograd node
+
+Owner = tuple["Frame | None", Place | None]
+"""The module call and the line that something belongs to; no call: the objective."""
 
 
 @dataclass
 class Frame:
-    """A call of a module."""
+    """One call of a module."""
 
     name: str  # dotted; empty for the model itself
     module: nn.Module
     inputs: list[Stats]
+    node: Any = None  # autograd node that the call is a recomputation for
 
 
 @dataclass
 class Event:
-    """An operation that made something not finite of finite numbers, NaN of Inf, or that is the
-    first to see what no operation made.
-    """
+    """An operation that made NaN or Inf of finite values, or NaN of Inf."""
 
-    operation: str
+    operation: str  # empty: it was there before the step
     frame: Frame | None  # None: outside the model, so the objective
     place: Place | None
     backward: bool = False
-    seed: str = ""  # it came from outside: which tensor
-    parent: Event | None = None  # where its own input's Inf came from
+    seed: str = ""  # name of the batch tensor that it came with
+    parent: Event | None = None  # event of its own operand
     outputs: list[Stats] = field(default_factory=list)
     made: str = "NaN"  # NaN | Inf
     of: str = "finite numbers"
-    samples: list[int] = field(default_factory=list)  # rows of the output that it is in
+    samples: list[int] = field(default_factory=list)  # rows of the output that hold it
+    weak: bool = False  # a mask, perhaps, or recomputed outside of any module
 
     def root(self) -> Event:
-        """Where it all began."""
+        """The first event of the chain."""
         event = self
         while event.parent is not None:
             event = event.parent
         return event
 
 
+@dataclass
+class _Operands:
+    """What is not finite among the arguments of an operation."""
+
+    level: int = FINITE  # of its tensors
+    constant: int = FINITE  # of its Python numbers
+    event: Event | None = None  # of the worst tensor
+    only_minus_inf: bool = True
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it around a step; `watching` a model tells it which module runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
         self.stack: list[Frame] = []
-        self.raised: Frame | None = None  # innermost module that let an exception out
-        self.calls: dict[str, Frame] = {}  # the last of each module
-        self.origins: dict[int, Event | None] = {}  # by storage; None: on purpose
-        self.at: dict[int, tuple[Frame | None, Place | None]] = {}  # by autograd's sequence number
-        self.stated: tuple[Frame | None, Place | None] | None = None  # by who knows it better
+        self.raised: tuple[Exception, Frame] | None = None  # by the innermost module
+        self.calls: dict[str, Frame] = {}  # the last call of each module
+        self.origins: dict[object, Event] = {}  # by storage
+        self.parameters = {id(p): name for name, p in model.named_parameters()}
+        # by thread, since autograd numbers the nodes of each thread: at which number a frame began
+        self.turns: dict[int, list[tuple[int, Frame | None]]] = {}
+        self.places: dict[tuple[int, int], Place | None] = {}  # by thread and number of a node
+        self.stated: Owner | None = None  # see `at`
         self.resting = False
 
     def seed(self, name: str, tensor: Tensor) -> None:
@@ -84,118 +111,234 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.origins[_storage(tensor)] = Event("", None, None, seed=name)
 
     def on_purpose(self, tensor: Tensor) -> None:
-        """Say that what is not finite in it is meant so."""
-        self.origins[_storage(tensor)] = None
+        """Say that Inf in it is a mask."""
+        self.origins[_storage(tensor)] = Event("", None, None, weak=True)
 
     def origin(self, tensor: Tensor) -> Event | None:
-        """Where what is not finite in it began."""
+        """The event that its NaN or Inf began with."""
         event = self.origins.get(_storage(tensor)) if level(tensor) != FINITE else None
-        return None if event is None else event.root()
+        root = None if event is None else event.root()
+        return root if root is not None and (root.operation or root.seed) else None
 
     # -- operations ----------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute it, and look at what came out."""
+        """Compute it, and record what is not finite in the result."""
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        node: Any = torch._C._current_autograd_node()
-        if node is None:  # the node that it belongs to was the last one made
-            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-            if number not in self.at:
-                self.at[number] = self._whereabouts()
-        before, origin, told, written = FINITE, None, False, False
-        leaves = tree_leaves((args, kwargs))
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                if i == 0 and name in WRITTEN_OVER:
-                    continue
-                found = level(leaf)
-                before = max(before, found)
-                known = self.origins.get(_storage(leaf))
-                if found != FINITE and origin is None:
-                    origin, told = known, told or _storage(leaf) in self.origins
-            elif isinstance(leaf, float) and leaf - leaf != 0.0:
-                before, told = max(before, INF), True  # written there by hand
-                written = written or leaf != leaf  # NaN: nobody does that to mask something
+        said = str(func).removeprefix("aten.").removesuffix(".default")
+        leaves = tree_leaves((args, {k: v for k, v in kwargs.items() if k != "out"}))
+        self._tag_nodes(leaves)
+        operands = self._operands(leaves[1:] if name in WRITTEN_OVER else leaves, said)
         output = func(*args, **kwargs)
-        if name in UNWRITTEN:
-            return output
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                after = level(leaf)
-                if after != FINITE:
-                    begins = after > before
-                    if begins or not told:
-                        said = str(func).removeprefix("aten.").removesuffix(".default")
-                        said = said if begins else f"code that torch does not see, before {said}"
-                        origin, told = self._event(said, node, leaf, origin), True
-                        origin.made = "NaN" if after == NAN else "Inf"
-                        if written or not begins:
-                            origin.of = f"{origin.made} that no operation made"
-                        else:
-                            origin.of = "finite numbers" if before == FINITE else "Inf"
-                    self.origins[_storage(leaf)] = origin
+        if name not in UNWRITTEN:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    self._record(name, said, operands, leaf)
         return output
 
-    def _event(self, name: str, node: Any, output: Tensor, parent: Event | None) -> Event:
-        frame, place = self._whereabouts()
-        if node is not None:
-            of_forward = self.at.get(node._sequence_nr())
-            if of_forward is not None:
-                frame, place = of_forward[0], place or of_forward[1]
-            name = f"{name} in {node.name()}"
-        event = Event(name, frame, place, node is not None, parent=parent)
-        made = f"result of {name.partition('.')[0]}" if node is None else "gradient"
-        event.outputs = [stats(made, output)]
-        event.samples = bad_samples(output)
+    def _operands(self, leaves: list[Any], said: str) -> _Operands:
+        found = _Operands()
+        for leaf in leaves:
+            if isinstance(leaf, float) and leaf - leaf != 0.0:
+                found.constant = max(found.constant, INF if leaf == leaf else NAN)
+            elif isinstance(leaf, Tensor) and (amount := level(leaf)) != FINITE:
+                event = self.origins.get(_storage(leaf))
+                if event is None:
+                    event = self._unseen(leaf, f"code that torch does not see, before {said}")
+                best = found.event
+                if best is None or (amount, best.weak) > (found.level, event.weak):
+                    found.event = event
+                found.level = max(found.level, amount)
+                found.only_minus_inf &= amount == INF and not bool((leaf == torch.inf).any())
+        return found
+
+    def _record(self, name: str, said: str, operands: _Operands, output: Tensor) -> None:
+        """Give an output that is not finite its event: a new one, or that of the operands."""
+        after, event = level(output), operands.event
+        if after == FINITE or (event and event is self.origins.get(_storage(output))):
+            return  # finite, or a view
+        before, made = max(operands.level, operands.constant), _name(after)
+        frame, backward = self._owner()[0], self._in_backward()
+        of = "finite numbers" if before == FINITE else "Inf"
+        if operands.constant == after:
+            of = f"{made} that no operation made"
+        if event is None:
+            weak = of.startswith("Inf that") and not backward
+            event = self._event(said, output, of, weak=weak)
+        elif after > operands.level:
+            excused = self._is_excused(event, frame, backward) or (
+                event.weak and operands.only_minus_inf and name.startswith(MASKED)
+            )
+            event = self._event(said, output, of, None if excused else event)
+        elif backward and (event.weak or self._is_excused(event, frame, backward)):
+            of = f"{made} that no operation made" if event.weak else "Inf"
+            event = self._event(said, output, of)
+        self.origins[_storage(output)] = event
+
+    @staticmethod
+    def _is_excused(event: Event, frame: Frame | None, backward: bool) -> bool:
+        """Whether an operation of `frame` is the better culprit than its operand's event."""
+        if event.seed:
+            return False
+        own = _module(event.frame) == _module(frame)
+        own = own and (event.weak or event.backward != backward)
+        return own or not event.operation
+
+    def _event(
+        self, said: str, output: Tensor, of: str, parent: Event | None = None, weak: bool = False
+    ) -> Event:
+        node, backward = _current_node(), self._in_backward()
+        frame, place = self._owner()
+        made = f"result of {said.partition('.')[0]}"
+        if node is not None and not self._is_recomputed(node):
+            said, made = f"{said} in {node.name()}", "gradient"
+            weak = weak or not backward
+        return Event(
+            said, frame, place, made == "gradient", "", parent, [stats(made, output)],
+            _name(level(output)), of, bad_samples(output), weak,
+        )  # fmt: skip
+
+    def _unseen(self, tensor: Tensor, said: str) -> Event:
+        """The event of a tensor that no operation made; the host waits."""
+        amount = level(tensor)
+        weak = amount == INF and not self._in_backward()
+        event = self._event(said, tensor, f"{_name(amount)} that no operation made", weak=weak)
+        self.origins[_storage(tensor)] = event
         return event
 
-    def _whereabouts(self) -> tuple[Frame | None, Place | None]:
+    # -- what belongs to whom ------------------------------------------------------------------
+
+    def _in_backward(self) -> bool:
+        """Whether a gradient is computed, and no forward once more for it."""
+        node = _current_node()
+        return node is not None and not (torch.is_grad_enabled() or self._is_recomputed(node))
+
+    def _is_recomputed(self, node: Any) -> bool:
+        return bool(self.stack) and self.stack[-1].node is node
+
+    def _owner(self) -> Owner:
+        """Of the operation that runs."""
+        node = _current_node()
         if self.stated is not None:
-            return self.stated
-        return (self.stack[-1] if self.stack else None), line.here()
+            frame, place = self.stated
+            return frame, place or line.here()
+        if node is None or self._is_recomputed(node):
+            return self._top(), line.here()
+        frame, place = self._owner_of(node)
+        return frame, line.here() or place
+
+    def _owner_of(self, node: Any) -> Owner:
+        """Of an autograd node: the call that made it, or has its parameter."""
+        name = self.parameters.get(id(getattr(node, "variable", None)))
+        if name is None:
+            owner: Owner = node.metadata.get(OWNER, (None, None))
+            return owner
+        name = name.rpartition(".")[0]
+        return self.calls.get(name) or Frame(name, self.model.get_submodule(name), []), None
+
+    def _tag_nodes(self, leaves: list[Any]) -> None:
+        """Note the owner of each new node, and have what it will return checked."""
+        thread, current = threading.get_ident(), _current_node()
+        turns = self.turns.get(thread) or [(0, None)]
+        if current is None or torch.is_grad_enabled():
+            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            if number >= turns[-1][0] and (thread, number) not in self.places:
+                self.places[thread, number] = self._owner()[1]  # the last node made is this one's
+        for leaf in leaves:
+            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            if node is None or OWNER in node.metadata:
+                continue
+            number = node._sequence_nr()
+            frame = turns[max(0, bisect_right(turns, number, key=lambda turn: turn[0]) - 1)][1]
+            place = self.places.get((thread, number))
+            if frame is None and current is not None:  # in a recomputation outside of any module
+                frame = self._owner_of(current)[0]
+            node.metadata[OWNER] = frame, place
+            node.register_hook(partial(self._check_returned, frame, place))
+
+    def _check_returned(
+        self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
+    ) -> None:
+        """Give values that are not finite an event of this owner, where no operation did."""
+        with self._quietly(), self.at(frame, place), torch.no_grad():
+            for value in values:
+                if isinstance(value, Tensor) and level(value) != FINITE:
+                    event = self.origins.get(_storage(value))
+                    if event is None or (event.weak and self._in_backward()):
+                        self._unseen(value, "code that torch does not see")
 
     # -- modules -------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Follow which of the model's modules runs."""
-        handles = []
-        for name, module in modes.hookable(model):
-            handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
-            handles.append(
-                module.register_forward_hook(self._leaving(name), with_kwargs=True,
-                                             always_call=True)
-            )  # fmt: skip
+        """Follow which of the model's modules runs, and which registers a tensor hook."""
+        with ExitStack() as stack:
+            for name, module in modes.hookable(model):
+                before = module._compiled_call_impl
+                call = partial(self._call, name, module, before or module._call_impl)
+                module._compiled_call_impl = call  # around all hooks of the module, unlike a hook
+                stack.callback(setattr, module, "_compiled_call_impl", before)
+            register = Tensor.register_hook
+
+            def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+                return register(tensor, partial(self._call_hook, self._top(), hook))  # type: ignore[no-untyped-call]
+
+            Tensor.register_hook = register_hook  # type: ignore[method-assign]
+            stack.callback(setattr, Tensor, "register_hook", register)
+            yield
+
+    def _call(
+        self, name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._check_returned(self._top(), None, tree_leaves((args, kwargs)))
+        with self._quietly():
+            found = [stats(n, t) for n, t in tensors(named(args, kwargs))]
+        frame = self.calls[name] = Frame(name, module, found, _current_node())
+        self.stack.append(frame)
+        self._mark(frame)
+        try:
+            output = call(*args, **kwargs)
+            leaves = tree_leaves(output)
+            self._tag_nodes(leaves)
+            self._check_returned(frame, None, leaves)
+            return output
+        except Exception as error:
+            if self.raised is None or self.raised[0] not in (error, error.__context__):
+                self.raised = error, frame
+            raise
+        finally:
+            self.stack.pop()
+            self._mark(self._top())
+
+    def _call_hook(self, frame: Frame | None, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
+        with self.at(frame, None):
+            result = hook(grad)
+        self._check_returned(frame, None, [result])
+        return result
+
+    def _top(self) -> Frame | None:
+        return self.stack[-1] if self.stack else None
+
+    def _mark(self, frame: Frame | None) -> None:
+        """Nodes made from now on are of `frame`."""
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.turns.setdefault(threading.get_ident(), [(0, None)]).append((number, frame))
+
+    @contextmanager
+    def at(self, frame: Frame | None, place: Place | None) -> Iterator[None]:
+        """Operations within belong to `frame`, and to `place` where it is known."""
+        before, self.stated = self.stated, (frame, place)
+        self._mark(frame)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with self._quietly():
-                found = [stats(n, t) for n, t in tensors(named(args, kwargs))]
-            self.calls[name] = Frame(name, module, found)
-            self.stack.append(self.calls[name])
-
-        return enter
-
-    def _leaving(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            while self.stack and self.stack[-1].module is not module:  # one was broken off
-                self.stack.pop()
-            frame = self.stack.pop() if self.stack else None
-            if sys.exc_info()[1] is not None:
-                self.raised = self.raised or frame
-                return
-
-        return leave
+            self.stated = before
+            self._mark(self._top())
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -207,15 +350,28 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def named(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a module is called with, by name or position."""
+    """The arguments of a call by name or position."""
     places = {"input" if i == 0 else f"input{i + 1}": value for i, value in enumerate(args)}
     return {**places, **kwargs}
 
 
-def _storage(tensor: Tensor) -> int:
+def _module(frame: Frame | None) -> str | None:
+    return None if frame is None else frame.name
+
+
+def _current_node() -> Any:
+    return torch._C._current_autograd_node()
+
+
+def _name(amount: int) -> str:
+    return "NaN" if amount == NAN else "Inf"
+
+
+def _storage(tensor: Tensor) -> object:
+    """Its storage as a key that no later storage shares."""
     if tensor.is_sparse:
         tensor = tensor._values()
     try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):  # it has none
         return id(tensor)

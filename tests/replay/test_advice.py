@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from runner import compose
 from runner.captures.manifest import FOLDER
 from runner.jobs.replay import main
@@ -14,7 +12,6 @@ from runner.replay import page
 from runner.replay.findings import Attempt, Found, Phase, Replay
 from runner.replay.look import advice
 from runner.replay.spike import spike
-from runner.replay.watch import Watch
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 
@@ -82,10 +79,6 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
 def test_an_exception_has_advice_and_the_script_names_the_model_itself() -> None:
     found = Found(Phase.exception, "the model (Net) raised ValueError: no", "", "Net")
     assert "what it is given" in advice(a_replay(found, kind="exception"))[0]
-    model = torch.nn.ReLU()
-    watch = Watch(model)
-    watch.forward.append("")
-    assert watch.verdict(torch.ones(1)) == "forward: the model itself (ReLU)"
 
 
 def test_the_page_does_not_stutter() -> None:
