@@ -1,15 +1,15 @@
 """A benchmark held against a stored one: what got slower, fatter or numerically different.
 
-Arms are held against the reference of their own session, block by block, and what is compared are
-these speed-ups: what the machine does to all arms of a session cancels. Times by themselves, such
-as the reference's, are those of the machine too; they count where it was quiet both times. Memory
-and losses are compared as they are.
+Arms are held against the reference of their own session, block by block, and these speed-ups are
+compared: what the machine does to all arms of a session cancels. Times by themselves, such as the
+reference's, are those of the machine too; they count where it was quiet both times. Where all arms
+changed, that is stated of all of them. Memory and losses are compared as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from runner.benchmark.baseline import KEY, PARITY
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import differences, machine
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
-from runner.benchmark.statistics import CONFIDENCE, unpaired
+from runner.benchmark.statistics import CONFIDENCE, Estimate, unpaired
 from runner.errors import ConfigError
 from runner.record.console import one_line
 
@@ -132,10 +132,11 @@ def _slower(
     tolerance: float,
     found: Against,
 ) -> Iterator[str]:
-    """The reference by its time, the others by theirs next to it; all by time where it is missing.
+    """The reference by its time, the others by theirs next to it.
 
-    A speed-up is a ratio of two processes and has the noise floor of its session, so the ratio of
-    two speed-ups has that of both.
+    Where a session lacks the reference, the arm whose time changed by the median takes its place. A
+    speed-up is a ratio of two processes and has the noise floor of its session, so the ratio of two
+    speed-ups has that of both.
     """
     if now.compared != then.compared:  # an arm with data workers came or went
         found.notes.append(
@@ -147,28 +148,73 @@ def _slower(
         found.notes.append("times are not compared: a noise floor of the two is not known")
         return
     timed = [(a, b) for a, b in pairs if a.per_sample_ms and b.per_sample_ms]
-    beside = next(((a, b) for a, b in timed if a.name == now.reference), None)
+    if not timed:
+        return
     limit = max(math.hypot(now.noise_floor, then.noise_floor), tolerance)
-    alpha = (1 - CONFIDENCE) / max(1, len(timed))
-    unquiet = _unquiet(now.load, then.load)
+    alpha = (1 - CONFIDENCE) / len(timed)
+    changes = {a.name: unpaired(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
+    ordered = sorted(timed, key=lambda pair: changes[pair[0].name].ratio)
+    middle = ordered[len(ordered) // 2]
+    beside = next((pair for pair in timed if pair[0].name == now.reference), middle)
+    name, unquiet = beside[0].name, _unquiet(now.load, then.load)
+    common = _times_as_long(changes[name]) if _is_common(changes.values(), limit) else ""
+    yield from _by_itself(beside, changes[name], limit, alpha, found, unquiet, common, len(timed))
     for arm, old in timed:
-        if beside is not None and arm is not beside[0]:
+        if arm is not beside[0]:
             times = [_next_to(one, plain) for one, plain in zip((arm, old), beside, strict=True)]
-            said = list(_longer(arm.name, times, limit, alpha, found, now.reference))
-            by_itself = unpaired(old.per_sample_ms, arm.per_sample_ms, alpha).ratio
-            if unquiet or by_itself < 1 / (1 + limit):
+            held = f", held against {one_line(name)}"
+            held += f", beyond the {common} of all arms" if common else ""
+            said = list(_longer(arm.name, times, limit, alpha, found, name, held))
+            if unquiet or changes[arm.name].ratio < 1 / (1 + limit):
                 yield from said
             else:  # it is the reference that takes less time
                 found.notes += [f"{one}; by itself it is within that" for one in said]
-        elif not unquiet:
-            times = [arm.per_sample_ms, old.per_sample_ms]
-            yield from _longer(arm.name, times, limit, alpha, found, "")
+
+
+def _by_itself(
+    pair: tuple[ArmResult, ArmResult],
+    change: Estimate,
+    limit: float,
+    alpha: float,
+    found: Against,
+    unquiet: str,
+    common: str,
+    arms: int,
+) -> Iterator[str]:
+    """What the time of the reference says: of all arms where they changed alike, else of itself."""
+    name = one_line(pair[0].name)
+    if common:
+        more = "longer" if change.ratio < 1 else "less time"
+        text = (
+            f"all arms took {more} per sample: {common}, by {name}; the machine changed or code "
+            "that they share, and a new baseline of the old code tells which"
+        )
+        if more == "longer" and not unquiet:
+            yield text
         else:
-            ratio = unpaired(old.per_sample_ms, arm.per_sample_ms, alpha).ratio
-            found.notes.append(
-                f"{one_line(arm.name)} took {1 / ratio:.2f} times as long per sample by itself, "
-                f"which is not judged: {unquiet}"
-            )
+            found.notes.append(f"{text}; not judged: {unquiet}" if unquiet else text)
+    elif not unquiet:
+        held = ", which one arm alone cannot tell from a slower machine" if arms == 1 else ""
+        times = [one.per_sample_ms for one in pair]
+        yield from _longer(pair[0].name, times, limit, alpha, found, "", held)
+    else:
+        found.notes.append(
+            f"{name} took {1 / change.ratio:.2f} times as long per sample by itself, which is not "
+            f"judged: {unquiet}"
+        )
+
+
+def _is_common(changes: Iterable[Estimate], limit: float) -> bool:
+    """Whether several arms all got slower, or all faster, by more than the limit."""
+    changes = list(changes)
+    slower = [change.high < 1 and change.ratio < 1 / (1 + limit) for change in changes]
+    faster = [change.low > 1 and change.ratio > 1 + limit for change in changes]
+    return len(changes) > 1 and (all(slower) or all(faster))
+
+
+def _times_as_long(change: Estimate) -> str:
+    low, middle, high = (1 / ratio for ratio in (change.high, change.ratio, change.low))
+    return f"{middle:.2f} times as long ({low:.2f} to {high:.2f})"
 
 
 def _next_to(arm: ArmResult, plain: ArmResult) -> list[float]:
@@ -197,8 +243,12 @@ def _longer(
     alpha: float,
     found: Against,
     beside: str,
+    held: str,
 ) -> Iterator[str]:
-    """Whether the first of the two `times`, those of now, are longer by more than the limit."""
+    """Whether the first of the two `times`, those of now, are longer by more than the limit.
+
+    `held` says against what they are held.
+    """
     now, then = times
     estimate = unpaired(then, now, alpha)
     known = math.isfinite(estimate.width)
@@ -211,7 +261,7 @@ def _longer(
             "limit": limit,
         }
     )
-    name, held = one_line(name), f", held against {one_line(beside)}" if beside else ""
+    name = one_line(name)
     if not known:
         found.notes.append(f"{name}: too few blocks to compare its times")
     elif estimate.high < 1 and estimate.ratio < 1 / (1 + limit):

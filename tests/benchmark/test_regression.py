@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from runner.benchmark.machine import machine
 from runner.benchmark.regression import Against, against, stored
 from runner.benchmark.result import ArmResult, BenchmarkResult, Load
 from runner.errors import ConfigError
+from runner.report.comparison import of_benchmark
+from runner.report.verdicts import conclusion
 
 MIB = 1 << 20
 SETTINGS = BenchmarkConfig(baseline="old")
@@ -78,10 +81,81 @@ def test_what_got_faster_is_a_note() -> None:
     assert "less time" in found.notes[0]
 
 
-def test_when_all_are_slower_alike_only_the_references_time_tells() -> None:
-    found = held(result(1, none=1.3, ultra=0.65))
-    assert len(found.regressions) == 1
-    assert found.regressions[0].startswith("none takes ")
+BUSY = Load(others=0.6, stolen=0.0)
+ALL = "all arms took longer per sample: "
+
+
+def test_a_change_of_all_arms_is_stated_of_all_and_of_no_single_one() -> None:
+    for seed in range(20):
+        now = result(seed, none=3.0, ultra=1.5)
+        (said,) = held(now).regressions
+        assert said.startswith(ALL)
+        now.load = BUSY
+        found = held(now)
+        assert found.regressions == []
+        assert found.notes[0].startswith(ALL) and "not judged: other processes" in found.notes[0]
+
+
+def test_the_factor_of_all_arms_comes_with_its_interval() -> None:
+    (said,) = held(result(1, none=3.0, ultra=1.5)).regressions
+    factor, low, high = map(float, re.findall(r"\d\.\d\d", said))
+    assert low < factor < high
+    assert low < 3.0 < high < 1.05 * low
+    faster = held(result(1, none=0.5, ultra=0.25))
+    assert faster.regressions == []
+    assert "all arms took less time per sample: 0.5" in faster.notes[0]
+
+
+@pytest.mark.parametrize("load", [Load(others=0.01, stolen=0.0), BUSY], ids=["quiet", "busy"])
+def test_what_one_arm_takes_beyond_the_change_of_all_is_judged(load: Load) -> None:
+    for seed in range(20):
+        now = result(seed, none=3.0, ultra=1.5 * 1.27)
+        now.load = load
+        found = held(now)
+        (said,) = (one for one in found.regressions if not one.startswith(ALL))
+        assert re.match(r"ultra takes 2\d\.\d% more time per sample, held against none", said)
+        assert re.search(r"beyond the [23]\.\d\d times as long \(.*\) of all arms", said)
+        assert any(one.startswith(ALL) for one in [*found.regressions, *found.notes])
+
+
+@pytest.mark.parametrize("slower", ["none", "ultra"])
+def test_what_one_arm_alone_takes_is_no_change_of_all(slower: str) -> None:
+    for seed in range(20):
+        middle = {"none": 1.0, "ultra": 0.5}
+        middle[slower] *= 1.27
+        found = held(result(seed, **middle))
+        assert [one.split(" takes ")[0] for one in found.regressions] == [slower]
+        assert not any("all arms" in one for one in found.plain()["sentences"])
+
+
+@pytest.mark.parametrize("load", [Load(others=0.01, stolen=0.0), BUSY], ids=["quiet", "busy"])
+def test_without_the_reference_arms_are_held_against_the_one_of_the_median_change(
+    load: Load,
+) -> None:
+    then, now = result(100), result(1, none=3.0, ultra=1.5 * 1.27)
+    now.load = load
+    for one in (then, now):
+        one.reference = "gone"
+        one.arms.append(deepcopy(one.arms[0]))
+        one.arms[2].name = "third"
+    found = held(now, then)
+    assert any(one.startswith(ALL) for one in [*found.regressions, *found.notes])
+    (said,) = (one for one in found.regressions if not one.startswith(ALL))
+    assert said.startswith("ultra takes ") and "beyond the" in said
+
+
+def test_of_one_arm_it_is_said_that_the_machine_may_be_what_changed() -> None:
+    then, now = result(100), result(1, none=3.0)
+    now.arms = now.arms[:1]
+    (said,) = held(now, then).regressions
+    assert "none takes " in said and "one arm alone cannot tell from a slower machine" in said
+
+
+def test_the_page_tells_the_change_of_all_before_what_is_left() -> None:
+    now = result(1, none=3.0, ultra=1.5 * 1.27)
+    now.baseline = held(now).plain()
+    text = " ".join(one.text for one in conclusion(of_benchmark(now, None)))
+    assert 0 < text.index(ALL) < text.index("of all arms")
 
 
 @pytest.mark.parametrize("when", [0, 1])
@@ -90,7 +164,7 @@ def test_times_of_a_busy_machine_are_not_blamed_on_the_code(when: int) -> None:
     pair[when].load.others = 0.6
     found = held(*pair)
     assert found.regressions == []
-    assert "none took 1.9" in found.notes[0] and "is not judged: other processes" in found.notes[0]
+    assert f"{ALL}1.9" in found.notes[0] and "not judged: other processes" in found.notes[0]
     pair[0].arms[1].per_sample_ms = times(1.3, 7)  # beside the others it still shows
     (said,) = held(*pair).regressions
     assert said.startswith("ultra takes ") and "held against none" in said
@@ -100,7 +174,7 @@ def test_a_load_that_is_not_known_is_not_taken_for_quiet() -> None:
     now = result(1, none=1.9, ultra=0.95)
     now.load = Load()
     assert held(now).regressions == []
-    assert "is not known of both" in held(now).notes[0]
+    assert "not judged: how busy the machine was is not known of both" in held(now).notes[0]
 
 
 def test_a_reference_that_got_faster_makes_no_regression_of_the_others() -> None:
