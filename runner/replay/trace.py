@@ -83,9 +83,10 @@ def exception(error: Exception, tracer: Tracer) -> Found:
     """Where it was raised."""
     where = line.raised(error.__traceback__)
     said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    if tracer.raised is None:
+    frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
+    if frame is None:
         return Found(Phase.exception, f"outside the model: {said}", line=where)
-    frame = tracer.raised[1]
+    said += " in the backward" if tracer.raised is None else ""
     found = _at(frame, Found(Phase.exception, f"{label(frame.name, frame.module)} raised {said}"))
     found.line = where
     return found

@@ -96,6 +96,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.model = model
         self.stack: list[Frame] = []
         self.raised: tuple[Exception, Frame] | None = None  # by the innermost module
+        self.backward_of: Frame | None = None  # whose node runs, or ran last in this backward
         self.calls: dict[str, Frame] = {}  # the last call of each module
         self.origins: dict[object, Event] = {}  # by storage
         self.parameters = {id(p): name for name, p in model.named_parameters()}
@@ -158,36 +159,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _record(self, name: str, said: str, operands: _Operands, output: Tensor) -> None:
-        """Give an output that is not finite its event: a new one, or that of the operands."""
+        """Give an output that is not finite the event of its operands, or a new one."""
         after, event = level(output), operands.event
-        if after == FINITE or (event and event is self.origins.get(_storage(output))):
-            return  # finite, or a view
-        before, made = max(operands.level, operands.constant), _name(after)
-        frame, backward = self._owner()[0], self._in_backward()
+        is_view = event is not None and event is self.origins.get(_storage(output))
+        if after == FINITE or (is_view and after <= operands.level):
+            return
+        before, backward = max(operands.level, operands.constant), self._in_backward()
         of = "finite numbers" if before == FINITE else "Inf"
-        if operands.constant == after:
-            of = f"{made} that no operation made"
+        if operands.constant == after or (event and event.weak and after == operands.level):
+            of = f"a constant {_name(after)}"
         if event is None:
-            weak = of.startswith("Inf that") and not backward
-            event = self._event(said, output, of, weak=weak)
+            event = self._event(said, output, of, weak=of == "a constant Inf" and not backward)
         elif after > operands.level:
-            excused = self._is_excused(event, frame, backward) or (
-                event.weak and operands.only_minus_inf and name.startswith(MASKED)
-            )
-            event = self._event(said, output, of, None if excused else event)
-        elif backward and (event.weak or self._is_excused(event, frame, backward)):
-            of = f"{made} that no operation made" if event.weak else "Inf"
+            masked = operands.only_minus_inf and name.startswith(MASKED)
+            own = _module(event.frame) == _module(self._owner()[0])
+            is_mask = event.weak and (masked or own or not event.operation)
+            event = self._event(said, output, of, None if is_mask else event)
+        elif backward and event.weak:
             event = self._event(said, output, of)
         self.origins[_storage(output)] = event
-
-    @staticmethod
-    def _is_excused(event: Event, frame: Frame | None, backward: bool) -> bool:
-        """Whether an operation of `frame` is the better culprit than its operand's event."""
-        if event.seed:
-            return False
-        own = _module(event.frame) == _module(frame)
-        own = own and (event.weak or event.backward != backward)
-        return own or not event.operation
 
     def _event(
         self, said: str, output: Tensor, of: str, parent: Event | None = None, weak: bool = False
@@ -259,7 +249,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if frame is None and current is not None:  # in a recomputation outside of any module
                 frame = self._owner_of(current)[0]
             node.metadata[OWNER] = frame, place
+            node.register_prehook(partial(self._begin, frame))
             node.register_hook(partial(self._check_returned, frame, place))
+
+    def _begin(self, frame: Frame | None, upstream: Any) -> None:
+        self.backward_of = frame
 
     def _check_returned(
         self, frame: Frame | None, place: Place | None, values: Any, upstream: Any = None
@@ -301,6 +295,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = self.calls[name] = Frame(name, module, found, _current_node())
         self.stack.append(frame)
         self._mark(frame)
+        if frame.node is None:
+            self.backward_of = None
         try:
             output = call(*args, **kwargs)
             leaves = tree_leaves(output)

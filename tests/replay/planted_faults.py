@@ -58,6 +58,10 @@ BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def refuse(gradient: Tensor) -> Tensor:
+    raise ValueError("no gradient")
+
+
 class Planted(torch.autograd.Function):
     """x as it is, and a gradient made by one of `BACKWARDS`."""
 
@@ -68,7 +72,7 @@ class Planted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return BACKWARDS[ctx.how](gradient), None
+        return {**BACKWARDS, "raises": refuse}[ctx.how](gradient), None
 
 
 class NoOperation(torch.autograd.Function):
@@ -182,7 +186,8 @@ class HooksInput(nn.Module):
         self.hook = hook
 
     def forward(self, x: Tensor) -> Tensor:
-        x.register_hook(self.hook)
+        if x.requires_grad:
+            x.register_hook(self.hook)
         return x * 1
 
 
@@ -191,7 +196,8 @@ class HooksOutput(HooksInput):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * 1
-        y.register_hook(self.hook)
+        if y.requires_grad:
+            y.register_hook(self.hook)
         return y
 
 
@@ -297,12 +303,21 @@ class Attention(nn.Module):
         return x @ scores
 
 
+class InPlace(Attention):
+    """A softmax by hand, in the memory of the scores."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = x.transpose(1, 2) @ x + mask
+        scores.sub_(scores.amax(-1, keepdim=True).detach()).exp_()
+        return x @ (scores / scores.sum(-1, keepdim=True))
+
+
 class MasksAll(nn.Module):
     """Hands attention a mask that leaves nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: type[Attention] = Attention) -> None:
         super().__init__()
-        self.inner = Attention()
+        self.inner = attention()
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((8, 8), -INF)
@@ -339,6 +354,8 @@ BACKWARD: dict[str, Callable[[], nn.Module]] = {
     "penalty": Penalty,
 }
 """Factories of a layer from 8 to 8 features whose value is finite."""
+OF_FORWARD = ("selects", "where exp")
+"""Those whose forward makes an Inf that it leaves out, and that its backward uses."""
 
 FORWARD: dict[str, Callable[[], nn.Module]] = {
     "log": lambda: Value(lambda x: x + (x * 0).log()),
@@ -358,6 +375,7 @@ FORWARD: dict[str, Callable[[], nn.Module]] = {
     "overflow": lambda: Value(lambda x: (x + 1e30) * 1e30),
     "item": Writes,
     "masked attention": MasksAll,
+    "masked in place": lambda: MasksAll(InPlace),
 }
 """Factories of a layer from 8 to 8 features whose value is not finite."""
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from runner import build, compose
 from runner.jobs.replay import main
-from runner.objectives.custom import Custom
+from runner.objectives.custom import Custom as CustomLoss
 from runner.replay import page
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Phase
 from runner.replay.trace import trace
 from runner.run import Run
-from tests.replay.planted_faults import BACKWARD, FORWARD, NESTED, planted_loss
+from tests.replay.planted_faults import BACKWARD, FORWARD, NESTED, OF_FORWARD, Custom, planted_loss
 
 TRUSTED = "security.trusted=[faulty_models,planted_faults]"
 NET = "model._target_=planted_faults.Net"
@@ -50,15 +50,23 @@ def plant(run: Run, fault: Callable[[], nn.Module]) -> None:
 def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
     plant(made, BACKWARD[fault])
     found = trace(made, made.train.at(0))
-    assert (found.phase, found.module) == (Phase.backward, "block.2"), found
+    phase = Phase.forward if fault in OF_FORWARD else Phase.backward
+    assert (found.phase, found.module) == (phase, "block.2"), found
 
 
 @pytest.mark.parametrize("fault", FORWARD)
 def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) -> None:
     plant(made, FORWARD[fault])
     found = trace(made, made.train.at(0))
-    module = "block.2.inner" if fault == "masked attention" else "block.2"
+    module = "block.2.inner" if fault.startswith("masked ") else "block.2"
     assert (found.phase, found.module) == (Phase.forward, module), found
+
+
+def test_what_a_backward_raises_is_named_by_its_module(made: Run) -> None:
+    plant(made, lambda: Custom("raises"))
+    found = trace(made, made.train.at(0))
+    assert (found.phase, found.module) == (Phase.exception, "block.2"), found
+    assert found.cause == "block.2 (Custom) raised ValueError: no gradient in the backward"
 
 
 @pytest.mark.parametrize("fault", NESTED)
@@ -67,7 +75,8 @@ def test_a_fault_that_is_computed_again_is_named_by_the_innermost_module(
 ) -> None:
     plant(made, NESTED[fault])
     found = trace(made, made.train.at(0))
-    assert (found.phase, found.module) == (Phase.backward, "block.2.inner"), found
+    phase = Phase.forward if fault.startswith(OF_FORWARD) else Phase.backward
+    assert (found.phase, found.module) == (phase, "block.2.inner"), found
 
 
 @pytest.mark.parametrize("fault", ["full_like", "where log", "saved"])
@@ -87,7 +96,7 @@ def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
         patch.setattr(made.model, "functional", True)
         found = trace(made, made.train.at(0))
     assert (found.phase, found.module, found.kind) == (Phase.backward, "", "Net"), found
-    monkeypatch.setattr(made, "objective", Custom(planted_loss, "planted"))
+    monkeypatch.setattr(made, "objective", CustomLoss(planted_loss, "planted"))
     found = trace(made, made.train.at(0))
     assert found.cause.startswith("the gradient through the objective becomes Inf"), found
 

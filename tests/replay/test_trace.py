@@ -57,7 +57,7 @@ def test_a_nan_that_the_code_itself_names_is_not_said_to_come_of_inf(
         found = trace(run, batch)
     assert found.line is not None
     assert found.line.number == marked(part.upper())
-    assert found.cause.endswith("of NaN that no operation made")
+    assert found.cause.endswith("of a constant NaN")
 
 
 def test_what_went_into_the_module_is_told_in_numbers(captured: Any, standing: Any) -> None:
