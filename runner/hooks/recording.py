@@ -18,6 +18,7 @@ from runner.hook import Evaluation, Hook, Report
 from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
 from runner.record import columns, markdown, provenance
+from runner.record.git import describe
 from runner.record.config import MonitoringConfig
 from runner.run import Run
 from runner.storage import read_record
@@ -231,10 +232,8 @@ def _charts(run: Run) -> dict[str, list[str]]:
 
 def _origin(origin: Mapping[str, Any]) -> str:
     git = origin["git"]
-    if git is None:
-        code = "not in a git repository"
-    else:
-        changes = "with changes not committed" if git["dirty"] else "clean"
-        code = f"{git['commit']} on {git['branch']}, {changes}, {git['untracked']} files untracked"
+    code = "not in a git repository"
+    if git is not None:
+        code = f"{describe(git)}, {git.get('untracked', '?')} files untracked"
     rows = [("started", origin["started"]), ("code", code), *origin["versions"].items()]
     return f"{markdown.code(origin['command'], 'sh')}\n\n{markdown.table(('what', 'which'), rows)}"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
-import shutil
-import subprocess
 import sys
 from datetime import UTC, datetime
 from functools import cache
@@ -15,12 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from runner.record.git import read_git_state
 from runner.storage import read_record, replace_text
 
 PACKAGES = (
     "runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "triton",
 )  # fmt: skip
-GIT_PATIENCE_S = 3.0  # a repository on a slow disk must not hold up the run
 
 
 @cache
@@ -37,41 +34,8 @@ def versions() -> dict[str, str]:
 
 @cache
 def git_state(path: Path | None = None) -> dict[str, Any] | None:
-    """Commit, branch and whether files differ from it, of the repository around `path`.
-
-    `path` is the current folder by default. None outside a repository, without git, or when git
-    does not answer in time. `branch` is None where none is checked out, `commit` where there is
-    none yet. Asked once; what counts is the state at the start.
-    """
-    git = shutil.which("git")
-    if git is None:
-        return None
-    # the repository's own config could name programs to run; a question must not start them
-    command = [git, "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "status"]
-    command += ["--porcelain=v2", "--branch", "--untracked-files=normal", "--ignore-submodules"]
-    try:
-        answer = subprocess.run(  # noqa: S603  # fixed arguments, no shell
-            command,
-            cwd=path,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_PATIENCE_S,
-            check=True,
-        ).stdout.decode(errors="replace")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = answer.splitlines()
-    head = dict(
-        line[2:].split(" ", 1) for line in lines if line.startswith("# branch.") and " " in line[2:]
-    )
-    commit, branch = head.get("branch.oid"), head.get("branch.head")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "branch": None if branch == "(detached)" else branch,
-        "dirty": any(line[0] not in "#?" for line in lines if line),
-        "untracked": sum(line.startswith("?") for line in lines),
-    }
+    """The state of the code in `path` or the current folder, as it is when first asked for."""
+    return read_git_state(path or Path.cwd())
 
 
 def command() -> str:

@@ -17,6 +17,7 @@ from runner.hook import Cost
 from runner.record import fault_rows
 from runner.record import markdown as md
 from runner.record.console import one_line, plain_text
+from runner.record.git import describe
 from runner.record.history import History
 from runner.report.words import metric, seconds, size
 from runner.storage import replace_text
@@ -80,8 +81,7 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
     git = summary.git
     origin = [("config hash", summary.config_hash), *summary.versions.items()]
     if git:
-        state = "with changes not committed" if git.get("dirty") else "clean"
-        origin.insert(0, ("code", f"{git.get('commit')} on {git.get('branch')}, {state}"))
+        origin.insert(0, ("code", describe(git)))
     lines += ["", "## Origin", "", md.table(("", ""), origin)]
     lines += ["", "The same again:", "", md.code(summary.command, "sh")]
     if folder is not None:
