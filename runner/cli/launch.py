@@ -230,12 +230,10 @@ def _job(config: DictConfig, said: Said, folder: Path, notes: list[str]) -> floa
 
 
 def _show(summary: Summary, folder: Path) -> None:
-    from rich.console import Console
-
+    from runner.record.console import print_stdout
     from runner.report import run as report
 
-    with suppress(SystemExit):  # rich's answer to `| head`; the run is done all the same
-        Console().print(report.terminal(summary, folder), crop=False)  # a command is one line
+    print_stdout(report.terminal(summary, folder), crop=False)  # a command is one line
 
 
 def _report(error: Exception, folder: Path) -> tuple[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,16 +153,14 @@ def compare(session: Session) -> Outcome:
     outcome = Outcome(len(jobs), [f"{j.title}: {j.status}: {j.reason}" for j in jobs if j.failed])
     if not session.folder.is_dir():
         return outcome
-    from rich.console import Console
-
+    from runner.record.console import print_stdout
     from runner.report import comparison as comparisons
     from runner.report.table import terminal
 
     try:
         found = comparisons.of_folders([session.folder])
         comparisons.write(found, session.folder)
-        with suppress(SystemExit):  # rich's answer to `| head`
-            Console().print(terminal(found), crop=False)
+        print_stdout(terminal(found), crop=False)
     except UsageError as error:  # no job has begun
         log.debug("no comparison: %s", error)
         return outcome

@@ -18,8 +18,8 @@ from runner.hook import Evaluation, Hook, Report
 from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
 from runner.record import columns, markdown, provenance
-from runner.record.git import describe
 from runner.record.config import MonitoringConfig
+from runner.record.git import describe
 from runner.run import Run
 from runner.storage import read_record
 

@@ -6,12 +6,11 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -28,7 +27,7 @@ from runner.errors import Interrupted, Regression, RunnerError, StorageError, Sw
 from runner.measure.candidates import without_techniques
 from runner.record import provenance
 from runner.record.config import MonitoringConfig
-from runner.record.console import console, one_line
+from runner.record.console import console, one_line, print_stdout
 from runner.report import comparison as comparing
 from runner.report.table import terminal
 
@@ -146,8 +145,7 @@ def _left(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
         errors.append(error)
     found = comparing.of_benchmark(result, folder)
     comparing.write(found, folder)
-    with suppress(SystemExit):  # rich's answer to `| head`; it is done all the same
-        Console().print(terminal(found), crop=False)  # a command is one line
+    print_stdout(terminal(found), crop=False)  # a command is one line
     return errors
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
 
 from runner.benchmark.claims.claims import measure_claims
 from runner.benchmark.claims.statements import Claims
 from runner.config import RunConfig
 from runner.errors import StorageError
+from runner.record.console import print_stdout
 from runner.report import claims as report
 
 log = logging.getLogger("runner")
@@ -36,10 +33,8 @@ def main(config: RunConfig, folder: Path) -> Claims:
 
     found = measure_claims(config, log.info, keep)
     keep(found)
-    console = Console(highlight=False)
-    with suppress(SystemExit):  # rich's answer to `| head`
-        console.print(report.show(found))
+    print_stdout(report.show(found))
     if failed:
         raise failed[0]
-    console.print(Text(f"\nas Markdown: {folder / 'claims.md'}"), soft_wrap=True)
+    print_stdout("", f"as Markdown: {folder / 'claims.md'}", soft_wrap=True)
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +22,7 @@ from runner.device.device import Device, select
 from runner.doctor import environment, packages
 from runner.doctor.environment import Check, Status, size
 from runner.errors import StorageError, UsageError
-from runner.record.console import one_line, plain_text
+from runner.record.console import one_line, plain_text, print_stdout
 from runner.storage import replace_text
 
 if TYPE_CHECKING:
@@ -71,15 +71,14 @@ class Report:
 def main(config: RunConfig, folder: Path | None) -> Report:
     """Print the report, and write `doctor.json` where there is a folder."""
     report = examine(config, folder)
-    screen = Console(highlight=False)
-    screen.print(show(report))
+    print_stdout(show(report))
     if folder is not None:
         path = folder / "doctor.json"
         try:
             replace_text(path, json.dumps(report.as_dict(), indent=2) + "\n")
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
-        screen.print(Text(f"\nas JSON: {path}"), soft_wrap=True)
+        print_stdout("", f"as JSON: {path}", soft_wrap=True)
     return report
 
 

@@ -12,9 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from runner import storage
 from runner.captures.manifest import FOLDER, find
 from runner.captures.opening import open_capture
@@ -22,6 +19,7 @@ from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
 from runner.masking import masked, masked_all
 from runner.record import provenance
+from runner.record.console import print_stdout
 from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.look import Look
@@ -62,9 +60,8 @@ def main(config: RunConfig, folder: Path) -> Replay:
         name=config.name, versions=provenance.versions(), faults={replay.kind: 1},
         wall_seconds=time.monotonic() - start,
     ).write(folder)  # fmt: skip
-    console = Console(highlight=False)
-    console.print(page.screen(masked_all(replay)))
-    console.print(Text(f"\nas a page: {folder / 'replay.md'}"), soft_wrap=True)
+    print_stdout(page.screen(masked_all(replay)))
+    print_stdout("", f"as a page: {folder / 'replay.md'}", soft_wrap=True)
     if problem:
         raise NotVerified(f"{problem}: {page.reproduced(replay)}; {folder / 'replay.md'}")
     return replay

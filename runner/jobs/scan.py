@@ -6,17 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.text import Text
 
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
 from runner.interrupts import Interrupts
-from runner.record.console import console, one_line
+from runner.record.console import console, one_line, print_stdout
 from runner.report.scan import JSON, PAGE, Row, Scan, terminal
 from runner.security.gate.assessing import Assessor
 from runner.security.gate.folder import Thing, is_loadable, things
@@ -53,8 +51,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
         raise SecurityError(f"{scan.verdict}; {files}")
     if not scan.rows:
         raise UsageError(f"scan.path: {scan.verdict}; {files}")
-    with suppress(SystemExit):  # rich's answer to `| head`
-        Console(highlight=False).print(Text(f"{scan.verdict}; {files}"), soft_wrap=True)
+    print_stdout(f"{scan.verdict}; {files}", soft_wrap=True)
     return scan
 
 
@@ -97,8 +94,7 @@ def _leave(scan: Scan, folder: Path, rows: int) -> None:
         scan.write(folder)
     except OSError as error:
         raise StorageError(f"{folder / JSON}: {error.strerror}") from error
-    with suppress(SystemExit):
-        Console(highlight=False).print(terminal(scan, rows), crop=False)
+    print_stdout(terminal(scan, rows), crop=False)
 
 
 @contextmanager

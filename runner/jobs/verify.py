@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +18,7 @@ from runner.measure import continuation as resuming
 from runner.measure import parity as comparing
 from runner.measure.continuation import Continuation, continuation
 from runner.measure.parity import Agreement, Parity, Row, parity, without_techniques
-from runner.record.console import plain_text
+from runner.record.console import plain_text, print_stdout
 from runner.record.plain import plain
 from runner.storage import replace_text
 
@@ -45,9 +45,8 @@ def main(config: RunConfig, folder: Path) -> Parity | Continuation:
         replace_text(path, json.dumps(as_dict(config.verify.what, found), indent=2) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
-    console = Console(highlight=False)
-    console.print(screen)
-    console.print(Text(f"\nas JSON: {path}"), soft_wrap=True)
+    print_stdout(screen)
+    print_stdout("", f"as JSON: {path}", soft_wrap=True)
     if failed:
         raise NotVerified(complaint)
     return found

@@ -19,7 +19,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -48,6 +47,7 @@ from runner.objective import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
+from runner.record.console import print_stdout
 from runner.report import comparison, table
 from runner.run import Run
 from runner.security.targets import resolve
@@ -136,7 +136,7 @@ def benchmark_optimizations(
 def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -> None:
     """Print the table that a benchmark ends with; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
-    Console().print(table.terminal(comparison.of_benchmark(result, where)))
+    print_stdout(table.terminal(comparison.of_benchmark(result, where)))
 
 
 def _check(model: Any, arms: Any, loss_fn: Any, optimizer: Any, overrides: Any) -> None:

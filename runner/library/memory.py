@@ -214,9 +214,9 @@ class Memory:
         return Group(facts, "", table)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from runner.record.console import Screen
 
-        console = Console(width=100, no_color=True, highlight=False)
+        console = Screen(width=100, no_color=True)
         with console.capture() as captured:
             console.print(self)
         return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from runner.masking import masked
@@ -23,22 +25,56 @@ from runner.storage import for_owners
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 BREAKS = re.compile(r"([\n\t])")  # of a text of several lines
 FORGING = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    r"[\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """What could end a line, move the cursor, or turn the direction of writing; lone surrogates too."""
 
 
 class Screen(Console):
-    """A console on which a reader that has gone is an OSError, not the end of the process."""
+    """The only console here: no text that it prints is markup, or has codes for the terminal.
+
+    A reader that has gone is an OSError, not the end of the process.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A cell, a heading, a title or a caption: one line."""
+        return super().render_str(one_line(text), **options)
+
+    def render_lines(self, renderable: RenderableType, *args: Any, **options: Any) -> Any:
+        """A cell that is a Text with styles: one line, too."""
+        if isinstance(renderable, Text) and FORGING.search(renderable.plain):
+            renderable = Text(one_line(renderable.plain), renderable.style)
+        return super().render_lines(renderable, *args, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Escape control characters in everything else that is printed."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else lines_of(segment.text)
+            yield segment if text is segment.text else Segment(text, segment.style)
 
     def on_broken_pipe(self) -> None:
         """Leave it to the caller; rich would exit here."""
-        raise BrokenPipeError("nobody reads this any more")
+        raise BrokenPipeError("the reader of this output has gone")
+
+
+def print_stdout(*parts: RenderableType, **options: Any) -> None:
+    """Print a result; a reader that has read enough (`| head`) is no error."""
+    screen = Screen()
+    try:
+        for part in parts:
+            screen.print(part, **options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @cache
 def _console(stream: object) -> Screen:
-    return Screen(stderr=True, soft_wrap=True, highlight=False)
+    return Screen(stderr=True, soft_wrap=True)
 
 
 def console() -> Screen:
@@ -133,6 +169,8 @@ def one_line(text: str) -> str:
 
 def lines_of(text: str) -> str:
     """The same for a text of many lines: they and their tabs stay."""
+    if FORGING.search(text) is None:
+        return text
     return "".join(part if part in "\n\t" else one_line(part) for part in BREAKS.split(text))
 
 

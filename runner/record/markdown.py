@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
 UNPRINTABLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
 
 

@@ -9,10 +9,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from runner.errors import RunnerError, UsageError
-from runner.record.console import close_logging, one_line, set_up_logging
+from runner.record.console import close_logging, one_line, print_stdout, set_up_logging
 from runner.report import comparison as report
 from runner.report import table
 from runner.security.folders import keep_within
@@ -83,7 +81,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if jobs := _written_to(report.moved(found, out)):
         keep_within(out, *jobs)  # the folder may be another's work
     written = report.write(found, out)
-    Console().print(table.terminal(report.moved(found, out)), crop=False)
+    print_stdout(table.terminal(report.moved(found, out)), crop=False)
     sys.stdout.flush()
     return 0 if written else 5
 

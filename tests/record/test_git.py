@@ -144,8 +144,10 @@ def test_no_program_that_a_repository_names_is_run(
     assert not (trap.parent / "sprung").exists()
     assert state is not None and state["commit"] == commit
     if name in RUN_BY_GIT_STATUS:  # the trap is one
-        command = "GIT_CONFIG_GLOBAL=/dev/null git status; true"
-        subprocess.run(command, shell=True, capture_output=True, check=True, timeout=60)
+        subprocess.run(
+            ["git", "status"], env={**ENVIRONMENT, "PATH": os.environ["PATH"]}, timeout=60,
+            capture_output=True,
+        )  # fmt: skip
         assert (trap.parent / "sprung").exists()
 
 
@@ -359,6 +361,7 @@ def test_a_run_in_such_a_repository_starts_nothing_of_it(
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "sprung").exists()
-    session = json.loads((repository / "outputs/run/provenance.json").read_text())["sessions"][0]
+    records = repository / "outputs/run"
+    session = json.loads((records / "provenance.json").read_text())["sessions"][0]
     assert session["git"] == {"commit": git(repository, "rev-parse", "HEAD")}
-    assert session["git"] == json.loads((repository / "outputs/run/summary.json").read_text())["git"]
+    assert session["git"] == json.loads((records / "summary.json").read_text())["git"]

@@ -9,6 +9,7 @@ import pytest
 
 from runner.record import provenance
 
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

@@ -1,0 +1,182 @@
+"""Records that somebody forged say on the terminal what they say, and do nothing there."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+import runner
+from runner.errors import StorageError
+from runner.record.console import print_stdout
+from runner.report import table
+from runner.report.command import main
+from runner.report.comparison import of_folders
+from runner.summary import Summary
+from tests.report.planted_results import arm, attribution, failed, reference, result, technique
+from tests.report.planted_runs import job, run, sweep
+
+LINE = "FORGED: all is well"
+HOSTILE = (
+    f"evil\x1b[2J\x1b]8;;http://evil.test\x07\x9b31m\x07\u202e\u2028\u061c\r\n{LINE}\x00"
+    "[red]R[/red][link=http://evil.test]L[/link]:boom:"
+)
+CODES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e]")
+STYLED = re.compile(r"\x1b\[[\d;]*m")  # colours of ours
+
+
+def check_text(shown: str) -> None:
+    bare = STYLED.sub("", shown)
+    assert not CODES.findall(bare)
+    assert not [line for line in bare.splitlines() if line.strip().startswith(LINE)]
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "2000", "FORCE_COLOR": "1", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_console_escapes_text_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = Table(title=HOSTILE, caption=HOSTILE)
+    grid.add_column(HOSTILE, footer=HOSTILE)
+    grid.add_column(Text(HOSTILE.replace("\n", "")))
+    grid.add_row(HOSTILE, Text(HOSTILE.replace("\n", "")))
+    print_stdout(grid, HOSTILE, Text(HOSTILE.replace("\n", "")))
+    shown = capsys.readouterr().out
+    check_text(shown)
+    assert shown.count("[red]R[/red][link=http://evil.test]L[/link]:boom:") == 8
+    assert "\\x1b]8;;http://evil.test\\x07" in shown
+
+
+def test_there_is_no_other_console() -> None:
+    home = Path(runner.__file__).parent
+    calls = [
+        f"{path.relative_to(home)}:{node.lineno}"
+        for path in home.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Console", "rich.print"))
+    ]
+    assert [call for call in calls if "record/console.py" not in call] == []
+
+
+Tree = dict[str, Any] | list[Any]
+
+
+def forgeries(tree: Tree) -> Iterator[Tree]:
+    """`tree` with one value, or one key, replaced by hostile text, for each that it has."""
+
+    def places(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield (*path, key)
+            if isinstance(value[key], dict | list):
+                yield from places(value[key], (*path, key))
+
+    for *above, last in places(tree, ()):
+        for rename in (False, True):
+            forged = copy.deepcopy(tree)
+            parent: Any = forged
+            for key in above:
+                parent = parent[key]
+            if not rename:
+                parent[last] = HOSTILE
+            elif isinstance(parent, dict):
+                parent[f"{last}{HOSTILE}"] = parent[last]
+            else:
+                parent.insert(0, HOSTILE)
+            yield forged
+
+
+def two_runs(folder: Path) -> Path:
+    more = {"git": {"commit": "abc", "branch": "main", "dirty": False}, "faults": {"spike": 1},
+            "device": {"name": "a CPU"}, "versions": {"torch": "2"}, "reason": "why",
+            "techniques": [technique("amp", "engaged", "why", kernel="flash")]}  # fmt: skip
+    sweep(folder, [job(0, "none"), job(1, "basic"), job(2, "ultra", "failed", "no memory")])
+    run(folder / "0", ["optimization=none"])
+    run(folder / "1", ["optimization=basic"], 1500.0)
+    return run(folder / "2", ["optimization=ultra"], 1.0, "failed", **more)
+
+
+def unrelated_runs(folder: Path) -> Path:
+    run(folder / "0", ["optimization=none", "seed=1"])
+    return run(folder / "1", ["optimization=basic", "seed=2"])
+
+
+def a_benchmark(folder: Path) -> Path:
+    found = result(reference(), arm("ultra", 2.0), failed("basic", reason="why"))
+    found.attribution = attribution()
+    found.write(folder)
+    return folder
+
+
+RECORDS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "the summary of a run": (two_runs, "1/summary.json"),
+    "the summary of a run that failed": (two_runs, "2/summary.json"),
+    "the overrides of a run": (unrelated_runs, "1/.hydra/overrides.yaml"),
+    "the list of a sweep's jobs": (two_runs, "sweep.json"),
+    "a benchmark": (a_benchmark, "benchmark.json"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_forged_record_is_shown_as_text(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, record = RECORDS[name]
+    folder = tmp_path / "runs"
+    make(folder)
+    tree = json.loads((folder / record).read_text())
+    count = sum("evil" in show(folder, record, forged, capsys) for forged in forgeries(tree))
+    assert count > 3  # or nothing of it was shown at all
+
+
+def show(folder: Path, record: str, forged: Tree, capsys: pytest.CaptureFixture[str]) -> str:
+    (folder / record).write_text(json.dumps(forged))
+    print_stdout(table.terminal(of_folders([folder])), crop=False)
+    if record.endswith("summary.json"):
+        from runner.report import run as report
+
+        with suppress(StorageError, TypeError, ValueError, AttributeError):  # it does not fit
+            summary = Summary.read((folder / record).parent)
+            print_stdout(report.terminal(summary, folder), crop=False)
+    shown = capsys.readouterr()
+    check_text(shown.out)
+    check_text(shown.err)
+    return shown.out
+
+
+def test_the_heading_of_a_metric_is_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"val/{HOSTILE}"
+    for number in range(2):
+        run(tmp_path / str(number), [f"seed={number}"], metrics={name: 0.9}, monitor=name)
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    check_text(shown.out)
+    check_text(shown.err)
+    assert "best val/evil\\x1b[2J" in STYLED.sub("", shown.out)
+
+
+def test_names_of_folders_are_shown_as_text(tmp_path: Path) -> None:
+    outer = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
+    for number in range(2):
+        run(outer / f"{number}\x1b[31m", [f"seed={number}"])
+    done = subprocess.run(
+        [sys.executable, "-m", "runner.report", str(outer)], capture_output=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for stream in (done.stdout, done.stderr):
+        check_text(stream.decode())
+    assert b"evil" in done.stdout
