@@ -15,9 +15,10 @@ from runner.batch import Batch, Sizes
 from runner.data.bad import dropping, left_out
 from runner.data.config import Images
 from runner.data.order import split
-from runner.data.paths import class_folders, existing
+from runner.data.paths import class_files, class_folders, existing
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError
+from runner.security.gate.policy import Policy
 from runner.technique import Choice
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class ImageFolder(Source):
 
     in_memory = False
 
-    def __init__(self, config: Images) -> None:
+    def __init__(self, config: Images, policy: Policy | None = None) -> None:
         if config.channels not in (1, 3):
             raise ConfigError(
                 "data.channels", f"{config.channels} is neither grey nor colour", "1 or 3"
@@ -56,11 +57,9 @@ class ImageFolder(Source):
         self.files: list[Path] = []
         labels: list[int] = []
         others = 0
-        folders = class_folders(root)
+        folders = class_folders(root, policy)
         for label, folder in enumerate(folders):
-            files = sorted(
-                p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")
-            )
+            files = class_files(folder, root, policy)
             images = [p for p in files if p.suffix.lower() in SUFFIXES]
             others += len(files) - len(images)
             if not images:

@@ -27,6 +27,7 @@ OPENERS = {
     "tokens": ("tokens", "tokens"),
     "arrays": ("arrays", "arrays"),
 }
+WITH_POLICY = ("images", "text", "tokens", "arrays")
 
 
 def open_data(
@@ -34,7 +35,7 @@ def open_data(
 ) -> Source:
     """The data set that `config` names: one of ours, or the user's own by `_target_`.
 
-    `policy` decides about files of arrays; None is the standard one.
+    `policy` decides about files of arrays and links out of a folder; None is the standard one.
 
     Raises ConfigError or DataError for whatever can be found wrong without reading every sample
     that is on disk, and SecurityError for a `_target_` that is not trusted.
@@ -60,5 +61,5 @@ def open_data(
         )  # fmt: skip
     module, function = OPENERS[config.kind]
     opener = getattr(import_module(f"runner.data.{module}"), function)
-    source: Source = opener(config, policy) if config.kind == "arrays" else opener(config)
+    source: Source = opener(config, policy) if config.kind in WITH_POLICY else opener(config)
     return source

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from runner.errors import ConfigError
+from runner.errors import ConfigError, SecurityError
+from runner.security.config import SecurityLevel
+from runner.security.gate.policy import Policy
 
 
 def existing(path: str, key: str = "data.path") -> Path:
@@ -37,9 +39,37 @@ def suggestion(name: str, known: Iterable[str], has: str) -> str:
     return f"{has} {listed}" if names else f"{has} nothing"
 
 
-def class_folders(root: Path) -> list[Path]:
-    """The folders in `root`, one for each class, in the order of their names."""
-    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+def check_link(path: Path, root: Path, policy: Policy | None) -> Path:
+    """`path`; SecurityError if it is a link out of the data folder `root`, unless security=off."""
+    if policy is not None and policy.level is SecurityLevel.off:
+        return path
+    if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+        raise SecurityError(
+            f"data.path: {path} is refused: it is a link to {path.resolve()}, outside of {root}; "
+            "copy the files there, or follow links with security=off"
+        )
+    return path
+
+
+def class_files(folder: Path, root: Path, policy: Policy | None) -> list[Path]:
+    """The files of a class at any depth, sorted. SecurityError for a link out of `root`."""
+    return sorted(
+        check_link(path, root, policy)
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    )
+
+
+def class_folders(root: Path, policy: Policy | None) -> list[Path]:
+    """The folders in `root`, one for each class, in the order of their names.
+
+    SecurityError for a link out of `root`.
+    """
+    folders = sorted(
+        check_link(path, root, policy)
+        for path in root.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    )
     if len(folders) < 2:
         raise ConfigError(
             "data.path",

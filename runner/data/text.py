@@ -9,19 +9,20 @@ from runner.data.config import Text
 from runner.data.labels import check_classes, encode
 from runner.data.order import split
 from runner.data.passages import Passages
-from runner.data.paths import class_folders, existing
+from runner.data.paths import class_files, class_folders, existing
 from runner.data.table import read_table
 from runner.errors import ConfigError, DataError
+from runner.security.gate.policy import Policy
 from runner.technique import Choice
 
 
-def text(config: Text) -> Passages:
+def text(config: Text, policy: Policy | None = None) -> Passages:
     """The first `data.sequence` bytes of each text, padded, and its label."""
     if config.sequence < 1:
         raise ConfigError("data.sequence", f"{config.sequence} is no length", "use 1 or more")
     path = existing(config.path)
     problems: list[str] = []
-    found = _from_folders(path) if path.is_dir() else _from_table(config, problems)
+    found = _from_folders(path, policy) if path.is_dir() else _from_table(config, problems)
     for name, content, _ in found:
         if not content.strip():
             if not dropping(config):
@@ -69,10 +70,10 @@ def _from_table(config: Text, problems: list[str]) -> list[Sample]:
     ]
 
 
-def _from_folders(root: Path) -> list[Sample]:
+def _from_folders(root: Path, policy: Policy | None) -> list[Sample]:
     found: list[Sample] = []
-    for folder in class_folders(root):
-        files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    for folder in class_folders(root, policy):
+        files = class_files(folder, root, policy)
         if not files:
             raise DataError(f"{folder}: the class has no files")
         found += [(str(file), file.read_bytes(), folder.name) for file in files]

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from runner.data.config import Tokens
-from runner.data.paths import existing, suggestion
+from runner.data.paths import check_link, existing, suggestion
 from runner.data.windows import Stream, Windows
 from runner.errors import ConfigError, DataError
+from runner.security.gate.policy import Policy
 
 
-def tokens(config: Tokens) -> Windows:
+def tokens(config: Tokens, policy: Policy | None = None) -> Windows:
     """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
     if config.vocab < 2:
         raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")
@@ -26,7 +27,8 @@ def tokens(config: Tokens) -> Windows:
         )
     path = existing(config.path)
     if path.is_dir():
-        parts = tuple(_map(_inside(path, name), kind) for name in ("train.bin", "val.bin"))
+        files = [_inside(path, name) for name in ("train.bin", "val.bin")]
+        parts = tuple(_map(check_link(file, path, policy), kind) for file in files)
         train, validation = (
             Stream(ids, str(path / n))
             for ids, n in zip(parts, ("train.bin", "val.bin"), strict=True)
