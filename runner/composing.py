@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,8 @@ from runner.security import hidden, secrets
 from runner.security.intent.expansion import check_expansion
 from runner.security.plain import check_plain
 from runner.sweep.config import LauncherConfig
+
+_LOCK = RLock()  # Hydra's state, and which variables may be read, belong to the process
 
 
 def register() -> None:
@@ -74,7 +77,7 @@ def _same(value: Any) -> Any:
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """The config that `python -m runner` would have with these overrides.
 
-    Works inside another Hydra application too. Raises ConfigError.
+    Works inside another Hydra application and in several threads. Raises ConfigError.
     """
     from runner.overrides.spelling import spelled
 
@@ -82,7 +85,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
-    with secrets.door(secrets.typed_names(overrides)):
+    with _LOCK, secrets.door(secrets.typed_names(overrides)):
         return typed(compose_raw(spelled(overrides, compose_raw)))
 
 
@@ -124,18 +127,17 @@ def _compose(
     import hydra
     from hydra import version
     from hydra.core.global_hydra import GlobalHydra
-    from packaging.version import Version
 
-    base = version.getbase()
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(conf), job_name="runner", version_base="1.3"):
-            return hydra.compose(config_name, overrides, return_hydra_config=hydra_too)
-    finally:
-        GlobalHydra.instance().hydra = outer
-        if isinstance(base, Version):  # it is a bare object before anyone has set one
-            version.VersionBase.instance().setbase(base)
+    with _LOCK:
+        state, base = GlobalHydra.instance(), version.VersionBase.instance()
+        outer, outer_base = state.hydra, base.version_base
+        state.clear()
+        try:
+            with hydra.initialize_config_dir(str(conf), job_name="runner", version_base="1.3"):
+                return hydra.compose(config_name, overrides, return_hydra_config=hydra_too)
+        finally:
+            state.hydra, base.version_base = outer, outer_base
+            GlobalHydra.set_instance(state)  # Hydra puts a copy in its place
 
 
 def typed(config: DictConfig) -> RunConfig:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 import runner
@@ -21,6 +25,7 @@ from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.diagnosis import TORCH_OPTIMIZERS
 from runner.overrides.groups import CONF, chosen, options
+from runner.security import secrets
 
 NEEDS = {
     ("data", "stdlib_text"): ["model=gpt"],
@@ -185,6 +190,75 @@ def test_composing_inside_another_hydra_application_leaves_it_alone(
         assert str(hydra.version.getbase()) == "1.2"
         assert hydra.compose("other").a == 1
     assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize("initialised", [True, False])
+def test_threads_compose_what_they_would_alone(
+    initialised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ConfigStore.instance().repo
+    entries = {group: list(options) for group, options in store.items() if type(options) is dict}
+    base = hydra.version.getbase()
+
+    def compose_one(number: int) -> object:
+        if number % 4 == 1:
+            with pytest.raises(ConfigError, match="sede"):
+                compose(["sede=3"])
+        if number % 4 == 2:  # what this thread may read, no other may
+            return compose(["name=${oc.env:CANARY}", "security.environment=[CANARY]"]).name
+        if number % 4 == 3:
+            with pytest.raises(SecurityError, match="CANARY"):
+                compose(["name=${oc.env:CANARY}"])
+        return compose([f"seed={number}", "data=cancer"]).seed
+
+    monkeypatch.setenv("CANARY", "canary_of_threads")
+    (tmp_path / "other.yaml").write_text("a: 1\n")
+    with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        if initialised:
+            stack.enter_context(hydra.initialize_config_dir(str(tmp_path), version_base="1.2"))
+            base = hydra.version.getbase()
+        outer = GlobalHydra.instance().hydra
+        assert list(pool.map(compose_one, range(8))) == [0, 1, "canary_of_threads", 3, 4, 5, "canary_of_threads", 7]
+        assert GlobalHydra.instance().hydra is outer
+        assert hydra.version.getbase() == base
+        assert not initialised or hydra.compose("other").a == 1
+    assert not GlobalHydra.instance().is_initialized()
+    assert ConfigStore.instance().repo is store
+    assert all(list(store[group]) == options for group, options in entries.items())
+    assert secrets.current() is None
+
+
+MAIN = """
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from runner import compose
+
+@hydra.main(config_path=".", config_name="other", version_base="1.2")
+def main(config):
+    before = GlobalHydra.instance().hydra, HydraConfig.get(), hydra.version.getbase()
+    assert compose(["seed=4"]).seed == 4
+    try:
+        compose(["sede=4"])
+    except Exception as error:
+        assert "sede" in str(error)
+    assert before[0] is GlobalHydra.instance().hydra and before[2] is hydra.version.getbase()
+    assert HydraConfig.get() == before[1] and HydraConfig.get().job.name == "mine"
+    assert hydra.compose("other", ["a=7"]).a == config.a == 7
+    print("left alone")
+
+main()
+"""
+
+
+def test_composing_in_a_job_of_another_hydra_application_leaves_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("a: 1\n")
+    (tmp_path / "mine.py").write_text(MAIN)
+    done = subprocess.run(
+        [sys.executable, "mine.py", "a=7"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+    )  # fmt: skip
+    assert done.stdout == "left alone\n", done.stderr
 
 
 def test_two_runs_of_the_same_second_have_different_folders() -> None:
