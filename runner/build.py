@@ -37,6 +37,7 @@ from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.schedule import factors
 from runner.optim.update import Update
 from runner.optim.whole import WholeStep
+from runner.random_state import exclusive_random_state
 from runner.reader import Reader
 from runner.rechecking import rechecked
 from runner.record.history import History
@@ -73,12 +74,14 @@ class Given:
     chosen: Sequence[Choice] = ()  # and why
 
 
+@exclusive_random_state("build")
 def build(config: RunConfig, folder: str | Path | None = None, given: Given | None = None) -> Run:
     """Everything that `config` names, put together and ready to train or evaluate.
 
     With a folder the run is recorded there and can be resumed; without, nothing is written.
     Close the run when done (it is a context manager): that undoes every global switch it flipped.
-    Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError.
+    Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
+    while another thread trains.
     """
     given, folder = given or Given(), None if folder is None else Path(folder)
     config = rechecked(config, given.techniques)

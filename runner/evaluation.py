@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from runner import modes
 from runner.batch import Batch, call, count, rows
 from runner.hook import Evaluation
+from runner.random_state import exclusive_random_state
 from runner.recovery import evaluate_less_at_once
 from runner.run import Run, check_run
 
 
+@exclusive_random_state("evaluate")
 @torch.no_grad()
 def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     """One pass over the validation set, with the averaged weights where there are some.
 
-    A `model` stands in for the run's own, as it is.
+    A `model` stands in for the run's own, as it is. Raises UsageError while another thread trains.
     """
     check_run("evaluate", run)
     seen = run.model if model is None else model

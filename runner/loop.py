@@ -19,6 +19,7 @@ from runner.hook import Evaluation, Verdict
 from runner.interrupts import Interrupts
 from runner.objective import unknown
 from runner.outcome import engagements, look, summarise
+from runner.random_state import exclusive_random_state
 from runner.record import noted
 from runner.record.raised import gist
 from runner.record.typed import resuming
@@ -32,11 +33,13 @@ from runner.summary import Summary
 log = logging.getLogger("runner")
 
 
+@exclusive_random_state("train", trains=True)
 def train(run: Run) -> Summary:
     """Train up to `run.total_steps`, from wherever the run stands, and say how it went.
 
     Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
-    each after a checkpoint; the summary is written in any case.
+    each after a checkpoint; the summary is written in any case. UsageError, before anything is
+    done, while another thread of the process trains.
     """
     check_run("train", run)
     _lose_patience(run)  # a resumed run may have been cut off just then

@@ -32,7 +32,7 @@ CONFIGS = (
 LAYERS = f"""
 errors masking module_path
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
-interrupts seeds storage untouched
+interrupts random_state seeds storage untouched
 device record
 security
 checkpoint

@@ -218,7 +218,8 @@ def test_threads_compose_what_they_would_alone(
             stack.enter_context(hydra.initialize_config_dir(str(tmp_path), version_base="1.2"))
             base = hydra.version.getbase()
         outer = GlobalHydra.instance().hydra
-        assert list(pool.map(compose_one, range(8))) == [0, 1, "canary_of_threads", 3, 4, 5, "canary_of_threads", 7]
+        expected = [0, 1, "canary_of_threads", 3, 4, 5, "canary_of_threads", 7]
+        assert list(pool.map(compose_one, range(8))) == expected
         assert GlobalHydra.instance().hydra is outer
         assert hydra.version.getbase() == base
         assert not initialised or hydra.compose("other").a == 1

@@ -26,6 +26,7 @@ from runner.library import batches
 from runner.library.assembly import check_module, device_of
 from runner.library.optimize import Optimized
 from runner.nest import mapped
+from runner.random_state import exclusive_random_state
 from runner.recovery import is_out_of_memory, let_go
 
 WHO = "safe_inference"
@@ -117,6 +118,7 @@ def safe_inference(
     failure: Exception | None = None
     try:
         with (
+            exclusive_random_state(WHO),
             noise_kept(),
             torch.random.fork_rng(indices),
             modes.evaluating(module),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
+from torch.random import fork_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.batch import Inputs, call
@@ -21,6 +22,7 @@ from runner.library.assembly import Reach, entered, gradients_aside
 from runner.library.optimize import Optimized
 from runner.measure import flops as counted
 from runner.nest import tensors
+from runner.random_state import exclusive_random_state
 
 MOST_OPERATORS = 10
 PROFILED = 3  # calls
@@ -86,7 +88,7 @@ def untouched(module: nn.Module, train: bool) -> Iterator[None]:
     devices = sorted({p.device.index for p in module.parameters() if p.is_cuda})
     try:
         module.train(train)
-        with gradients_aside(module), torch.random.fork_rng(devices):
+        with exclusive_random_state("measuring"), gradients_aside(module), fork_rng(devices):
             yield
     finally:
         for part, mode in modes.items():

@@ -18,6 +18,7 @@ from runner.library.step import Loss
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.outcome import summarise
+from runner.random_state import exclusive_random_state
 from runner.run import Run
 from runner.step import make_step
 from runner.summary import Summary
@@ -76,6 +77,7 @@ class TrainingLoop:
         self.model = assembly.model
         self.skipped: Tensor | None = None  # so far, on the device
 
+    @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
         """One step over (inputs, target); what it returns is on the device, and not waited for."""
         inputs, target = batches.as_batch(batch, self.assembly.who)
