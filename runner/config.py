@@ -15,6 +15,7 @@ from omegaconf import MISSING
 from runner.benchmark.config import BenchmarkConfig
 from runner.checkpoint.config import CheckpointConfig
 from runner.checks.config import ChecksConfig
+from runner.count_limits import check_counts
 from runner.data import config as data_config
 from runner.data.config import DataConfig
 from runner.debug.config import DebugConfig
@@ -87,6 +88,7 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", f"{self.seed} is no seed", "use 0 or more")
+        check_counts(asdict(self))
         self._check_trust()
         self._check_job()
         self._check_fit()

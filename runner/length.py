@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.config import RunConfig
+from runner.count_limits import check_count
 from runner.errors import ConfigError
 from runner.loop_config import TrainingConfig
 from runner.recovery import MICRO_BATCH
@@ -34,7 +35,13 @@ def batches(config: RunConfig, samples: int) -> tuple[int, int]:
 
 
 def length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
-    """How many steps to train, and where the number came from if nobody named one."""
+    """The number of steps to train, and the reason for it if the config names none."""
+    steps, choices = _steps(config, steps_per_epoch)
+    check_count("training.steps", steps)
+    return steps, choices
+
+
+def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
     training: TrainingConfig = config.training
     if training.steps is not None:
         return training.steps, []

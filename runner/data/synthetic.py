@@ -11,6 +11,7 @@ from runner.batch import Sizes
 from runner.data.config import Synthetic, SyntheticForm
 from runner.data.order import split
 from runner.data.tensors import Tensors
+from runner.device import memory
 from runner.errors import ConfigError
 
 
@@ -26,6 +27,13 @@ def synthetic(config: Synthetic) -> Tensors:
             raise ConfigError(
                 f"data.{name}", f"{getattr(config, name)} is too few", "use 2 or more"
             )
+    values = {"images": config.channels * config.image_size**2, "tabular": config.features}
+    size = config.samples * values.get(config.form.name, 2 * config.sequence) * 4
+    if size > (there := memory.available_bytes()):
+        raise ConfigError(
+            "data.samples", f"{config.samples:,} of that size take {size / 1e9:,.1f} GB",
+            f"use less than the {there / 1e9:,.1f} GB that are available",
+        )  # fmt: skip
     return _FORMS[config.form](config, np.random.default_rng(config.split_seed))
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from runner.batch import Sizes
+from runner.device import memory
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
 from runner.security.targets import assembled, construct
@@ -34,6 +37,7 @@ class Fit:
         return [name for name in self.sizes if getattr(sizes, name) is None]
 
 
+LARGE = 10**8  # weights of about so many are counted before they are made
 COMMON = {f.name for f in fields(ModelConfig)}
 LABELS = ("classification", "regression")
 FITS = {
@@ -101,8 +105,23 @@ def _ours(config: ModelConfig, sizes: Sizes) -> nn.Module:
         raise ConfigError("model", *_misfit(config.kind, fit, sizes))
     factory = getattr(import_module(fit.module), fit.name)
     own_fields = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in COMMON}
-    model: nn.Module = factory(**own_fields, **{k: getattr(sizes, k) for k in fit.sizes})
+    build = partial(factory, **own_fields, **{k: getattr(sizes, k) for k in fit.sizes})
+    width = own_fields["width"] << own_fields.get("stages", 0)  # each stage doubles it
+    if width**2 * max(own_fields.get("depth", 0), own_fields.get("blocks", 0)) > LARGE:
+        _check_memory(build)
+    model: nn.Module = build()
     return model
+
+
+def _check_memory(build: Callable[[], nn.Module]) -> None:
+    """Raise ConfigError where the weights alone take more than the memory that is available."""
+    with torch.device("meta"):
+        size = sum(p.numel() * p.element_size() for p in build().parameters())
+    if size > (available := memory.available_bytes()):
+        raise ConfigError(
+            "model.width", f"the weights take {size / 1e9:,.1f} GB",
+            f"use a model of less than the {available / 1e9:,.1f} GB that are available",
+        )  # fmt: skip
 
 
 def _misfit(kind: str, fit: Fit, sizes: Sizes) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from runner.count_limits import check_counts
 from runner.errors import ConfigError
 
 
@@ -26,6 +27,7 @@ class LauncherConfig:
     fail_fast: bool = False  # the first failure ends the sweep
 
     def __post_init__(self) -> None:
+        check_counts({"hydra": {"launcher": vars(self)}})
         if self.jobs < 1:
             raise ConfigError("hydra.launcher.jobs", f"{self.jobs} is too few", "use 1 or more")
         if self.retries < 0:

@@ -1,0 +1,75 @@
+"""The largest number that each count of a config may be.
+
+A config may be another's work, and a thread, a process or an element of a tensor is asked for as
+many times as it says. The limits are far above what is useful on the largest machines, and they are
+the same on every machine, so that a config that is valid on one is valid on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner.errors import ConfigError
+
+MOST_STEPS = 50_000_000  # the learning rate of each step is in a table: 32 bytes a step
+DEFAULT = 1_000_000_000  # counts that are only compared with another
+LARGEST = {
+    "device.threads": 1024,
+    "device.interop_threads": 1024,
+    "device.index": 1024,
+    "data.workers": 256,  # processes
+    "data.prefetch": 1024,  # batches that each of them holds
+    "data.samples": 100_000_000,
+    "data.features": 1_000_000,
+    "data.channels": 4096,
+    "data.image_size": 16_384,
+    "data.classes": 1_000_000,
+    "data.vocab": 10_000_000,
+    "data.sequence": 10_000_000,
+    "data.default_steps": MOST_STEPS,
+    "model.width": 65_536,
+    "model.depth": 1024,
+    "model.heads": 4096,
+    "model.stages": 10,  # each doubles the width
+    "model.blocks": 1024,
+    "training.steps": MOST_STEPS,
+    "training.batch_size": 10_000_000,
+    "training.micro_batch": 10_000_000,
+    "verify.steps": 100_000,
+    "stability.spike.window": 1_000_000,
+    "checks.inputs.baseline": 100_000,
+    "checks.inputs.schema.classes": 1_000_000,
+    "checks.model.probes": 100_000,
+    "checkpoint.keep": 100_000,
+    "debug.capture.at_most": 10_000,
+    "debug.gradcheck.samples": 10_000,
+    "debug.gradcheck.length": 100_000,
+    "debug.memory.rows": 100_000,
+    "debug.memory.snapshot_entries": 10_000_000,
+    "debug.profile.warmup": 10_000,
+    "debug.profile.steps": 10_000,
+    "debug.profile.at_most": 10_000,
+    "scan.rows": 1_000_000,
+    "hydra.launcher.jobs": 256,  # processes
+    "hydra.launcher.retries": 1000,
+}
+SEEDS = ("seed", "data.split_seed")
+OWN = ("arguments", "options", "hooks", "domains")  # keys of the user's own code are below these
+
+
+def check_counts(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ConfigError for a whole number, at any depth, that is more than its key's limit."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and name not in OWN:
+            check_counts(value, f"{key}.")
+        for number in value if isinstance(value, list) else [value]:
+            check_count(key, number)
+
+
+def check_count(key: str, value: Any) -> None:
+    """Raise ConfigError where `value` is a whole number and more than the limit of `key`."""
+    most = LARGEST.get(key, DEFAULT)
+    if isinstance(value, int) and value > most and key not in SEEDS:
+        raise ConfigError(key, f"{value:,} is too many", f"use {most:,} or less")

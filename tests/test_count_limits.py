@@ -1,0 +1,142 @@
+"""No count of a config is without a limit, and one beyond it is refused before anything acts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from runner.composing import compose, from_plain
+from runner.config import RunConfig, plain
+from runner.count_limits import DEFAULT, LARGEST, SEEDS, check_counts
+from runner.data import config as data_config
+from runner.errors import ConfigError
+from runner.length import length
+from runner.models import config as model_config
+from runner.overrides.groups import CONF
+from runner.sweep.config import LauncherConfig
+
+TEXT = ["data=stdlib_text", "model=gpt"]
+HUGE = {
+    "device.threads=1000000000": [],
+    "device.interop_threads=1025": [],
+    "device.affinity=[0,99999999999999999999]": [],
+    "data.workers=100000": [],
+    "data.prefetch=1000000": [],
+    "data.samples=1000000000000": ["data=synthetic"],
+    "data.image_size=1000000": ["data=synthetic"],
+    "data.sequence=1000000000000": TEXT,
+    "model.width=10000000": [],
+    "model.depth=1000000000": TEXT,
+    "model.stages=60": ["model=cnn"],
+    "training.batch_size=1000000000000": [],
+    "training.steps=1000000000000": [],
+    "checkpoint.keep=1000000000000": [],
+    "debug.memory.snapshot_entries=1000000000000": [],
+    "debug.every=99999999999999999999": [],
+    "checks.inputs.schema.shape=[99999999999999999999]": [],
+}
+
+
+@pytest.mark.parametrize("override", HUGE)
+def test_a_count_beyond_its_limit_is_refused_with_the_key_and_what_is_allowed(
+    override: str,
+) -> None:
+    key = override.partition("=")[0]
+    most = LARGEST.get(key, DEFAULT)
+    with pytest.raises(ConfigError, match=f"{key}: .* is too many; use {most:,} or less") as caught:
+        compose([*HUGE[override], override])
+    assert caught.value.key == key
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    config = compose(["device.threads=1024", "data.workers=256", "debug.every=1000000000",
+                      "seed=9223372036854775807", "model._target_=torch.nn.Linear",
+                      "+model.arguments.seed=99999999999999999999"])  # fmt: skip
+    assert config.device.threads == 1024
+
+
+def test_a_config_of_a_checkpoint_is_held_to_the_same_limits() -> None:
+    values = plain(compose([]))
+    values["device"]["threads"] = 10**9
+    with pytest.raises(ConfigError, match=r"device\.threads: 1,000,000,000 is too many"):
+        from_plain(values)
+
+
+def test_epochs_may_not_make_more_steps_than_there_may_be() -> None:
+    config = compose(["training.epochs=1e12"])
+    with pytest.raises(ConfigError, match=r"training\.steps: .* is too many"):
+        length(config, 45)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.width=65536", "model.depth=64"],
+        ["model=cnn", "data=synthetic", "model.width=4096", "model.stages=8"],
+        ["data=stdlib_text", "model=gpt", "model.width=65536", "model.depth=8"],
+    ],
+)
+def test_a_model_beyond_the_memory_is_refused(overrides: list[str]) -> None:
+    from runner import build
+
+    config = compose(overrides)
+    with pytest.raises(ConfigError, match=r"model\.width: the weights take .* GB; use a model of"):
+        build(config)
+
+
+def test_synthetic_data_beyond_the_memory_are_refused() -> None:
+    from runner import build
+
+    config = compose(["data=synthetic", "data.samples=100000000", "data.image_size=16384"])
+    with pytest.raises(ConfigError, match=r"data\.samples: .* GB; use less than"):
+        build(config)
+
+
+def keys_of(schema: type, prefix: str) -> set[str]:
+    """Every key of whole numbers that a schema has, at any depth."""
+    found: set[str] = set()
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        kind, key = hints[field.name], f"{prefix}{field.name}"
+        if is_dataclass(kind):
+            found |= keys_of(kind, f"{key}.")  # type: ignore[arg-type]
+        elif kind in (int, int | None, list[int], list[int] | None):
+            found.add(key)
+    return found
+
+
+def test_each_limit_is_of_a_key_that_there_is_and_each_key_has_one() -> None:
+    keys = keys_of(RunConfig, "") | keys_of(LauncherConfig, "hydra.launcher.")
+    for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
+        for schema in schemas.values():
+            keys |= keys_of(schema, f"{group}.")
+    assert keys >= LARGEST.keys()
+    for key in keys - set(SEEDS):
+        tree: dict[str, object] = {}
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})  # type: ignore[assignment]
+        inner[name] = 10**20
+        with pytest.raises(ConfigError, match="is too many"):
+            check_counts(tree)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [["device.threads=1000000000"], ["data.workers=100000"], ["-m", "hydra.launcher.jobs=100000"]],
+)
+def test_the_command_line_is_answered_without_a_folder(typed: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "training.steps=1", *typed], cwd=tmp_path, timeout=120,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "is too many; use" in done.stderr
+    assert list(tmp_path.iterdir()) == []
