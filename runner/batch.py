@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -106,6 +107,21 @@ def count(target: Any) -> int:
     while isinstance(target, dict | tuple | list):
         target = next(iter(target.values() if isinstance(target, dict) else target))
     return int(target.shape[0])
+
+
+def split(samples: int, most: int) -> list[slice]:
+    """The fewest parts of at most `most` samples, in order; their sizes differ by one at most.
+
+    Even parts, since BatchNorm cannot train on a remainder of one sample. The first is a largest.
+    """
+    parts = -(-samples // most)
+    ends = [-(-samples * i // parts) for i in range(parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def largest_part(samples: int, most: int) -> int:
+    """Samples in the largest part of so many that are split into parts of at most `most`."""
+    return int(split(samples, most)[0].stop)
 
 
 def rows(value: Any, which: slice) -> Any:

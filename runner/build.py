@@ -174,9 +174,8 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         recorded=recorded,
     )
     applied, engagements = apply_techniques(config.optimization, draft, given.techniques, look_up)
-    if recorded.get(MICRO_BATCH) == draft.micro_batch and all(
-        choice.key != MICRO_BATCH for choice in draft.choices
-    ):
+    goes_on = MICRO_BATCH in recorded and all(c.key != MICRO_BATCH for c in draft.choices)
+    if goes_on and draft.micro_batch == micro_batch(None, batch_size, recorded):
         draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
 
     # after the techniques: they may have moved weights, and have a say in how these are updated

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import modes
-from runner.batch import Batch, call, count, rows
+from runner.batch import Batch, call, count, rows, split
 from runner.hook import Evaluation
 from runner.random_state import exclusive_random_state
 from runner.recovery import evaluate_less_at_once
@@ -51,8 +51,8 @@ def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Ten
         size = run.evaluation_batch or samples
         sums: dict[str, Tensor] = {}
         try:
-            for start in range(0, samples, size):
-                part = rows(batch, slice(start, start + size)) if size < samples else batch
+            for which in split(samples, size):
+                part = rows(batch, which) if size < samples else batch
                 sums = _add(sums, run.objective.tally(call(forward, part[0]), part[1]))
             return sums
         except Exception as error:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from runner.batch import largest_part
 from runner.config import RunConfig
 from runner.count_limits import check_count
 from runner.errors import ConfigError
@@ -56,5 +57,6 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
 
 
 def micro_batch(asked: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:
-    """Samples per backward: as asked, unless the run continued here had to go below that."""
-    return min(asked or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
+    """Samples per backward: at most as asked, or as the run continued here had to go down to."""
+    most = min(asked or batch_size, batch_size, int(recorded.get(MICRO_BATCH, batch_size)))
+    return largest_part(batch_size, most)

@@ -139,8 +139,8 @@ def _train(run: Run) -> None:
 
 
 def _keep(run: Run, step: int, batch: Batch, error: Exception) -> None:
-    """Capture a step that ends the run, whose batch is in hand; not for want of memory or disk."""
-    refused = isinstance(error, Interrupted | StorageError | OutOfMemory)
+    """Capture the step that ends the run; not if memory, disk or a config key is to blame."""
+    refused = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if refused or is_out_of_memory(error):
         return
     run.update.abandon()

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
+from runner.batch import largest_part, split
 from runner.device import memory
-from runner.errors import OutOfMemory, RunnerError
+from runner.errors import ConfigError, OutOfMemory, RunnerError
 from runner.run import Run
 from runner.technique import Choice
 
@@ -50,15 +51,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 def use_less_memory(run: Run, error: Exception) -> bool:
     """Halve the micro-batch, if it was the memory; the batch and its gradient stay the same.
 
-    Raises OutOfMemory where one sample is too much already.
+    Raises OutOfMemory where one sample is too much already, and ConfigError where BatchNorm got a
+    single one.
     """
     samples = run.train.samples(run.progress.step)
-    size = min(run.micro_batch, samples)
-    starved = "Expected more than 1 value per channel" in str(error) and size < samples
-    if not is_out_of_memory(error) and not (starved and run.history.counts.get("out_of_memory")):
+    size = largest_part(samples, run.micro_batch)
+    at = f"step {run.progress.step + 1}"
+    starved = "Expected more than 1 value per channel" in str(error)
+    if starved and not (size < samples and run.history.counts.get("out_of_memory")):
+        _refuse_single_sample(at, samples, run.micro_batch)
+        return False
+    if not is_out_of_memory(error) and not starved:
         return False
     _let_go(run, error)
-    at = f"step {run.progress.step + 1}"
     if starved:
         raise OutOfMemory(
             f"{at}: out of memory with more than {size} samples at a time, and BatchNorm needs "
@@ -67,7 +72,7 @@ def use_less_memory(run: Run, error: Exception) -> bool:
     if size == 1:
         _note(run, f"ran out of memory{_asked(error)} with one sample", "the run ends", error)
         raise OutOfMemory(f"{at}: out of memory{_asked(error)} with one sample; {LESS}") from None
-    run.micro_batch = (size + 1) // 2
+    run.micro_batch = largest_part(run.train.samples(0), (size + 1) // 2)
     reason = f"{at} ran out of memory{_asked(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
     run.choices[:] = [c for c in run.choices if c.key != MICRO_BATCH] + [choice]
@@ -76,6 +81,17 @@ def use_less_memory(run: Run, error: Exception) -> bool:
     _note(run, f"ran out of memory{_asked(error)} with {size} samples at a time",
           f"the same batch again, {run.micro_batch} at a time", error)  # fmt: skip
     return True
+
+
+def _refuse_single_sample(at: str, samples: int, micro_batch: int) -> None:
+    """Raise ConfigError where a batch, or the smallest part of it, is one sample."""
+    part = split(samples, micro_batch)[-1]
+    if part.stop - part.start > 1:
+        return
+    key, what, fix = MICRO_BATCH, "micro-batch", "use a larger one"
+    if samples == 1:
+        key, what, fix = "training.batch_size", "batch", "use another size, or data.drop_last=true"
+    raise ConfigError(key, f"{at} has a {what} of one sample, and BatchNorm needs 2 or more", fix)
 
 
 def evaluate_less_at_once(run: Run, error: Exception, samples: int) -> bool:

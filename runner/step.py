@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runner import compiler
-from runner.batch import Batch, call, count, rows
+from runner.batch import Batch, call, count, rows, split
 from runner.errors import UsageError
 from runner.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.run import Run
@@ -152,13 +152,13 @@ def backward(run: Run, batch: Batch) -> Step:
 def _accumulate(run: Run, batch: Batch) -> Tensor:
     """The large batch's mean loss and its gradient, a micro-batch at a time.
 
-    Each part counts by its share of the samples or tokens, so a ragged last part and masked
+    Each part counts by its share of the samples or tokens, so parts of different sizes and masked
     targets come out as in the large batch.
     """
     whole = run.objective.weight(batch[1])
     total = torch.zeros((), device=run.device.torch)
-    for start in range(0, count(batch[1]), run.micro_batch):
-        part: Batch = rows(batch, slice(start, start + run.micro_batch))
+    for which in split(count(batch[1]), run.micro_batch):
+        part: Batch = rows(batch, which)
         share = run.objective.weight(part[1]) / whole
         loss = _forward(run, part)
         # a part whose targets are all masked has the mean 0/0 and no share
@@ -173,7 +173,7 @@ def _accumulate(run: Run, batch: Batch) -> Tensor:
 
 
 def _forward(run: Run, batch: Batch) -> Tensor:
-    odd = run.compilation is not None and count(batch[1]) != run.micro_batch
+    odd = run.compilation is not None and not _is_usual(run, count(batch[1]))
     if not run.contexts and not odd:
         return run.objective(call(run.forward, batch[0]), batch[1])
     with ExitStack() as stack:
@@ -182,6 +182,12 @@ def _forward(run: Run, batch: Batch) -> Tensor:
         for context in run.contexts:
             stack.enter_context(context())
         return run.objective(call(run.forward, batch[0]), batch[1])
+
+
+def _is_usual(run: Run, samples: int) -> bool:
+    """Whether a full batch, or one of the parts it is split into, has so many samples."""
+    full = run.train.samples(0)
+    return samples in (run.micro_batch, full // -(-full // run.micro_batch))
 
 
 def ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation) -> Verdict:

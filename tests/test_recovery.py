@@ -137,6 +137,15 @@ def test_one_sample_that_does_not_fit_is_one_clear_error_after_a_checkpoint(tmp_
     assert found.faults["out_of_memory"] == 3  # 4, 2 and 1
 
 
+def test_after_running_out_of_memory_no_part_is_a_remainder_of_one_sample() -> None:
+    odd = [*CNN, "training.batch_size=9"]  # 9 is cut to 5 + 4, then to 3 + 3 + 3, not 4 + 4 + 1
+    with build(compose(odd)) as run:
+        run.objective = limited = Limited(run.objective, 4)
+        assert train(run).status == "done"
+        assert run.micro_batch == 3
+        assert min(limited.seen[:8]) == 3
+
+
 def test_batchnorm_without_values_enough_is_the_same_error() -> None:
     own = ["data=cancer", "model._target_=my_package.Normed", "security.trusted=[my_package]"]
     with build(compose([*QUICK, *own, "training.steps=2"])) as run:

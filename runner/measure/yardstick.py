@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runner.batch import largest_part
 from runner.build import Given
 from runner.config import RunConfig
 from runner.errors import RunnerError
@@ -191,7 +192,8 @@ class Yardstick:
 
     def _cut_by(self, made: _Made) -> int | None:
         """The candidate's micro-batch, where BatchNorm makes that part of what is computed."""
-        usual = self.baseline.training.micro_batch or self.baseline.training.batch_size
+        training = self.baseline.training
+        usual = largest_part(training.batch_size, training.micro_batch or training.batch_size)
         return None if made.micro_batch == usual else made.micro_batch
 
     # -- measuring -----------------------------------------------------------------------------

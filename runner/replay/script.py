@@ -218,7 +218,9 @@ def _passes(samples: int, micro: int, autocast: str, scale: float) -> str:
         within = f"    with {autocast}:\n        " if autocast else "    "
         return AT_ONCE.format(within=within, scaled=scaled)
     within = f"with {autocast}:\n            " if autocast else ""
-    return IN_PARTS.format(samples=samples, micro=micro, within=within, scaled=scaled)
+    return IN_PARTS.format(
+        samples=samples, parts=-(-samples // micro), within=within, scaled=scaled
+    )
 
 
 AT_ONCE = """{within}one = loss_of(forward(inputs), target)
@@ -226,8 +228,8 @@ AT_ONCE = """{within}one = loss_of(forward(inputs), target)
     loss = float(one.detach())
 """
 IN_PARTS = """    samples, loss = {samples:d}, 0.0
-    for start in range(0, samples, {micro:d}):  # a micro-batch at a time
-        part = slice(start, min(start + {micro:d}, samples))
+    for i in range({parts:d}):  # a micro-batch at a time
+        part = slice(-(-samples * i // {parts:d}), -(-samples * (i + 1) // {parts:d}))
         {within}one = loss_of(forward(rows(inputs, part)), rows(target, part))
         one = one * ((part.stop - part.start) / samples)
         {scaled}.backward()

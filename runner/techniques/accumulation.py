@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runner.batch import largest_part
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
@@ -46,7 +47,7 @@ class Accumulation(Technique):
         if draft.micro_batch_asked is None:
             before = len(draft.choices)
             size = int(draft.choose(KEY, lambda: self._decide(draft)))
-            draft.micro_batch = min(size, draft.batch_size)
+            draft.micro_batch = largest_part(draft.batch_size, min(size, draft.batch_size))
             reason = draft.choices[before].reason
         if draft.micro_batch < draft.batch_size:
             return None
@@ -55,7 +56,8 @@ class Accumulation(Technique):
 
     def _decide(self, draft: Draft) -> tuple[int, str]:
         if self.micro_batch is not None:
-            return min(self.micro_batch, draft.batch_size), "the accumulation technique"
+            most = min(self.micro_batch, draft.batch_size)
+            return largest_part(draft.batch_size, most), "the accumulation technique"
         return fitting(draft, self.share)
 
     def engaged(self, run: Run) -> Evidence:

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner import build, compose, train
+from runner.batch import largest_part, rows, split
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.predict import predict
+from runner.seeds import mix
 from runner.step import backward
 from runner.technique import Draft
 from runner.techniques import accumulation
 from runner.techniques.accumulation import Accumulation
 
+BASE = ["monitoring.progress=false", "device=cpu", "device.threads=1"]
 QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",
          "optimization=none", "data=synthetic", "data.form=tokens", "data.sequence=64",
          "data.vocab=64", "data.samples=256", "model=gpt", "model.width=32"]  # fmt: skip
@@ -107,3 +110,75 @@ def test_a_resumed_run_keeps_what_was_chosen(
 def test_knobs_are_checked(knobs: dict[str, float], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimization\.accumulation\.{key}"):
         Accumulation(**knobs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 8, 40])
+def test_a_split_is_even_complete_and_of_the_fewest_parts(most: int) -> None:
+    for samples in range(1, 40):
+        parts = [range(samples)[part] for part in split(samples, most)]
+        sizes = [len(part) for part in parts]
+        assert [i for part in parts for i in part] == list(range(samples))
+        assert len(parts) == -(-samples // most)
+        assert max(sizes) == sizes[0] == largest_part(samples, most) <= most
+        assert max(sizes) - min(sizes) <= 1
+
+
+NORMED = [*BASE, "data=digits", "model._target_=my_package.Net", "security.trusted=[my_package]",
+          "optimization=none", "training.batch_size=8"]  # fmt: skip
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_batch_of_five_is_three_and_two_for_batchnorm_with_their_exact_gradient() -> None:
+    asked = [*NORMED, "training.micro_batch=4", "training.steps=2"]
+    with build(compose(asked)) as run:
+        five = rows(run.train.at(0), slice(5))
+        sizes: list[int] = []
+        counting = run.model.register_forward_hook(lambda _, x, out: sizes.append(len(out)))
+        run.model.train()
+        step = backward(run, five)
+        counting.remove()
+        assert sizes == [3, 2]
+        ours = [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+        run.update.begin()
+        run.device.reseed(mix(run.seed, 1))
+        losses = []
+        for part, share in ((slice(0, 3), 3 / 5), (slice(3, 5), 2 / 5)):
+            x, y = rows(five, part)
+            losses.append(nn.functional.cross_entropy(run.model(x), y) * share)
+        torch.stack(losses).sum().backward()
+        assert torch.allclose(step.loss, torch.stack(losses).sum())
+        plain = [p.grad for p in run.model.parameters() if p.grad is not None]
+        for a, b in zip(ours, plain, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.usefixtures("my_package")
+def test_an_epoch_with_a_last_batch_of_one_more_is_trained_to_its_end() -> None:
+    asked = [*NORMED, "training.micro_batch=34", "training.epochs=1", "training.batch_size=61"]
+    with build(compose(asked)) as run:
+        assert run.train.samples(run.train.steps_per_epoch - 1) == 35  # 18 + 17
+        assert run.micro_batch == 31  # of a full batch: 31 + 30
+        assert train(run).status == "done"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        (["training.micro_batch=1"], "training.micro_batch: step 1 has a micro-batch of one"),
+        (["training.batch_size=1"], "training.batch_size: step 1 has a batch of one"),
+        (["training.micro_batch=2", "training.batch_size=3"], "training.micro_batch: step 1"),
+    ],
+)
+@pytest.mark.usefixtures("my_package")
+def test_batchnorm_on_one_sample_is_an_error_that_names_the_key(sizes: list[str], key: str) -> None:
+    with build(compose([*NORMED, "training.steps=2", *sizes])) as run:
+        with pytest.raises(ConfigError, match=f"{key}.*BatchNorm needs 2 or more"):
+            train(run)
+
+
+@pytest.mark.usefixtures("my_package")
+def test_the_key_is_that_of_the_batch_where_an_epochs_last_batch_is_one_sample() -> None:
+    with build(compose([*NORMED, "training.epochs=1", "training.batch_size=479"])) as run:
+        assert run.train.samples(3) == 1
+        with pytest.raises(ConfigError, match=r"training\.batch_size: step 4 .*drop_last=true"):
+            train(run)
