@@ -33,7 +33,11 @@ LAYERS = f"""
 errors masking module_path
 count_limits
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
+<<<<<<< HEAD
 interrupts random_state seeds storage untouched
+=======
+interrupts optimizer_origin seeds storage untouched
+>>>>>>> 5e0b476 (optimizer_origin: let only torch's own step() take the flag in a kernel or be undone)
 device record
 security
 checkpoint

@@ -11,12 +11,13 @@ from torch import Tensor
 from runner.optim.kept import check_shapes
 from runner.optim.optimizer import Optimizer, fill_momentum, fit_state
 from runner.optim.update import Update
+from runner.optimizer_origin import runs_torchs_step
 
 
 def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) -> Optimizer:
     """The optimizer with `options` such as `fused`, until `scope` closes.
 
-    Where its maker named an implementation, that stays.
+    Where its maker named an implementation, that stays, as does a step() that is not torch's.
     """
     mine: Any = optimizer
     # schedulers warn where they saw no call of step(), in whose place the kernel is called
@@ -29,7 +30,7 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
     groups = optimizer.param_groups
     if not options or not all(_is_open(group, options) for group in groups):
         return optimizer
-    if options.get("fused") and not _fusible(optimizer):
+    if not runs_torchs_step(optimizer) or (options.get("fused") and not _fusible(optimizer)):
         return optimizer
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
@@ -41,8 +42,6 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
 def share_state(update: Update, options: Mapping[str, Any], scope: ExitStack) -> None:
     """Let the caller read, load and step the optimizer between our steps; `scope` ends it."""
     optimizer: Any = update.optimizer
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        update.kernel = None  # someone counts on each call of step()
 
     def hand_back(*_: object) -> None:
         if update.kernel is not None:

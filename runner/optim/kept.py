@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.optim.optimizer import Optimizer, is_torchs
+from runner.optim.optimizer import Optimizer
+from runner.optimizer_origin import is_torchs
 
 PLAIN = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
 """Options of how an update is computed; what is kept is the same."""
@@ -52,7 +53,7 @@ def check_shapes(optimizer: Optimizer) -> None:
         sample = samples.of(group, weight) if optimizer.state.get(weight) else None
         for name, value in optimizer.state.get(weight, {}).items():
             if sample is not None and name in sample.state and value is not None:
-                sample.check(name, value, weight)
+                samples.check(sample, name, value, weight)
 
 
 def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -66,7 +67,7 @@ class Samples:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.cls = base_of(optimizer) or type(optimizer)
-        self.own = not is_torchs(optimizer)
+        self.own = not is_torchs(type(optimizer))
         self.made: dict[tuple[int, int, bool], Sample | None] = {}
 
     def of(self, group: Mapping[str, Any], weight: Tensor) -> Sample | None:
@@ -91,7 +92,7 @@ class Samples:
         there = {name: value for name, value in kept.items() if value is not None}
         if self.own:
             for name in there.keys() & sample.state.keys():
-                sample.check(name, there[name], weight)
+                self.check(sample, name, there[name], weight)
             return dict(kept)
         if not there.keys() <= sample.ever:
             raise ValueError(f"{sample.differs(there)}: it was another optimizer")
@@ -102,6 +103,11 @@ class Samples:
         for name, value in fits.items():
             sample.check(name, value, weight)
         return fits
+
+    def check(self, sample: Sample, name: str, value: Any, weight: Tensor) -> None:
+        """As `Sample.check`; but a step() of the user's own may count in Python numbers."""
+        if not self.own or isinstance(value, Tensor):
+            sample.check(name, value, weight)
 
 
 class Sample:

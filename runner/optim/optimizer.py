@@ -13,8 +13,11 @@ from torch import nn
 
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
+from runner.optimizer_origin import is_torchs
 
 Optimizer = torch.optim.Optimizer
+IMPLEMENTATION = frozenset({"fused", "foreach", "differentiable"})
+"""Options that choose how an update is computed; at most one of them may be on."""
 log = logging.getLogger("runner")
 
 
@@ -73,11 +76,6 @@ def find_optimizer(name: str) -> type[Optimizer]:
     return known[name]
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own, and nobody's class that is made from one."""
-    return type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
-
-
 def build_optimizer(
     config: OptimizerConfig, cls: type[Optimizer], model: nn.Module, options: dict[str, Any]
 ) -> Optimizer:
@@ -87,8 +85,8 @@ def build_optimizer(
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
     accepted = _accepted(cls)
-    if config.options.get("dampening") and options.get("fused"):
-        options = {"foreach": True}  # a fused first step would dampen its gradient, unlike the rest
+    if config.options.keys() & IMPLEMENTATION:
+        options = {}  # the config has chosen
     for name in ("lr", "weight_decay"):
         if name in config.options:
             raise ConfigError(
@@ -140,10 +138,12 @@ def fill_momentum(optimizer: Optimizer) -> None:
     """Give fused SGD its momentum buffers before its first step.
 
     A first step that is skipped in the kernel leaves them uninitialised otherwise (torch 2.13).
-    Zeros give the same update, since a first buffer is the gradient itself.
+    Zeros give the same update, since a first buffer is the gradient itself. With dampening they
+    would not: such an optimizer is not skipped in the kernel.
     """
+    is_torchs_sgd = type(optimizer) is torch.optim.SGD and is_torchs(torch.optim.SGD)
     for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
+        if is_torchs_sgd and group.get("fused") and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
                 if optimizer.state[parameter].get("momentum_buffer") is not None:
                     continue  # it was used before

@@ -7,7 +7,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from runner.optim.optimizer import Optimizer, is_torchs, sparse_embeddings
+from runner.optim.optimizer import Optimizer, sparse_embeddings
+from runner.optimizer_origin import runs_torchs_step
 
 
 @final
@@ -29,8 +30,8 @@ class Undo:
         A rate that is `scheduled` is a tensor, which SGD, Muon and all plain loops would read.
         """
         kind, groups = type(optimizer), optimizer.param_groups
-        if not is_torchs(optimizer):
-            return False  # nobody knows what a stranger's step does
+        if not runs_torchs_step(optimizer):
+            return False
         if sparse_embeddings(model):
             return False  # the host waits for the number of rows of a sparse gradient
         if kind in (torch.optim.SGD, torch.optim.Muon):

@@ -18,17 +18,19 @@ from runner.optim.kernel import FusedKernel
 from runner.optim.optimizer import Optimizer, fit_state
 from runner.optim.scale import LossScale
 from runner.optim.undo import Undo
+from runner.optimizer_origin import runs_torchs_step
 from runner.stability.config import StabilityConfig
 
 
 class Update:
     """One optimizer update, made or skipped without the host knowing which.
 
-    A fused optimizer takes the flag (`found_inf`) and the clipping (`grad_scale`) into its kernel,
-    so nothing waits. On an accelerator other optimizers of torch make the update, and it is taken
-    back on the device (`Undo`). Where that cannot be the host reads the flag once a step; on a CPU
-    that costs nothing. After a skipped step parameters, buffers, optimizer state, schedule and
-    average are what they were before it.
+    A fused optimizer of torch takes the flag (`found_inf`) and the clipping (`grad_scale`) into its
+    kernel, so nothing waits. On an accelerator other optimizers of torch make the update, and it is
+    taken back on the device (`Undo`). In all other cases, and always where code of the user's is
+    part of step(), the host reads the flag once a step (free on a CPU) and calls step() only for
+    an update that is to be made. After a skipped step parameters, buffers, optimizer state,
+    schedule and average are what they were before it.
 
     The gradient norm is over the whole model: a NaN or an Inf anywhere, in a gradient or in the
     loss, makes it non-finite. A step is skipped when its loss or norm is not finite or above
@@ -51,8 +53,11 @@ class Update:
         self.parameters = [parameter for group in self.groups for parameter in group]
         self.device = self.parameters[0].device
         # the fused kernels of MPS take the flag and the scale, and look at neither (torch 2.13)
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        self.in_kernel = fused and self.device.type in ("cpu", "cuda")
+        groups = optimizer.param_groups
+        fused = all(group.get("fused") and not group.get("dampening") for group in groups)
+        self.in_kernel = (
+            fused and self.device.type in ("cpu", "cuda") and runs_torchs_step(optimizer)
+        )
         fits = self.in_kernel and FusedKernel.fits(optimizer)
         self.kernel = FusedKernel(optimizer, self.device) if fits else None
         self.guard = config.guard
@@ -127,6 +132,7 @@ class Update:
 
         A step may be skipped for another reason; the loss scale goes by the norm alone.
         """
+        self.check_step()
         if self.in_kernel:
             self._in_kernel(norm, skipped)
         elif self.undo is not None:
@@ -136,6 +142,14 @@ class Update:
         if self.scale:
             self.scale.update(self.overflowed(norm))
         self.begun = False
+
+    def check_step(self) -> None:
+        """Let the host decide from now on if step() was patched or hooked since."""
+        if (self.in_kernel or self.undo is not None) and not runs_torchs_step(self.optimizer):
+            if self.kernel is not None:
+                self.kernel.hand_back()
+            self.in_kernel, self.kernel, self.undo = False, None, None
+            self._set_schedule()
 
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
         self._look_up_rate()
@@ -154,7 +168,7 @@ class Update:
             optimizer.found_inf = skipped
             try:
                 optimizer.step()
-            finally:  # it may be the caller's, whose own step() would heed them
+            finally:
                 del optimizer.grad_scale, optimizer.found_inf
         self._settle(skipped)
 

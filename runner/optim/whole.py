@@ -76,6 +76,7 @@ class WholeStep:
         And a target that the user's own loss may or may not ignore is left to the ordinary step.
         """
         update = self.update
+        update.check_step()
         if count(batch[1]) != self.samples or update.kernel is None or not update.one_rate:
             return False
         return self.limit is None or not compiler.beyond(batch[1], self.limit)

@@ -36,11 +36,10 @@ class FusedOptimizer(Technique):
             "implementation": ran,
             "guard": _guard(run.update),
         }
-        reason = (
-            ""
-            if ran == "fused"
-            else f"{type(run.update.optimizer).__name__} has no fused kernel: {ran}"
-        )
+        reason = ""
+        if ran != "fused":
+            name = type(run.update.optimizer).__name__
+            reason = f"{name} has no fused kernel that fits how it is set and called: {ran}"
         return Evidence(ran == "fused", reason, facts)
 
 
@@ -54,6 +53,10 @@ def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[O
     """The options of its fastest implementation, or why it has but the slow one."""
     import torch
 
+    from runner.optimizer_origin import is_torchs
+
+    if not is_torchs(optimizer):
+        return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     if any(isinstance(m, embeddings) and m.sparse for m in model.modules()):
         return {}, "fused kernels do not take the sparse gradients of its embeddings"

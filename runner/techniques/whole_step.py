@@ -48,6 +48,9 @@ class WholeStep(Technique):
             return f"micro-batches of {draft.micro_batch}: the step is several backward passes"
         if draft.recompute is not None:
             return "recompute needs a boundary between forward and backward, one graph has none"
+        options, reason = fastest(draft.optimizer_class, draft.model)
+        if reason is not None:
+            return reason
         reason = not_worth_it(self.min_steps, draft)
         if reason is not None:
             return reason
@@ -58,7 +61,7 @@ class WholeStep(Technique):
             draft.index_limit = _index_limit(draft)
         draft.whole_step = compiler.options(draft, self.cpp_wrapper)
         # with whose state the graph works, and which makes the steps that are not full batches
-        draft.optimizer_options.update(fastest(draft.optimizer_class, draft.model)[0])
+        draft.optimizer_options.update(options)
         return None
 
     def engaged(self, run: Run) -> Evidence:

@@ -1,0 +1,49 @@
+"""Whose code makes an optimizer's update: torch's alone, or also the user's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+OUR_HOOKS = {"runner.optim.adopted"}  # they keep the state complete for whoever calls step()
+
+
+def is_torchs(cls: type[Optimizer]) -> bool:
+    """Whether it is a class of torch.optim, not one derived from it, and its step() not patched."""
+    methods = (cls.step, getattr(cls, "_init_group", cls.step))
+    return cls is getattr(torch.optim, cls.__name__, None) and all(map(_is_torchs_code, methods))
+
+
+def runs_torchs_step(optimizer: Optimizer) -> bool:
+    """Whether an update is made by torch's code alone: no subclass, no patch, no hook on step().
+
+    Only then may a kernel make the update in place of step(), or step() be called at a step that
+    is to be skipped: code of the user's may change weights, and Python state that no copy restores.
+    """
+    cls = type(optimizer)
+    if cls is not getattr(torch.optim, cls.__name__, None) or not _is_torchs_code(optimizer.step):
+        return False
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+    )  # fmt: skip
+    modules = {getattr(hook, "__module__", "") for each in hooks if each for hook in each.values()}
+    return modules <= OUR_HOOKS
+
+
+def _is_torchs_code(function: Any) -> bool:
+    """Whether the function and all that it wraps are defined in torch's package."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(TORCH):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True

@@ -1,0 +1,120 @@
+"""Optimizers, models and data as a user would write them: each optimizer makes its own update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class SignedAdamW(torch.optim.AdamW):
+    """A step() written by hand, which counts its calls and knows of no flag and no scale."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["lr"] * weight.grad)
+                self.state[weight]["step"] = self.calls  # a number, where torch keeps a tensor
+
+
+class Renamed(torch.optim.SGD):
+    """Only a default differs; yet that its step() is torch's is more than can be relied on."""
+
+
+class ShrunkSGD(torch.optim.SGD):
+    """torch's step, after which the weights shrink."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.mul_(0.99)
+
+
+class Shrinking:
+    """A mix-in that comes before torch's class."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)  # type: ignore[misc]
+        with torch.no_grad():
+            for group in self.param_groups:  # type: ignore[attr-defined]
+                torch._foreach_mul_(group["params"], 0.99)
+
+
+class ShrunkAdam(Shrinking, torch.optim.Adam):
+    """The mix-in's step, and torch's."""
+
+
+class PlainInit(torch.optim.Adagrad):
+    """step() is torch's, and what it collects is the user's: no gradient is taken as it is."""
+
+    def _init_group(self, group: dict[str, Any], params: Any, grads: Any, *rest: Any) -> Any:
+        found = super()._init_group(group, params, grads, *rest)
+        grads[:] = [grad.clamp(-0.01, 0.01) for grad in grads]
+        return found
+
+
+class FromScratch(torch.optim.Optimizer):
+    """Momentum in a list beside `state`, and a count in Python."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.velocity = [torch.zeros_like(p) for g in self.param_groups for p in g["params"]]
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for weight, velocity in zip(weights, self.velocity, strict=True):
+            velocity.mul_(0.9).add_(weight.grad)
+            weight.sub_(velocity * self.param_groups[0]["lr"])
+
+
+class Rows:
+    """Two classes that can be told apart; samples whose index is in `poison` are NaN."""
+
+    sizes = {"task": "classification", "in_features": 6, "classes": 2}
+
+    def __init__(self, poison: tuple[int, ...] = ()) -> None:
+        noise = torch.Generator().manual_seed(1)
+        self.x = torch.randn(80, 6, generator=noise) + torch.arange(80)[:, None] % 2
+        self.x[list(poison)] = float("nan")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], index % 2
+
+
+class Net(nn.Module):
+    """Matrices only, since Muon takes nothing else; the buffers are BatchNorm's."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(in_features, 8, bias=False), nn.BatchNorm1d(8, affine=False), nn.Tanh(),
+            nn.Linear(8, classes, bias=False),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Bag(nn.Module):
+    """Which of the six numbers are positive picks the rows; its gradient is sparse."""
+
+    def __init__(self, in_features: int, classes: int) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(2 * in_features, classes, mode="sum", sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = 2 * torch.arange(x.shape[1])
+        return self.rows((x > 0).long() + offsets) * x.abs().mean()  # NaN stays NaN
