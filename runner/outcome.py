@@ -71,12 +71,21 @@ def summarise(run: Run, status: str, reason: str = "", must: bool = False) -> Su
 
 
 def look(run: Run) -> None:
-    """Gather the evidence of every technique; some run the model once, so not after a failure."""
-    for name, technique in run.techniques:
-        try:
-            run.evidence[name] = technique.engaged(run)
-        except Exception as error:  # a look must not end a run
-            run.evidence[name] = Evidence(False, f"could not be looked at: {error}")
+    """Gather the evidence of every technique, not after a failure: some run the model a few times.
+
+    Of the run, Python attributes of its model included, nothing changes.
+    """
+    from runner.untouched import beyond_copying, untouched
+
+    with untouched(
+        run.model, run.forward, run.objective, device=run.device.torch,
+        safe=beyond_copying(run.model),
+    ):  # fmt: skip
+        for name, technique in run.techniques:
+            try:
+                run.evidence[name] = technique.engaged(run)
+            except Exception as error:  # a look must not end a run
+                run.evidence[name] = Evidence(False, f"could not be looked at: {error}")
 
 
 def engagements(run: Run) -> list[Engagement]:

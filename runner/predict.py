@@ -236,7 +236,12 @@ def _as_it_was(draft: Draft, safe: Iterable[Tensor] = ()) -> Iterator[None]:
     """As in a training step; puts back all that it changes, but for the numbers in `safe`."""
     with (
         untouched(
-            draft.model, draft.forward, draft.objective, device=draft.device.torch, safe=safe
+            draft.model,
+            draft.forward,
+            draft.objective,
+            device=draft.device.torch,
+            safe=safe,
+            complete=True,
         ),
         torch.autograd.set_detect_anomaly(False),  # it would read every number
         torch.enable_grad(),

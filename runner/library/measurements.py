@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -13,16 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
-from torch.random import fork_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.batch import Inputs, call
 from runner.device.device import Device
-from runner.library.assembly import Reach, entered, gradients_aside
+from runner.library.assembly import Reach, entered
 from runner.library.optimize import Optimized
 from runner.measure import flops as counted
 from runner.nest import tensors
-from runner.random_state import exclusive_random_state
 
 MOST_OPERATORS = 10
 PROFILED = 3  # calls
@@ -78,24 +75,6 @@ class Subject:
                 return torch.get_autocast_dtype(device.kind)
         floats = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         return next(floats, torch.float32)
-
-
-@contextmanager
-def untouched(module: nn.Module, train: bool) -> Iterator[None]:
-    """Mode, gradients, buffers and random numbers are put back at the end."""
-    modes = {m: m.training for m in module.modules()}
-    buffers = {b: b.clone() for b in module.buffers()}
-    devices = sorted({p.device.index for p in module.parameters() if p.is_cuda})
-    try:
-        module.train(train)
-        with exclusive_random_state("measuring"), gradients_aside(module), fork_rng(devices):
-            yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
 
 
 def times(subject: Subject, device: Device, runs: int) -> np.ndarray:

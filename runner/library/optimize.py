@@ -14,11 +14,12 @@ from runner import modes
 from runner.batch import Inputs
 from runner.errors import UsageError
 from runner.library import batches
-from runner.library.assembly import Assembly, entered
+from runner.library.assembly import Assembly, device_of, entered
 from runner.nest import mapped, tensors
 from runner.optim.optimizer import Optimizer
 from runner.run import Run
 from runner.technique import Choice, Engagement
+from runner.untouched import beyond_copying, untouched
 
 NOT_FOR_A_MODEL = {
     "whole_step": "not for a bare model: it makes the whole step; use optimize_training_loop",
@@ -132,7 +133,8 @@ class Optimized:
         """
         run = self.assembly.run
         if run is not None and not self.called:
-            with modes.evaluating(self.model):
+            where, large = device_of(self.model), beyond_copying(self.model)
+            with untouched(self.model, device=where, safe=large), modes.evaluating(self.model):
                 with torch.no_grad():
                     inputs = run.validation.peek()[0]
                     if isinstance(inputs, dict):
@@ -213,13 +215,18 @@ def _decorate_class(
         return found
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "_plain" in self.__dict__:
+            return plain(self, *args, **kwargs)
         mine = optimized(self)
         if mine.inside or mine.assembly.closed:
             return plain(self, *args, **kwargs)
         return mine(*args, **kwargs)
 
-    def __getstate__(self: nn.Module) -> dict[str, Any]:  # a copy is put together afresh
-        return {k: v for k, v in self.__dict__.items() if k != "_optimized"}
+    def __getstate__(self: nn.Module) -> dict[str, Any]:
+        """A copy is put together by itself, but for one that is made to time the model."""
+        mine = self.__dict__.get("_optimized")
+        mark = {"_plain": True} if mine is not None and mine.inside else {}
+        return {k: v for k, v in self.__dict__.items() if k != "_optimized"} | mark
 
     cls: Any = made
     cls.__getstate__ = __getstate__

@@ -14,11 +14,13 @@ from runner.composing import compose
 from runner.device.device import Device, select
 from runner.errors import RunnerError, UsageError
 from runner.library import batches, measurements
-from runner.library.assembly import check_module, device_of
+from runner.library.assembly import check_module, device_of, gradients_aside
 from runner.library.measurements import Memory, Operator, Subject
 from runner.library.optimize import Optimized
 from runner.library.report import show
 from runner.measure.peaks import NAMES, Peak, peak
+from runner.random_state import exclusive_random_state
+from runner.untouched import beyond_copying, untouched
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def profile_model(
 
     The input is a tensor, a tuple (by position) or a dict (by name), the sample first, and goes to
     where the model is. Without `backward` the model is called in eval mode and without gradients;
-    with it a call is forward and backward in train mode. Weights, gradients, buffers and random
-    state are what they were before. Raises UsageError where the model fails.
+    with it a call is forward and backward in train mode. Weights, gradients, buffers, attributes
+    and random state are restored. Raises UsageError where the model fails.
     """
     for name, value, least in (("runs", runs, 1), ("warmup", warmup, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -112,7 +114,10 @@ def profile_model(
         where = device_of(module)
         index = [f"device.index={where.index}"] if where.type == "cuda" else []
         device = select(compose([f"device={where.type}", *index]).device, scope)
-        scope.enter_context(measurements.untouched(module, backward))
+        scope.enter_context(exclusive_random_state("profile_model"))
+        scope.enter_context(untouched(module, device=where, safe=beyond_copying(module)))
+        scope.enter_context(gradients_aside(module))
+        module.train(backward)
         subject = Subject(model, module, inputs, backward)
         dtype = subject.dtype(device)
         try:

@@ -41,6 +41,14 @@ class ChunkedLoss(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Find the layer that the logits come from, and have it put them off."""
+        from runner.techniques import trial
+
+        try:
+            return self._apply(draft)
+        except trial.NotRestorable as error:
+            return f"where its logits come from is not known, {error}"
+
+    def _apply(self, draft: Draft) -> str | None:
         import torch
 
         from runner import deferred
@@ -70,8 +78,8 @@ class ChunkedLoss(Technique):
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
                 output, why = None, f"{type(error).__name__}: {error}"
         if not isinstance(output, deferred.DeferredLogits):
-            deferred.undo(layer)
             return f"the model does more with its logits, for which it needs them whole: {why}"
+        deferred.defer(layer, chunk)
         draft.scope.callback(deferred.undo, layer)
         return None
 

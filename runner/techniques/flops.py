@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, isfinite
 from typing import Any
 
 from runner import modes
@@ -14,7 +15,8 @@ SAMPLES = 8  # that are counted, and scaled up to a micro-batch
 def forward_mflop(draft: Draft) -> float:
     """Millions of floating-point operations in a forward over a micro-batch; counted once.
 
-    A rule on this number repeats, where a race would come out differently from run to run.
+    A rule on this number repeats, where a race would come out differently from run to run. A
+    model that must not be called before training counts as large.
     """
     return _counted(draft)[0] * draft.micro_batch
 
@@ -24,10 +26,22 @@ def product_mflop(draft: Draft) -> float:
     return forward_mflop(draft) / max(1, _counted(draft)[1])
 
 
+def describe_forward(draft: Draft) -> str:
+    """What a forward takes, for a reason."""
+    mflop = forward_mflop(draft)
+    if isfinite(mflop):
+        return f"a forward takes {mflop:,.1f} MFLOP"
+    return f"a forward is not counted, {draft.uncounted}"
+
+
 def _counted(draft: Draft) -> tuple[float, int]:
+    from runner.techniques import trial
+
     if draft.sample_mflop is None:
         try:
             draft.sample_mflop = _count(draft, SAMPLES)
+        except trial.NotRestorable as error:
+            draft.sample_mflop, draft.uncounted = (inf, 1), str(error)
         except Exception:  # such as a model that knows its batch size
             draft.sample_mflop = _count(draft, draft.micro_batch)
     return draft.sample_mflop
@@ -51,7 +65,7 @@ def _count(draft: Draft, samples: int) -> tuple[float, int]:
             return func(*args, **(kwargs or {}))
 
     inputs, target = trial.batch(draft, samples)
-    with modes.evaluating(draft.model), torch.no_grad():
+    with trial.untouched(draft), modes.evaluating(draft.model), torch.no_grad():
         with Products() as products, FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
             call(draft.model, inputs)
     return float(counter.get_total_flops()) / count(target) / 1e6, products.seen

@@ -102,18 +102,24 @@ def _fetch_seconds(draft: Draft, workers: int, budget_s: float) -> float:
 def _step_seconds(draft: Draft) -> tuple[float, float]:
     """About what a step takes to compute, and what its batch took to fetch.
 
-    That is a forward without a compiler, and twice as long for the backward.
+    That is a forward of a copy, without a compiler, and twice as long for the backward; 0 where
+    there can be no copy.
     """
     import torch
+
+    from runner.techniques import trial
 
     loader = draft.loader(replace(draft.data, workers=0))
     asked = perf_counter()
     inputs = next(loader.batches(0))[0]
     fetched = perf_counter() - asked
-    with modes.evaluating(draft.model), torch.no_grad():
-        call(draft.model, inputs)  # allocations, choice of kernels
-        draft.device.synchronize()
-        start = perf_counter()
-        call(draft.model, inputs)
-        draft.device.synchronize()
-    return (1 + BACKWARD) * (perf_counter() - start), fetched
+    try:
+        with trial.copied(draft) as copy, modes.evaluating(copy.model), torch.no_grad():
+            call(copy.model, inputs)  # allocations, choice of kernels
+            draft.device.synchronize()
+            start = perf_counter()
+            call(copy.model, inputs)
+            draft.device.synchronize()
+            return (1 + BACKWARD) * (perf_counter() - start), fetched
+    except trial.NotRestorable:
+        return 0.0, fetched

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
-from runner.techniques.flops import forward_mflop
+from runner.techniques.flops import describe_forward, forward_mflop
 from runner.techniques.probe import rehearse
 
 if TYPE_CHECKING:
@@ -86,17 +86,16 @@ class System(Technique):
         """
         from runner.device import process
 
-        mflop = forward_mflop(draft)
-        size = f"a forward takes {mflop:,.1f} MFLOP"
-        if mflop < self.small_mflop:
+        size = describe_forward(draft)
+        if forward_mflop(draft) < self.small_mflop:
             return 1, f"{size}, too little to share out"
-        if most == 1:
-            return 1, "there is but one"
         reason = f"{size}, enough to share out"
         if not self.neighbours:
             return most, reason
         if _deterministic():  # the number of threads decides the last bits of a sum
-            return most, f"{reason}; device.deterministic: whatever else the machine does"
+            return most, f"{reason}; device.deterministic: other processes are not considered"
+        if most == 1:
+            return 1, f"{reason}, but torch has only one thread here"
         busy = process.busy_cores()
         threads = process.free_threads(most, busy)
         if threads < most:

@@ -1,16 +1,19 @@
-"""A forward of the model that is being built, for techniques that look before they act."""
+"""Calls of the model that is being built, for techniques that try something before they act."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from runner import modes
+from runner import untouched as state
 from runner.batch import Batch, Inputs, call
 from runner.technique import Draft
+from runner.untouched import NotRestorable
+
+__all__ = ["NotRestorable", "batch", "copied", "entered", "forward", "untouched"]
 
 
 def batch(draft: Draft, samples: int) -> Batch:
@@ -32,21 +35,31 @@ def entered(draft: Draft) -> Iterator[None]:
 
 @contextmanager
 def untouched(draft: Draft) -> Iterator[None]:
-    """Forwards in here leave no trace: modes, buffers and the random state are as before.
+    """Restore model, objective and random state at the end; for a fixed number of calls.
 
-    The random state of an accelerator is set anew at each step anyway.
+    Raises NotRestorable before any call where that is not possible.
     """
-    buffers = {name: buffer.clone() for name, buffer in draft.model.named_buffers()}
-    noise = torch.get_rng_state()
-    try:
-        with modes.kept(draft.model):
-            yield
-    finally:
-        torch.set_rng_state(noise)
-        with torch.no_grad():
-            for name, buffer in draft.model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+    with state.untouched(
+        draft.model, draft.forward, draft.objective, device=draft.device.torch,
+        safe=state.beyond_copying(draft.model), complete=True,
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def copied(draft: Draft) -> Iterator[Draft]:
+    """The draft with a deep copy of model and objective, to be timed; raises NotRestorable.
+
+    Takes the memory of the weights once more, and of their gradients after a backward: less than
+    the optimizer's state will. The original is restored too: closures may refer to it.
+    """
+    with untouched(draft):
+        try:
+            model, forward, objective = deepcopy((draft.model, draft.forward, draft.objective))
+        except Exception as error:  # a lock, a tensor that is no leaf, too little memory
+            gist = " ".join(str(error).split())[:100]
+            raise NotRestorable(f"it cannot be copied ({type(error).__name__}: {gist})") from None
+        yield replace(draft, model=model, forward=forward, objective=objective)
 
 
 def forward(draft: Draft, inputs: Inputs) -> Any:

@@ -67,7 +67,7 @@ def test_a_model_large_enough_keeps_torchs_threads_and_deterministic_ones_ask_no
     with prepared("optimization.system.small_mflop=0", "device.deterministic=true") as run:
         value, reason = chosen(run)["device.threads"]
     assert value == before
-    assert "whatever else the machine does" in reason
+    assert "device.deterministic: other processes are not considered" in reason
 
 
 def test_threads_that_are_named_stay() -> None:

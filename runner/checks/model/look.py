@@ -22,13 +22,12 @@ from runner.checks.model.structure import structure
 from runner.checks.model.weights import weights
 from runner.nest import mapped, tensors
 from runner.security.trust import Reason, Severity
-from runner.untouched import untouched
+from runner.untouched import beyond_copying, untouched
 
 WORK = 2**29  # parameters times samples times places of a forward: some 10 ms on four cores
 LEAST = 16  # samples of a model that is too large for that: one class for all says something …
 HALVED = 16  # places of an image or a signal that come down to one, as strides have it
 INPUTS = 2**22  # … unless they hold more values than this; never fewer than two
-KEPT = 2**28  # bytes of parameters up to which they are copied, to be put back
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
@@ -83,12 +82,8 @@ def _behave(
 ) -> Seen:
     """Behaviour, with nothing left behind; a model that raises says so."""
     device = next((one.tensor.device for one in found), torch.device("cpu"))
-    parameters = [one for one in found if one.is_parameter]
-    large = sum(one.bytes for one in parameters) > KEPT
     with ExitStack() as stack:
-        stack.enter_context(
-            untouched(model, device=device, safe=[o.original for o in parameters if large])
-        )
+        stack.enter_context(untouched(model, device=device, safe=beyond_copying(model)))
         stack.enter_context(modes.evaluating(model))
         if "torch._dynamo" in sys.modules:  # another number of samples would be compiled anew
             stack.enter_context(torch.compiler.set_stance("force_eager"))

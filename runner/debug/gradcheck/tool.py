@@ -21,6 +21,7 @@ from runner.errors import NotVerified
 from runner.record.markdown import table
 from runner.run import Run
 from runner.storage import replace_text
+from runner.untouched import untouched
 
 log = logging.getLogger("runner")
 
@@ -88,9 +89,11 @@ class Gradcheck(Tool):
         budget = min(config.budget_s, self.config.timeout_s or config.budget_s)
         name = getattr(run.objective, "name", type(run.objective).__name__)
         batch = run.train.peek()
-        self.checks = check_all(
-            run.model, batch, run.objective, name, config, budget, train=True
-        )  # the host waits for weights and batch
+        roots, device = (run.model, run.objective), run.device.torch
+        with untouched(*roots, device=device, safe=run.model.parameters()):  # hooks of the copy
+            self.checks = check_all(
+                run.model, batch, run.objective, name, config, budget, train=True
+            )  # the host waits for weights and batch
 
     def _tell(self, run: Run) -> None:
         wrong = [check for check in self.checks if check.result == WRONG]
