@@ -1,0 +1,265 @@
+"""What is tried, timed or looked at on a model leaves nothing behind, and can be pinned."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner import build, compose, train
+from runner.build import Given
+from runner.device import process
+from runner.objectives.custom import Custom
+from runner.outcome import look
+from runner.run import Run
+from runner.techniques import break_even, kernels, pipeline
+
+QUICK = [
+    "data=digits", "training.batch_size=32", "training.steps=4", "monitoring.progress=false",
+    "device=cpu",
+]  # fmt: skip
+LEVELS = {
+    "default": [],
+    "ultra": [
+        "optimization=ultra",
+        "optimization.whole_step.enabled=false",
+        "optimization.compile.min_steps=null",
+    ],
+    "memory": ["optimization=memory_efficient", "optimization.recompute.what=auto"],
+    "debug": ["optimization=none", "debug=full"],
+}
+calls = 0  # forwards of all models and their copies: no copy and no restoring hides any
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Extractor:
+    """Keeps what a layer puts out, as a hook that belongs to another object."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def save(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.outputs.append(output)
+
+
+class Busy(nn.Module):
+    """Each forward changes all that a model can hold."""
+
+    total = 0
+    shapes: list[torch.Size] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 10)
+        )
+        self.tied = nn.Linear(64, 16)
+        self.tied.weight = self.layers[1].weight
+        self.teacher = nn.Parameter(torch.zeros(10), requires_grad=False)
+        self.forwards, self.outputs, self.cache = 0, [], {}  # type: ignore[var-annotated]
+        self.numbers, self.position = SimpleNamespace(forwards=0), itertools.count()
+        self.slots, self.extractor = Slots(), Extractor()
+        self.layers[1].register_forward_hook(self.extractor.save)
+        self.layers[4].register_forward_hook(self._hook())
+
+    def _hook(self) -> Callable[..., None]:
+        times = 0
+
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            nonlocal times
+            times += 1
+            hook.seen.append(times)  # type: ignore[attr-defined]
+
+        hook.seen = self.seen = []  # type: ignore[attr-defined, var-annotated]
+        self.times = lambda: times
+        return hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        global calls
+        calls += 1
+        type(self).total += 1
+        self.shapes.append(x.shape)
+        self.forwards += 1
+        self.outputs.append(x)
+        self.cache[self.forwards] = next(self.position)
+        self.numbers.forwards += 1
+        self.slots.count += 1
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.mean(), persistent=False)
+            self.tied.weight.register_hook(lambda gradient: gradient)
+        with torch.no_grad():
+            self.teacher += 1
+        return self.layers(x) + 0 * self.tied(x.flatten(1)).mean()  # type: ignore[no-any-return]
+
+    def state(self) -> dict[str, Any]:
+        """All of it, in values that can be compared."""
+        return {
+            "class": (type(self).total, len(self.shapes)),
+            "attributes": (self.forwards, len(self.outputs), self.cache, sorted(vars(self))),
+            "objects": (self.numbers.forwards, self.slots.count, repr(self.position)),
+            "hooks": (self.times(), self.seen, len(self.extractor.outputs),
+                      self.tied.weight._backward_hooks),
+            "tensors": {name: value.tolist() for name, value in self.state_dict().items()},
+            "modes": [(module.training, len(module._forward_hooks)) for module in self.modules()],
+            "gradients": [(p.requires_grad, p.grad) for p in self.parameters()],
+            "tied": self.tied.weight is self.layers[1].weight,
+        }  # fmt: skip
+
+
+def counted(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def called(output: Tensor, target: Tensor) -> Tensor:
+        called.times += 1  # type: ignore[attr-defined]
+        return loss(output, target)
+
+    called.times = 0  # type: ignore[attr-defined]
+    return called
+
+
+def chosen(run: Run) -> dict[str, Any]:
+    return {choice.key: choice.value for choice in run.choices}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(level: str) -> None:
+    model, loss = Busy(), counted(nn.functional.cross_entropy)
+    before, noise = model.state(), torch.get_rng_state()
+    given = Given(model, objective=Custom(loss, "loss", "loss_fn"))
+    with build(compose([*QUICK, *LEVELS[level]]), given=given) as run:
+        assert model.state() == before
+        assert loss.times == 0  # type: ignore[attr-defined]
+        assert torch.equal(torch.get_rng_state(), noise)
+        look(run)
+        assert model.state() == before
+        assert loss.times == 0  # type: ignore[attr-defined]
+        assert not any("could not be" in row.reason for row in run.evidence.values())
+
+
+class Clock:
+    """Stands in for the machine's clock: each reading so many seconds after the one before."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], None]:
+    """Gives all that is timed before a run another clock."""
+
+    def clocked(clock: Callable[[], float]) -> None:
+        for module in (break_even, kernels, pipeline):
+            monkeypatch.setattr(module, "perf_counter", clock)
+
+    return clocked
+
+
+@pytest.mark.parametrize("level", ["default", "ultra"])
+def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
+    level: str, machine: Callable[[Callable[[], float]], None]
+) -> None:
+    called, decided = [], []
+    for seconds in (1e-3, 1.0):
+        machine(Clock(seconds))
+        first = calls
+        steps = "training.steps=1_000_000"  # so many that a close look could be worth it
+        with build(compose([*QUICK, *LEVELS[level], steps]), given=Given(Busy())) as run:
+            called.append(calls - first)
+            decided.append(chosen(run))
+    assert called[0] == called[1] > 0
+    if level == "default":  # what was timed is noted
+        key = "optimization.compile.min_steps"
+        assert decided[0][key] > decided[1][key] > 0
+
+
+GPT = [
+    "data=stdlib_text", "data.sequence=16", "data.validation_samples=8", "training.batch_size=4",
+    "training.steps=2", "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
+    "monitoring.progress=false", "device=cpu", "optimization=ultra", "optimization.amp.dtype=bf16",
+    "optimization.compile.min_steps=null", "optimization.whole_step.enabled=false",
+    "optimization.accumulation.enabled=true", "optimization.recompute.enabled=true",
+    "optimization.system.small_mflop=0",
+]  # fmt: skip
+PINS = {
+    "device.threads": 1,
+    "optimization.compile.min_steps": 1_000_000,
+    "optimization.attention.kernel": "plain",
+    "optimization.recompute.what": "full",
+    "training.micro_batch": 2,
+    "data.workers": 0,
+}
+
+
+def test_what_is_timed_or_predicted_is_noted_and_what_is_pinned_is_not_timed(
+    machine: Callable[[Callable[[], float]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build(compose(GPT)) as run:
+        assert PINS.keys() <= chosen(run).keys()
+        assert all(choice.reason for choice in run.choices)
+
+    def never(*_: object) -> float:
+        raise AssertionError("a pinned choice was timed")
+
+    machine(never)
+    monkeypatch.setattr(process, "busy_cores", never)
+    with build(compose([*GPT, *(f"{key}={value}" for key, value in PINS.items())])) as run:
+        assert chosen(run).get("data.workers", 0) == 0
+        assert not (PINS.keys() - {"data.workers", "training.micro_batch"}) & chosen(run).keys()
+        assert run.micro_batch == 2
+        assert torch.get_num_threads() == 1
+
+
+def test_two_runs_that_are_pinned_alike_are_the_same_to_the_bit(
+    machine: Callable[[Callable[[], float]], None],
+) -> None:
+    pins = ["device.threads=1", "optimization.compile.min_steps=100"]
+    ended = []
+    for seconds in (1e-7, 10.0):
+        machine(Clock(seconds))
+        model = Busy()
+        with build(compose([*QUICK, *pins]), given=Given(model)) as run:
+            ended.append((train(run).metrics, model.state()["tensors"], model.forwards))
+    assert ended[0] == ended[1]
+
+
+@pytest.mark.parametrize("what", ["lock", "generator", "file"])
+def test_a_model_that_cannot_be_copied_is_not_timed_and_the_reason_is_said(
+    what: str, tmp_path: Path
+) -> None:
+    model, first = Busy(), calls
+    with ExitStack() as stack:
+        model.held = {  # type: ignore[assignment]
+            "lock": threading.Lock,
+            "generator": lambda: (number for number in range(9)),
+            "file": lambda: stack.enter_context((tmp_path / "log").open("w")),
+        }[what]()
+        run = stack.enter_context(
+            build(compose([*QUICK, "optimization.amp.dtype=bf16"]), given=Given(model))
+        )
+        (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
+        assert choice.value == 20_000  # a rule's
+        assert "the model is not timed" in choice.reason
+        why = "cannot be copied" if what == "lock" else "cannot be restored"
+        assert why in choice.reason
+        if what != "lock":  # nor is it called at all: where it was could not be restored
+            assert calls == first
+            threads = next(c.reason for c in run.choices if c.key == "device.threads")
+            assert "a forward is not counted, it holds" in threads
+        assert train(run).status == "done"
