@@ -33,11 +33,7 @@ LAYERS = f"""
 errors masking module_path
 count_limits
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
-<<<<<<< HEAD
-interrupts random_state seeds storage untouched
-=======
-interrupts optimizer_origin seeds storage untouched
->>>>>>> 5e0b476 (optimizer_origin: let only torch's own step() take the flag in a kernel or be undone)
+interrupts optimizer_origin random_state seeds storage untouched
 device record
 security
 checkpoint

@@ -62,7 +62,7 @@ def test_a_signal_ends_in_a_checkpoint_and_its_exit_code(
     record = json.loads((folder / "summary.json").read_text())
     assert record["status"] == "interrupted"
     assert record["checkpoint"]["last"] == f"checkpoints/step_{record['steps']:08d}"
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=20)[1]
 
 
 def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> No
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 143, output
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=20)[1]

@@ -9,6 +9,7 @@ from runner.errors import ConfigError
 from runner.security.targets import construct
 from runner.technique import Draft, Engagement, Technique
 from runner.techniques.config import Optimization
+from runner.untouched import NotRestorable
 
 EXTRA = "optimization.extra"
 
@@ -30,7 +31,10 @@ def apply_techniques(
         if not technique.enabled:
             others.append(Engagement(name, False, False, "not asked for"))
             continue
-        reason = technique.unavailable(draft.device) or technique.apply(draft)
+        try:
+            reason = technique.unavailable(draft.device) or technique.apply(draft)
+        except NotRestorable as error:
+            reason = f"it would call the model before training, and cannot: {error}"
         if reason is None:
             applied.append((name, technique))
         else:

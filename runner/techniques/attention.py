@@ -72,14 +72,6 @@ class Attention(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Look at the model's calls, choose, and switch over until the run closes."""
-        from runner.techniques import trial
-
-        try:
-            return self._apply(draft)
-        except trial.NotRestorable as error:
-            return f"the model's calls are not known, {error}"
-
-    def _apply(self, draft: Draft) -> str | None:
         from runner.techniques import kernels, trial
 
         samples = min(draft.micro_batch, SAMPLES)

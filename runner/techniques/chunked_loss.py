@@ -41,14 +41,6 @@ class ChunkedLoss(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Find the layer that the logits come from, and have it put them off."""
-        from runner.techniques import trial
-
-        try:
-            return self._apply(draft)
-        except trial.NotRestorable as error:
-            return f"where its logits come from is not known, {error}"
-
-    def _apply(self, draft: Draft) -> str | None:
         import torch
 
         from runner import deferred

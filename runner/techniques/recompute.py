@@ -60,6 +60,8 @@ class Recompute(Technique):
 
     def apply(self, draft: Draft) -> str | None:
         """Give each chosen block a forward that forgets; its keys stay as they are."""
+        from runner.untouched import NotRestorable
+
         if self.what is What.none:
             return "optimization.recompute.what=none"
         found = repeated_blocks(draft.model)
@@ -72,6 +74,8 @@ class Recompute(Technique):
                 return draft.choices[-1].reason
         try:
             draft.recompute = self._apply(draft, found, What(name))
+        except NotRestorable:
+            raise
         except Exception as error:  # whatever a model raises whose blocks can run only once
             gist = " ".join(str(error).split())[:200]
             return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"

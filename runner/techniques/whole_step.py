@@ -51,9 +51,11 @@ class WholeStep(Technique):
         options, reason = fastest(draft.optimizer_class, draft.model)
         if reason is not None:
             return reason
-        reason = not_worth_it(self.min_steps, draft) or _limit_indices(draft)
+        reason = not_worth_it(self.min_steps, draft)
         if reason is not None:
             return reason
+        if draft.device.kind == "cpu" and draft.objective.indices is None:
+            draft.index_limit = _index_limit(draft)  # before anything of the draft is changed
         compiler.prepare(draft.scope)
         compiler.check_tokens(draft)
         compiler.allow_gradients_in_graphs(draft.scope)
@@ -96,18 +98,6 @@ def warn_kept_out(run: Run) -> None:
         log.warning("optimization.whole_step: %s", reason)
     elif run.whole is None and compiled and (reason := kept_out(run, eager=True)):
         log.warning("optimization.compile: %s", reason)
-
-
-def _limit_indices(draft: Draft) -> str | None:
-    """Learn what targets must be below; why that is not possible, or None."""
-    if draft.device.kind == "cpu" and draft.objective.indices is None:
-        from runner.techniques import trial
-
-        try:
-            draft.index_limit = _index_limit(draft)
-        except trial.NotRestorable as error:
-            return f"the classes of its loss are not known, {error}"
-    return None
 
 
 def _index_limit(draft: Draft) -> int | None:

@@ -325,7 +325,7 @@ def test_what_other_tools_take_at_the_same_steps_is_not_on_its_account(tmp_path:
 
         @contextmanager
         def _around(self) -> Iterator[None]:
-            end = time.perf_counter() + 0.1
+            end = time.perf_counter() + 0.4
             while time.perf_counter() < end:
                 pass
             yield
@@ -336,7 +336,7 @@ def test_what_other_tools_take_at_the_same_steps_is_not_on_its_account(tmp_path:
         summary = train(run)
     cost = next(tool for tool in summary.tools if tool.name == "anomaly")
     assert cost.looks == 4
-    assert cost.seconds < 0.2  # of the 0.4 that the other one took
+    assert cost.seconds < 0.8  # half of what the other one took
 
 
 def test_the_module_whose_backward_is_under_way() -> None:

@@ -60,7 +60,7 @@ def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) ->
     assert process.returncode == 130, said
     assert statuses(only(folder)) == ["interrupted"]
     assert "the same command" in said and "interrupted" in said
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=20)[1]
     first = max(only(folder).glob("0/checkpoints/step_*/manifest.json"))
     done = sweep(folder, *NET, *LONG)
     assert "0 of 1 done before; 1 to run, 1 of them from a checkpoint" in done.stderr

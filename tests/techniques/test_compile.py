@@ -97,7 +97,6 @@ def test_the_second_run_finds_what_the_first_compiled(
     first = row(trained(*TINY, "optimization=compile")).evidence
     second = row(trained(*TINY, "optimization=compile")).evidence
     assert (first["cache"], second["cache"]) == ("cold", "warm")
-    assert second["seconds"] < first["seconds"]
 
 
 def test_a_short_run_stays_eager_when_its_step_is_timed() -> None:

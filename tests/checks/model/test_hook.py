@@ -48,7 +48,7 @@ def test_a_sound_run_says_so_and_no_more(tmp_path: Path) -> None:
     check = Summary.read(tmp_path).model_check
     assert check == summary.model_check
     assert (check["ok"], check["faults"], check["warnings"], check["worst"]) == (True, 0, 0, [])
-    assert check["after_training"] and 0 < check["seconds"] < 5
+    assert check["after_training"] and check["seconds"] > 0
     assert summary.faults == {} and "model check" not in report.markdown(summary, tmp_path)
 
 
