@@ -75,11 +75,11 @@ def look(run: Run) -> None:
 
     Of the run, Python attributes of its model included, nothing changes.
     """
-    from runner.untouched import beyond_copying, untouched
+    from runner.untouched import large_parameters, untouched
 
     with untouched(
         run.model, run.forward, run.objective, device=run.device.torch,
-        safe=beyond_copying(run.model),
+        safe=large_parameters(run.model),
     ):  # fmt: skip
         for name, technique in run.techniques:
             try:

@@ -107,7 +107,7 @@ class Draft:
     predicted_bytes: int | None = None  # peak of process or device, where one was predicted
     recoveries: list[Recovery] = field(default_factory=list)
     sample_mflop: tuple[float, int] | None = None  # of a sample's forward, and in how many products
-    uncounted: str = ""  # why that is not known
+    flops_unknown: str = ""  # why that is not known
     remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
     choices: list[Choice] = field(default_factory=list)
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here

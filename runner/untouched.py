@@ -43,7 +43,7 @@ class NotRestorable(Exception):
     """The model must not be called: its state could not be restored, or it cannot be copied."""
 
 
-def beyond_copying(model: nn.Module) -> list[Tensor]:
+def large_parameters(model: nn.Module) -> list[Tensor]:
     """The parameters of a model that has more than KEPT bytes of them; else nothing."""
     parameters = [p for p in model.parameters() if not is_lazy(p)]
     size = sum(p.numel() * p.element_size() for p in parameters)
@@ -109,11 +109,11 @@ class _Before:
 
     def _contents(self, thing: Any) -> Iterable[object]:
         if isinstance(thing, dict):
-            then = {key: _own(value) for key, value in thing.items()}
+            then = {key: _copy_iterator(value) for key, value in thing.items()}
             self.undo.append(lambda: _dict(thing, then))
             return then.values()
         if isinstance(thing, list | set | deque):
-            items = [_own(item) for item in thing]
+            items = [_copy_iterator(item) for item in thing]
             self.undo.append(lambda: _items(thing, items))
             return items
         if isinstance(thing, tuple | frozenset):
@@ -153,7 +153,7 @@ class _Before:
             return
         yield vars(function)
         for cell in function.__closure__ or ():
-            content = _own(_content(cell))
+            content = _copy_iterator(_read_cell(cell))
             if content is not MISSING:
                 self.undo.append(partial(setattr, cell, "cell_contents", content))
                 yield content
@@ -170,13 +170,13 @@ class _Before:
             if _foreign(owner.__module__):
                 continue
             members = [n for n, v in vars(owner).items() if isinstance(v, MemberDescriptorType)]
-            slots = {name: _own(getattr(thing, name, MISSING)) for name in members}
-            self.undo.append(partial(_set, thing, slots))
+            slots = {name: _copy_iterator(getattr(thing, name, MISSING)) for name in members}
+            self.undo.append(partial(_restore_slots, thing, slots))
             yield tuple(slots.values())
             if id(owner) not in self.seen:
                 self.seen[id(owner)] = owner
-                values = {name: _own(value) for name, value in vars(owner).items()}
-                self.undo.append(partial(_class, owner, values))
+                values = {name: _copy_iterator(value) for name, value in vars(owner).items()}
+                self.undo.append(partial(_restore_class, owner, values))
                 yield tuple(v for v in values.values() if not isinstance(v, FunctionType))
 
     def _tensor(self, tensor: Tensor) -> Iterable[object]:
@@ -216,12 +216,12 @@ def _foreign(module: object) -> bool:
     return str(module).partition(".")[0] in FOREIGN
 
 
-def _own(value: Any) -> Any:
+def _copy_iterator(value: Any) -> Any:
     """The value itself; an iterator's position can only be kept in a copy."""
     return copy(value) if isinstance(value, ITERATORS) else value
 
 
-def _content(cell: CellType) -> Any:
+def _read_cell(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty
@@ -242,7 +242,7 @@ def _items(now: Any, then: list[object]) -> None:
     (now.update if isinstance(now, set) else now.extend)(then)
 
 
-def _set(thing: object, then: Mapping[str, object]) -> None:
+def _restore_slots(thing: object, then: Mapping[str, object]) -> None:
     """Slots; `object`'s own way, since a frozen class has none."""
     for name, value in then.items():
         if getattr(thing, name, MISSING) is value:
@@ -253,7 +253,7 @@ def _set(thing: object, then: Mapping[str, object]) -> None:
             object.__setattr__(thing, name, value)
 
 
-def _class(owner: type, then: Mapping[str, object]) -> None:
+def _restore_class(owner: type, then: Mapping[str, object]) -> None:
     now = dict(vars(owner))
     for name in now.keys() - then.keys():
         type.__delattr__(owner, name)

@@ -19,7 +19,7 @@ from runner.nest import mapped, tensors
 from runner.optim.optimizer import Optimizer
 from runner.run import Run
 from runner.technique import Choice, Engagement
-from runner.untouched import beyond_copying, untouched
+from runner.untouched import large_parameters, untouched
 
 NOT_FOR_A_MODEL = {
     "whole_step": "not for a bare model: it makes the whole step; use optimize_training_loop",
@@ -133,7 +133,7 @@ class Optimized:
         """
         run = self.assembly.run
         if run is not None and not self.called:
-            where, large = device_of(self.model), beyond_copying(self.model)
+            where, large = device_of(self.model), large_parameters(self.model)
             with untouched(self.model, device=where, safe=large), modes.evaluating(self.model):
                 with torch.no_grad():
                     inputs = run.validation.peek()[0]

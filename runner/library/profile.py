@@ -20,7 +20,7 @@ from runner.library.optimize import Optimized
 from runner.library.report import show
 from runner.measure.peaks import NAMES, Peak, peak
 from runner.random_state import exclusive_random_state
-from runner.untouched import beyond_copying, untouched
+from runner.untouched import large_parameters, untouched
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def profile_model(
         index = [f"device.index={where.index}"] if where.type == "cuda" else []
         device = select(compose([f"device={where.type}", *index]).device, scope)
         scope.enter_context(exclusive_random_state("profile_model"))
-        scope.enter_context(untouched(module, device=where, safe=beyond_copying(module)))
+        scope.enter_context(untouched(module, device=where, safe=large_parameters(module)))
         scope.enter_context(gradients_aside(module))
         module.train(backward)
         subject = Subject(model, module, inputs, backward)

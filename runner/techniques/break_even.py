@@ -11,7 +11,7 @@ from runner.technique import Draft
 COLD_S = 30.0  # what compiling a small transformer takes the first time
 GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there
 PASSES = 6  # that are timed, on each machine as many; the first ones are never the fastest
-UNTIMED_S = 0.01  # taken for a pass of a model that cannot be timed
+ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
 
 
 def not_worth_it(min_steps: int | None, draft: Draft) -> str | None:
@@ -37,7 +37,7 @@ def _break_even(draft: Draft) -> tuple[int, str]:
         seconds = _step_seconds(draft)
         measured = f"forward and backward take {1e3 * seconds:.3g} ms"
     except trial.NotRestorable as error:
-        seconds = UNTIMED_S
+        seconds = ASSUMED_S
         measured = f"the model is not timed, {error}; taken for {1e3 * seconds:.3g} ms a step"
     reason = f"{measured}; compiling takes up to {COLD_S:.0f} s and saves some {GAIN:.0%}"
     return _rounded(COLD_S / GAIN / seconds), reason
@@ -60,7 +60,7 @@ def _step_seconds(draft: Draft) -> float:
 
     inputs, target = trial.batch(draft, draft.micro_batch)
     seconds: list[float] = []
-    with trial.copied(draft) as copy:
+    with trial.model_copy(draft) as copy:
         for _ in range(PASSES):
             start = perf_counter()
             try:

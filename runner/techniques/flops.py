@@ -31,7 +31,7 @@ def describe_forward(draft: Draft) -> str:
     mflop = forward_mflop(draft)
     if isfinite(mflop):
         return f"a forward takes {mflop:,.1f} MFLOP"
-    return f"a forward is not counted, {draft.uncounted}"
+    return f"a forward is not counted, {draft.flops_unknown}"
 
 
 def _counted(draft: Draft) -> tuple[float, int]:
@@ -41,7 +41,7 @@ def _counted(draft: Draft) -> tuple[float, int]:
         try:
             draft.sample_mflop = _count(draft, SAMPLES)
         except trial.NotRestorable as error:
-            draft.sample_mflop, draft.uncounted = (inf, 1), str(error)
+            draft.sample_mflop, draft.flops_unknown = (inf, 1), str(error)
         except Exception:  # such as a model that knows its batch size
             draft.sample_mflop = _count(draft, draft.micro_batch)
     return draft.sample_mflop

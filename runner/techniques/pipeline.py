@@ -114,7 +114,7 @@ def _step_seconds(draft: Draft) -> tuple[float, float]:
     inputs = next(loader.batches(0))[0]
     fetched = perf_counter() - asked
     try:
-        with trial.copied(draft) as copy, modes.evaluating(copy.model), torch.no_grad():
+        with trial.model_copy(draft) as copy, modes.evaluating(copy.model), torch.no_grad():
             call(copy.model, inputs)  # allocations, choice of kernels
             draft.device.synchronize()
             start = perf_counter()

@@ -13,7 +13,7 @@ from runner.batch import Batch, Inputs, call
 from runner.technique import Draft
 from runner.untouched import NotRestorable
 
-__all__ = ["NotRestorable", "batch", "copied", "entered", "forward", "untouched"]
+__all__ = ["NotRestorable", "batch", "entered", "forward", "model_copy", "untouched"]
 
 
 def batch(draft: Draft, samples: int) -> Batch:
@@ -41,13 +41,13 @@ def untouched(draft: Draft) -> Iterator[None]:
     """
     with state.untouched(
         draft.model, draft.forward, draft.objective, device=draft.device.torch,
-        safe=state.beyond_copying(draft.model), complete=True,
+        safe=state.large_parameters(draft.model), complete=True,
     ):  # fmt: skip
         yield
 
 
 @contextmanager
-def copied(draft: Draft) -> Iterator[Draft]:
+def model_copy(draft: Draft) -> Iterator[Draft]:
     """The draft with a deep copy of model and objective, to be timed; raises NotRestorable.
 
     Takes the memory of the weights once more, and of their gradients after a backward: less than

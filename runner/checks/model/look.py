@@ -22,7 +22,7 @@ from runner.checks.model.structure import structure
 from runner.checks.model.weights import weights
 from runner.nest import mapped, tensors
 from runner.security.trust import Reason, Severity
-from runner.untouched import beyond_copying, untouched
+from runner.untouched import large_parameters, untouched
 
 WORK = 2**29  # parameters times samples times places of a forward: some 10 ms on four cores
 LEAST = 16  # samples of a model that is too large for that: one class for all says something …
@@ -83,7 +83,7 @@ def _behave(
     """Behaviour, with nothing left behind; a model that raises says so."""
     device = next((one.tensor.device for one in found), torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(untouched(model, device=device, safe=beyond_copying(model)))
+        stack.enter_context(untouched(model, device=device, safe=large_parameters(model)))
         stack.enter_context(modes.evaluating(model))
         if "torch._dynamo" in sys.modules:  # another number of samples would be compiled anew
             stack.enter_context(torch.compiler.set_stance("force_eager"))
