@@ -77,6 +77,8 @@ def look(run: Run) -> None:
     """
     from runner.untouched import large_parameters, untouched
 
+    if not run.techniques:
+        return
     with untouched(
         run.model, run.forward, run.objective, device=run.device.torch,
         safe=large_parameters(run.model),

@@ -124,7 +124,7 @@ class _Before:
     def _other(self, thing: Any) -> None:
         if isinstance(thing, GeneratorType):
             self.opaque.append("a generator")
-        elif isinstance(thing, io.IOBase) and thing not in (sys.__stdout__, sys.__stderr__):
+        elif isinstance(thing, io.IOBase) and thing not in _standard_streams():
             self.opaque.append("an open file")
         elif isinstance(thing, bytearray | array):
             self.undo.append(partial(thing.__setitem__, slice(None), thing[:]))
@@ -210,6 +210,10 @@ class _Before:
             storage.copy_(held)
 
         self.undo.append(put_back)
+
+
+def _standard_streams() -> tuple[object, ...]:
+    return sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
 
 
 def _foreign(module: object) -> bool:
