@@ -119,9 +119,12 @@ def test_what_a_forward_changes_in_place_is_put_back(readable: bool) -> None:
     assert torch.equal(model.drawn.get_state(), noise)
 
 
+seen: list[type] = []  # global: what a hook's closure holds is restored
+
+
 def test_no_real_step_is_made_with_a_model_in_training() -> None:
     model = Net(readable=False)
-    seen: list[type] = []
+    seen.clear()
     model.register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
     with ExitStack() as scope, pytest.raises(DataDependentOutputException):
         predict(draft(model, scope), live=True)
