@@ -26,7 +26,7 @@ from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
-from runner.length import batches, length, micro_batch
+from runner.length import batches, length, micro_batch, resolve_every
 from runner.models.build import build_model, refuse_lazy
 from runner.models.stored import KEY as WEIGHTS
 from runner.models.weights import start_from
@@ -119,7 +119,8 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
     data, table_report = look_at(data, config.checks.table)  # may leave out columns and rows
     batch_size, steps_per_epoch = batches(config, len(data.train))
     total_steps, choices = length(config, steps_per_epoch)
-    choices = [*given.chosen, *choices]
+    debug, pace = resolve_every(config.debug, total_steps)
+    choices = [*given.chosen, *choices, *pace]
     checkpointer = Checkpointer(
         folder if config.checkpoint.enabled else None,
         config.checkpoint.keep,
@@ -240,7 +241,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         predicted_bytes=draft.predicted_bytes,
         remarks=draft.remarks,
         recoveries=[use_less_memory, *draft.recoveries],
-        hooks=[*table_report, *watchers(config, settings, folder, look_up)],
+        hooks=[*table_report, *watchers(replace(config, debug=debug), settings, folder, look_up)],
         techniques=applied,
         engagements=engagements,
         choices=draft.choices + train.choices,

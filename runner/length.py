@@ -1,20 +1,24 @@
-"""How many samples a batch has, and how many steps a run."""
+"""How many samples a batch has, how many steps a run, and how often debug tools look at it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from runner.batch import largest_part
 from runner.config import RunConfig
 from runner.count_limits import check_count
+from runner.debug.config import DebugConfig
 from runner.errors import ConfigError
 from runner.loop_config import TrainingConfig
 from runner.recovery import MICRO_BATCH
 from runner.technique import Choice
 
 log = logging.getLogger("runner")
+
+LOOKS, FEWEST = 6, 3  # of a debug tool at a run; a fault that is judged over looks takes three
 
 
 def batches(config: RunConfig, samples: int) -> tuple[int, int]:
@@ -54,6 +58,25 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
         steps, unit = round((config.data.default_epochs or 10) * steps_per_epoch), "epochs"
     reason = f"no training.steps or training.epochs: data.default_{unit} of {config.data.kind}"
     return max(1, steps), [Choice("training.steps", max(1, steps), reason)]
+
+
+def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:
+    """`debug` with an `every` that makes six looks in a run of so many steps, and why if changed.
+
+    In a run of less than twelve steps every second step is looked at, as long as these are three:
+    what looks at each step leaves nothing to a graph. A tool's own `every` holds as it was typed.
+    """
+    span = min(steps, debug.max_iterations or steps)
+    every = max(1, span // LOOKS, min(2, span // FEWEST))
+    own = debug.anomaly.every
+    used = debug.gradients.enabled or debug.memory.enabled or (debug.anomaly.enabled and own)
+    if not used or every >= debug.every:
+        return debug, []
+    anomaly = replace(debug.anomaly, every=every if own == debug.every else own)
+    reason = (
+        f"{span // every} looks in {span} steps; {debug.every} would make {span // debug.every}"
+    )
+    return replace(debug, every=every, anomaly=anomaly), [Choice("debug.every", every, reason)]
 
 
 def micro_batch(asked: int | None, batch_size: int, recorded: Mapping[str, Any]) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.inputs.admission import Inputs
     from runner.device.device import Device
+    from runner.device.leaks import LeakDetector
     from runner.hook import Evaluation, Hook
     from runner.objective import Objective
     from runner.optim.update import Update
@@ -117,6 +118,7 @@ class Run:
     quantized: Quantized | None = None  # once there is one that is worth it
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from
+    leaks: dict[str, LeakDetector] = field(default_factory=dict)  # of process and device
     model_check: dict[str, Any] = field(default_factory=dict)  # in short, once it was looked at
     stop_reason: str = ""  # why training ends before its last step
 

@@ -40,12 +40,14 @@ def watchers(
 ) -> list[Hook]:
     """The hooks of a run in `folder`; `settings` is the config, flat. Raises ConfigError."""
     hooks: list[Hook] = []
+    tools = _tools(config)
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None:
         check(config.monitoring.export)
         outputs = config.checks.outputs
         hooks.append(Recording(config.monitoring, settings, machine=machine, outputs=outputs))
-        hooks.append(Faults(config.monitoring.export))  # around the tools: it exports what they say
+        # around the tools: it exports what they say
+        hooks.append(Faults(config.monitoring.export, empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
     if (limits := Limits(config.security.limits)).wanted:
@@ -54,7 +56,7 @@ def watchers(
         hooks.append(Shortage())
     if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
         hooks.append(ModelCheck(config.checks.model, config.security))
-    hooks += _tools(config)
+    hooks += tools
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(config.debug.hooks)]
     if config.monitoring.progress:
         hooks.append(Progress(config.monitoring))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
 MIB = 2**20
 BLOCKS = 8  # of a window; each counts by its smallest sample
+FEWEST = 4  # samples since the smallest one, for growth to be stated without a verdict
 Z = 2.576  # of a normal distribution, both tails of 1 %
 MOST_LEVELS = 24
 EVEN = 0.4  # largest share of the growth that may come in one of the seven steps between blocks
@@ -67,20 +69,69 @@ class LeakDetector:
         self.least, self.least_slope = least, least_slope
         self.levels: list[_Level] = []
         self.start: int | None = None
-        self.trend: Trend | None = None  # the newest that was a leak, else the newest
+        self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
+        self.leaking = False  # a leak was confirmed
         self.suspects = False  # garbage should be collected now, and `cleaned` be told
+        self.recent: deque[tuple[int, int]] = deque(maxlen=window)  # the warm-up included
+        self.highest = 0  # bytes, of the samples before those
         self._asking: list[_Level] = []
 
     @property
-    def leaking(self) -> bool:
-        """Whether a leak was found."""
-        return self.trend is not None and self.trend.leaking
+    def samples(self) -> int:
+        """Samples after the warm-up; a verdict takes `needed` of them."""
+        return self.levels[0].count if self.levels else 0
+
+    @property
+    def needed(self) -> int:
+        """Samples for a window, and for the second one that confirms it."""
+        return self.window + self.window // 4
+
+    def growth(self) -> tuple[float, int] | None:
+        """Bytes a step, and since which step, by the newest samples; None within noise.
+
+        No verdict: it takes a few samples only. Once there are enough for one, what they grow to
+        must be more than was ever held, so that the rise of a saw-tooth is none.
+        """
+        lowest = min(range(len(self.recent)), key=lambda i: self.recent[i][1], default=0)
+        before, points = list(self.recent)[:lowest], list(self.recent)[lowest:]
+        if len(points) < FEWEST:
+            return None
+        if len(points) >= 2 * BLOCKS:
+            trend = judge(points, self.least, self.least_slope, STILL)
+            grows, slope = trend.leaking, trend.slope
+        else:
+            slope, low, _ = _sen(points)
+            least = max(self.least, SHARE * points[-1][1])
+            grows = _healthy(points, low, least, self.least_slope, STILL) is None
+        ever = max([self.highest, *(held for _, held in before)])
+        if not grows or (self.samples >= self.needed and points[-1][1] <= ever):
+            return None
+        return slope, points[0][0]
+
+    def describe(self) -> str:
+        """What can be said of a leak, and by how many samples."""
+        growth = self.growth()
+        if self.leaking and self.trend is not None:
+            return f"a leak: growing {_rate(self.trend.slope)} a step"
+        if self.samples < self.needed:
+            said = f"too few samples for a leak verdict ({self.samples} of {self.needed})"
+            if growth is not None:
+                return f"{said}: growing {_rate(growth[0])} a step so far"
+            return said if len(self.recent) < FEWEST else f"{said}: no growth beyond noise so far"
+        if growth is not None:
+            slope, since = growth
+            said = f"no leak confirmed in {self.samples:,} samples, but growing "
+            return f"{said}{_rate(slope)} a step since step {since:,}"
+        return f"no leak found in {self.samples:,} samples"
 
     def add(self, step: int, held: int) -> Trend | None:
         """Take a sample; the trend, if this is when a leak is found (again, at a longer window)."""
         self.suspects, self._asking = False, []
         if self.start is None:
             self.start = step
+        if len(self.recent) == self.window:
+            self.highest = max(self.highest, self.recent[0][1])
+        self.recent.append((step, held))
         if step < self.start + self.warm_up:
             return None
         found: Trend | None = None
@@ -99,13 +150,14 @@ class LeakDetector:
     def _look(self, level: _Level) -> Trend | None:
         lasting = STILL if level.suspect else LASTING
         trend = judge(list(level.samples), self.least, self.least_slope, lasting)
-        if trend.leaking or not self.leaking:
+        if not self.leaking:
             self.trend = trend
         before, level.suspect = level.suspect, trend.leaking
         if level.told:
             return None
         if before and trend.leaking:
-            level.told = True
+            level.told = self.leaking = True
+            self.trend = trend
             return trend
         if trend.leaking:
             level.slope, level.clean = trend.slope, None
@@ -117,6 +169,7 @@ class LeakDetector:
     def cleaned(self, step: int, held: int) -> Trend | None:
         """Take what is held right after the cleaning that was asked for; the trend, if a leak."""
         found: Trend | None = None
+        self.recent[-1] = step, held
         for level in self._asking:
             if level.clean is None:
                 level.clean = step, held
@@ -124,7 +177,7 @@ class LeakDetector:
             (since, was), level.clean = level.clean, None
             slope = (held - was) / (step - since)
             if slope > max(self.least_slope, GROWS_ON * level.slope):
-                level.told = True
+                level.told = self.leaking = True
                 reason = "it grows on between two cleanings"
                 found = Trend(True, slope, slope, slope, since, step, held, reason)
                 self.trend = found
@@ -152,6 +205,14 @@ class _Level:
             return None
         lower, self.half = min(self.half, sample, key=lambda s: s[1]), None
         return lower
+
+
+def describe_leaks(detectors: Mapping[str, LeakDetector]) -> str:
+    """What the detectors of a process and of its device say, once where it is the same."""
+    said = {name: detector.describe() for name, detector in detectors.items()}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{name}: {text}" for name, text in said.items())
 
 
 def judge(
@@ -202,8 +263,12 @@ def _healthy(
     rises = [b - a for a, b in zip(values, values[1:], strict=False)]
     if max(rises) > EVEN * grown:
         return "most of the growth is one jump"
-    (start, a), (middle, b), (end, c) = floors[0], floors[BLOCKS // 2], floors[-1]
+    (start, a), (middle, b), (end, c) = floors[0], floors[len(floors) // 2], floors[-1]
     early, late = (b - a) / (middle - start), (c - b) / (end - middle)
     if late < lasting * early:
         return "it slows down"
     return None
+
+
+def _rate(slope: float) -> str:
+    return f"{slope / 1e6:,.1f} MB" if slope >= 1e6 else f"{slope / 1e3:,.1f} KB"

@@ -31,11 +31,12 @@ SEVERITIES = ("info", "warning", "error")
 class Faults(Hook):
     """Keeps debug/history.json up to date; shows it in TensorBoard when the run ends.
 
-    Entered before the tools and left after them, so that `tables` hold what they have written.
+    Entered before the tools and left after them, so that `tables` hold what they have written. With
+    `empty`, a run without a fault leaves history.json and anomalies.json that say so.
     """
 
-    def __init__(self, tables: Sequence[TableKind] = ()) -> None:
-        self.tables = tables
+    def __init__(self, tables: Sequence[TableKind] = (), empty: bool = False) -> None:
+        self.tables, self.empty = tables, empty
         self.written = 0.0
         self.stretches: list[tuple[int, float, float]] = []  # last step; median and largest norm
         self.bad: list[int] = []
@@ -46,7 +47,10 @@ class Faults(Hook):
         try:
             yield
         finally:
+            run.history.unwritten |= self.empty
+            run.guardian.anomalies.unwritten |= self.empty
             run.history.write()
+            run.guardian.anomalies.write(run.folder)
             try:
                 self._show(run)
             except (OSError, ValueError, ArithmeticError) as error:

@@ -51,7 +51,6 @@ class Resources(Hook):
         self.next_look = 0.0  # at the machine
         self.swap_before: int | None = None
         self.warned: set[str] = set()
-        self.leaks: dict[str, LeakDetector] = {}
         self.found: dict[str, Fault] = {}  # leaks, which longer windows find again
 
     @contextmanager
@@ -62,9 +61,9 @@ class Resources(Hook):
             self.swap_before = resources.swap_bytes()
             least = round(self.config.leak_mb * MIB)
             if self.config.leaks:
-                self.leaks["process"] = LeakDetector(least=least)
+                run.leaks["process"] = LeakDetector(least=least)
             if self.config.leaks and run.device.kind == "cuda":
-                self.leaks["device"] = LeakDetector(least=least)
+                run.leaks["device"] = LeakDetector(least=least)
         yield
 
     def on_report(self, run: Run, report: Report) -> Verdict | None:
@@ -72,7 +71,7 @@ class Resources(Hook):
         self._clean(run, report)
         if not self.config.enabled:
             return None
-        for what, detector in self.leaks.items():
+        for what, detector in run.leaks.items():
             trend = detector.add(report.last, _held(run, what))
             if detector.suspects:
                 memory.clean(run.device)  # what grows on in spite of it is held

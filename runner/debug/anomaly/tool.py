@@ -191,8 +191,9 @@ class Anomaly(Tool):
         pace = "every step" if self.every == 1 else f"every {self.every} steps"
         compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
         uncompiled = ", uncompiled" if compiled else ""
-        said = f"{times:.1f} times a step, {pace}" if times else f"{pace}{uncompiled}"
-        finding = "; ".join(filter(None, [said, self.finding]))
+        cost = f"such a step takes {times:.1f} times as long" if times else ""
+        finding = self.finding or "no NaN or Inf" if self.looks else "no step was looked at"
+        finding = "; ".join(filter(None, [finding, f"{pace}{uncompiled}", cost]))
         return Cost(self.name, self.looks, self.seconds, finding)
 
     def _comparable(self, run: Run) -> bool:

@@ -60,7 +60,7 @@ class GradientRecord:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("%s cannot be gone on with: %s", FILE, error)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, finding: str) -> None:
         """Replace the file; a disk that does not take it is no fault of the run."""
         path = folder / FILE
         rows = [
@@ -68,7 +68,7 @@ class GradientRecord:
             for step, layers in self.looks
             for layer in layers
         ]
-        text = json.dumps({"layers": rows, "units": self.units})
+        text = json.dumps({"finding": finding, "layers": rows, "units": self.units})
         try:
             path.parent.mkdir(exist_ok=True)
             replace_text(path, text + "\n")

@@ -148,6 +148,6 @@ def several(number: int) -> str:
     return "1 look" if number == 1 else f"{number:,} looks"
 
 
-def too_few(looks: int, key: str) -> str:
+def too_few(looks: int, remedy: str) -> str:
     """What to say instead of "nothing amiss", before there were enough looks for that."""
-    return f"{several(looks)}; {CONFIRMED} are needed: lower {key}"
+    return f"{several(looks)}, and {CONFIRMED} are needed for a verdict: {remedy}"

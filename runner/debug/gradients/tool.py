@@ -102,10 +102,9 @@ class Gradients(Tool):
             yield
         finally:
             self.look = None
-            if self.layers:
-                if self.looks < CONFIRMED:
-                    self._confirm(run)
-                self._draw(run)
+            if self.layers and self.looks < CONFIRMED:
+                self._confirm(run)
+            self._draw(run)
 
     def around(self, run: Run) -> AbstractContextManager[None]:
         """Sees the outputs of ReLUs; once the update is made, says what there is to say."""
@@ -222,14 +221,17 @@ class Gradients(Tool):
         """Say so where the run is too short for what takes several looks."""
         looks = run.total_steps // self.every - run.progress.step // self.every
         if looks + len(self.record) < CONFIRMED:
-            self.finding = too_few(0, self._key())
+            self.finding = too_few(0, self._remedy())
             log.info(
-                "debug.gradients: every %d steps makes %s in %d steps, and %d are needed: lower %s",
-                self.every, several(looks), run.total_steps, CONFIRMED, self._key(),
+                "debug.gradients: every %d steps makes %s in %d steps, and %d are needed: %s",
+                self.every, several(looks), run.total_steps, CONFIRMED, self._remedy(),
             )  # fmt: skip
 
-    def _key(self) -> str:
-        return "debug.every" if self.every == self.config.every else "debug.gradients.every"
+    def _remedy(self) -> str:
+        """What makes more looks."""
+        if self.every == 1:
+            return "train longer"
+        return f"lower debug.{'gradients.' if self.knobs.every else ''}every"
 
     def _confirm(self, run: Run) -> None:
         """Name, once, what has never had a gradient."""
@@ -256,7 +258,7 @@ class Gradients(Tool):
         if self.odd:
             odd = summed_up({State.NOT_FINITE: self.odd}, {})
             parts.insert(0, f"{odd} at {self.odd_looks} of {several(looks)}")
-        fine = summed_up({}, {}) if looks >= CONFIRMED else too_few(looks, self._key())
+        fine = summed_up({}, {}) if looks >= CONFIRMED else too_few(looks, self._remedy())
         return "; ".join(parts) or fine
 
     # -- what is shown -------------------------------------------------------------------------
@@ -289,11 +291,11 @@ class Gradients(Tool):
             return
         start = time.perf_counter()
         layers, dead, step = self.shown
-        if self.drawn != step:
+        if layers and self.drawn != step:
             picture = gradient_flow.draw(layers, dead, step)
             run.recorder.image("gradients/flow", picture, step)
             run.recorder.save_image(PICTURE, picture)
             run.recorder.text("gradients/layers", gradient_flow.table(layers, dead), step)
             self.drawn = step
-        self.record.write(run.folder)
+        self.record.write(run.folder, self.finding)
         self.drawing += time.perf_counter() - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +23,7 @@ from runner.debug.memory.shortage import write_report
 from runner.debug.memory.timeline import Timeline
 from runner.debug.tool import Tool
 from runner.device import phases
+from runner.device.leaks import describe_leaks
 from runner.errors import OutOfMemory
 from runner.hook import Evaluation, Report
 from runner.predict import Live, Prediction
@@ -37,15 +38,16 @@ FILE = "debug/memory.json"
 SNAPSHOT = "debug/memory_snapshot.pickle"
 MIB = 2**20
 KINDS = ("tensors", "items", "objects")
+NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
 SHOW_S = 0.5  # between two points in TensorBoard
 
 
 class MemoryTool(Tool):
     """A time line, the account of a step by module, and what grows where there is a leak.
 
-    At a look a step runs uncompiled, and what it keeps for its backward is counted by module. The
-    next one is at twice as many steps, or when steps are cut otherwise. Nothing of it changes a
-    number of the run, but for last bits where the run's own steps are compiled.
+    At a look a step of a full batch runs uncompiled, and what it keeps for its backward is counted
+    by module. The next one is at twice as many steps, or when steps are cut otherwise. Nothing of
+    it changes a number of the run, but for last bits where the run's own steps are compiled.
     """
 
     name = "memory"
@@ -57,13 +59,15 @@ class MemoryTool(Tool):
         self.account: Account | None = None
         self.predicted: Prediction | None = None
         self.micro_batch = 0  # that the account is of
-        self.next_look = self.last_step = 0
+        self.next_look = self.every  # the account is of the first full batch from this step on
+        self.samples: Callable[[int], int] = lambda step: 0  # in the batch of a step, from 0 on
+        self.partial = ""  # what to say where all of the run's batches are
         self.first: Census | None = None
+        self.leak = ""  # what there is to say of one, once the run has ended
         self.grown: list[Growth] = []
         self.leaks = self.shortages = 0  # that were there when last looked
         self.shown = 0.0
         self.usual = 0.0  # seconds of a step
-        self.passed_over = False
         self.snapshots = False
 
     @contextmanager
@@ -71,7 +75,7 @@ class MemoryTool(Tool):
         """Follow the allocator; write down at the end what there was."""
         self.leaks = run.history.counts.get("leak", 0)
         self.shortages = run.history.counts.get("out_of_memory", 0)
-        self.last_step = run.total_steps
+        self._place(run)
         phases.restart(run.device)
         self.snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if self.snapshots:
@@ -89,12 +93,25 @@ class MemoryTool(Tool):
                 torch.cuda.memory._record_memory_history(enabled=None)
             self._conclude(run)
 
+    def _place(self, run: Run) -> None:
+        """Find the first look: a full batch from `every` on, else an earlier one, else any."""
+        self.samples, begun, last = run.train.samples, run.progress.step, run.total_steps
+        due = (begun // self.every + 1) * self.every
+        later, earlier = range(due, last + 1), range(min(due, last), begun, -1)
+        first = next((step for step in (*later, *earlier) if self._full(step)), None)
+        if first is None:
+            rows = f"{self.samples(last - 1)} of {self.samples(0)} samples"
+            self.partial = f"of a partial batch, {rows}: the run has no full one"
+        self.next_look = first or last
+
+    def _full(self, step: int) -> bool:
+        return self.samples(step - 1) >= self.samples(0)
+
     def due(self, step: int) -> bool:
-        """At its pace, but ever more rarely while steps are cut as they were; once in any run."""
-        if step < self.next_look:
+        """A step of a full batch from `next_look` on."""
+        if step < self.next_look or self.rests(step):
             return False
-        only = self.account is None and step == self.last_step
-        return super().due(step) or (only and not self.rests(step))
+        return self._full(step) or bool(self.partial)
 
     def around(self, run: Run) -> AbstractContextManager[None]:
         """Count what forward and backward hold."""
@@ -116,9 +133,6 @@ class MemoryTool(Tool):
         self.seconds += max(0.0, time.perf_counter() - began - self.usual)
         if run.micro_batch != cut:  # it did not fit and was tried again: two steps in one
             return
-        if self.account is None and self._ragged(run):
-            self.passed_over = True
-            return
         with self.looking():
             try:
                 account = accounts.take(run, saved)
@@ -136,23 +150,17 @@ class MemoryTool(Tool):
             if self.config.memory.census:
                 self.first = censuses.take(collect=False)
         self.account, self.micro_batch = account, run.micro_batch
-        self.next_look = 2 * account.step
+        self.next_look = max(2 * account.step // self.every, 1) * self.every
         self._show_account(run, account)
         self._snapshot(run)
         self._write(run)
-
-    def _ragged(self, run: Run) -> bool:
-        """Whether this step's batch is the smaller last one of an epoch; once that is passed by."""
-        here = run.train.samples(run.progress.step)
-        last = run.progress.step + 1 >= run.total_steps
-        return here < run.train.samples(0) and not self.passed_over and not last
 
     def on_report(self, run: Run, report: Report) -> None:
         """A point of the time line; name what grows, where a leak was found since."""
         start = time.perf_counter()
         self.usual = report.seconds / len(report.loss)
         point = self.timeline.add(report.last, run.device, "training")
-        if run.micro_batch != self.micro_batch:
+        if self.account is not None and run.micro_batch != self.micro_batch:
             self.next_look = 0  # the account is of other steps
         now = time.monotonic()
         if now - self.shown > SHOW_S and not self.rests(report.last):
@@ -231,16 +239,18 @@ class MemoryTool(Tool):
         self.finding = f"MiB: {', '.join(parts)}"
         if most.activations:
             self.finding += f" (most in {most.name})"
+        self.finding += f" {self.partial}" if self.partial else ""
 
     def _conclude(self, run: Run) -> None:
         if not self.timeline.points:
             return
+        self.leak = describe_leaks(run.leaks) if run.leaks else NOT_WATCHED
         if run.history.counts.get("leak"):
             fault = _leak(run)
             rate = "a leak" if fault is None else fault.message.partition(" (")[0]
-            self.finding = "; ".join([rate, *map(str, self.grown[:1])])
-        elif self.finding:
-            self.finding += "; no leak found"
+            self.finding = self.leak = "; ".join([rate, *map(str, self.grown[:1])])
+        else:
+            self.finding = "; ".join(filter(None, [self.finding, self.leak]))
         start, last = time.perf_counter(), run.progress.step
         if self.account is not None:
             shown = plots_memory.modules(self.account.largest(10), PARTS)
@@ -273,6 +283,7 @@ class MemoryTool(Tool):
         found: dict[str, Any] = {
             "account": None if self.account is None else asdict(self.account),
             "predicted": None if self.predicted is None else asdict(self.predicted),
+            "leak": self.leak,
             "grown": [asdict(growth) for growth in self.grown],
             **self.timeline.as_dict(),
         }

@@ -11,16 +11,22 @@ from runner.debug.profile.verdict import Facts
 from runner.debug.profile.window import Window
 from runner.debug.tool import Tool
 from runner.run import Run
+from runner.step import has
 from runner.stopwatch import PHASES, SETTLING
 
+FEWEST = 2  # steps between two looks of a tool, from which on there is room for a window
+AHEAD = 1000  # steps in which a place for a window is looked for
 BEFORE = 50  # steps before a window that say how long one takes by itself
 
 
-def facts(run: Run, reading: Reading | None, apart: dict[str, float], tools: float) -> Facts:
-    """What is known of the run's steps; `apart` are seconds that are not to be counted.
+def facts(
+    run: Run, reading: Reading | None, eager: Reading | None, apart: dict[str, float], tools: float
+) -> Facts:
+    """What is known of the run's steps; `eager` is what compiled ones are uncompiled.
 
-    Nor are those of debug `tools`. Most of them lie between steps, and they are taken from there;
-    where some are in a forward or backward, less than the truth is said to be between steps.
+    `apart` are seconds that are not to be counted, and nor are those of debug `tools`. Most of
+    these lie between steps, and they are taken from there; where some are in a forward or backward,
+    less than the truth is said to be between steps.
     """
     spent = {phase: max(0.0, run.watch.spent[phase] - apart[phase]) for phase in PHASES}
     spent["other"] = max(0.0, spent["other"] - tools)
@@ -32,17 +38,28 @@ def facts(run: Run, reading: Reading | None, apart: dict[str, float], tools: flo
     workers = choices.get("data.workers")
     known: dict[str, Any] = {}
     if reading is not None and reading.calls and reading.seconds:
-        host = sum(operator.seconds for operator in reading.operators)
         kinds = reading.kinds
         copied = sum(c.seconds for way, c in reading.copies.items() if way in ("HtoD", "DtoH"))
         known = {
             "operators": reading.calls / max(1, reading.steps),
-            "short": reading.short / (host or 1.0),
+            "calling": reading.calling,
             "operator_share": reading.operator_seconds / reading.seconds,
             "kinds": {what: share for what, share in kinds.items() if what != GRAPHS},
             "graph": kinds.get(GRAPHS, 0.0),
+            "graph_ms": kinds.get(GRAPHS, 0.0) * reading.operator_seconds / reading.steps * 1e3,
             "copies": copied / reading.seconds,
             "busy": reading.busy,
+        }
+    shown = eager or reading
+    module, share = shown.hot_spot if shown is not None else (None, 0.0)
+    if shown is not None and module is not None:
+        steps_shown = max(1, shown.steps)
+        known |= {
+            "module": module.name,
+            "module_share": share,
+            "module_calls": module.calls / steps_shown,
+            "module_operators": module.operators / steps_shown,
+            "module_eager": eager is not None,
         }
     return Facts(
         split={phase: seconds / whole for phase, seconds in spent.items()} if whole else {},
@@ -75,17 +92,19 @@ def slower_by(run: Run, window: Window) -> float:
 def place(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
     """How many steps to keep, and the first step, from this one on, to begin after.
 
-    Validations and checkpoints do not belong in a window: it is moved, or made smaller, to lie
-    between two of them. Where each step is followed by one, they are in it.
+    Validations, checkpoints and other tools' looks do not belong in a window: it is moved, or made
+    smaller, to lie between two of them. Where there is no such place, they are in it.
     """
-    between = [run.validate_every, run.checkpoint_every]
-    fewest = min(between) - 1 - warmup
-    steps = min(steps, fewest) if fewest > 0 else steps
-    span, free = warmup + steps, step
-    for _ in range(4 if fewest > 0 else 0):  # two paces: moved for one, it may hit the other
-        ends = (-(-free // pace) * pace for pace in between)
-        coming = min(end for end in ends)
-        if coming >= free + span:
-            break
-        free = coming + 1
-    return steps, free if free + span <= run.total_steps else step
+    tools = [h for h in run.hooks if isinstance(h, Tool) and has(h, "around") and h.every > FEWEST]
+    paces = [run.validate_every, run.checkpoint_every, *(tool.every for tool in tools)]
+    room = [pace - 1 - warmup for pace in paces]
+    steps = min([steps, *(most for most in room if most > 0)])
+    span = warmup + steps
+
+    def clear(first: int) -> bool:
+        if any(step % pace == 0 for step in range(first, first + span) for pace in paces[:2]):
+            return False
+        return not any((first + 1 + i) % tool.every == 0 for i in range(span) for tool in tools)
+
+    latest = min(step + AHEAD, run.total_steps - span)
+    return steps, next((first for first in range(step, latest + 1) if clear(first)), step)

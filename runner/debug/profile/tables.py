@@ -48,13 +48,14 @@ def modules(reading: Reading, most: int = SHOWN) -> str:
     rows = [
         (
             module.name, f"{module.calls / steps:,.4g}" if module.calls else "",
+            f"{module.operators / steps:,.4g}",
             _ms(module.forward / steps), _ms(module.backward / steps),
             f"{module.seconds / whole:.1%}",
         )
         for module in reading.modules[:most]
         if module.seconds
     ]  # fmt: skip
-    header = ("module", "calls a step", "forward, ms", "backward, ms", "share")
+    header = ("module", "calls a step", "operators", "forward, ms", "backward, ms", "share")
     where = "kernels" if reading.on_device else "operators"
     return (
         f"{markdown.table(header, rows)}\n\nTime in {where}, a step; outside the modules are the "
@@ -109,7 +110,8 @@ def as_rows(reading: Reading, most: int = 50) -> dict[str, Any]:
         "operator_seconds": reading.operator_seconds,
         "products": reading.products,
         "kinds": reading.kinds,
-        "short_seconds": reading.short,
+        "cpu_seconds": reading.cpu_seconds,
+        "small_operator_seconds": reading.small_operator,
         "device_busy": reading.busy,
         "tensor_cores": reading.tensor_cores,
         "copies": {way: vars(copies) for way, copies in reading.copies.items()},

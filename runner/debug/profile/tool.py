@@ -39,7 +39,8 @@ DRIFTS = 100  # of a run, the latest; history.json counts all of them
 class Profile(Tool):
     """Windows of torch.profiler, the user's sections, drifts; says what would make a run faster.
 
-    A window shows the run as it is, compiled or not. Outside of windows it makes no step slower.
+    A window shows the run as it is, compiled or not; where steps are compiled, a second one shows
+    the modules of uncompiled steps, once a run. Outside of windows it makes no step slower.
     What is on its account: starting the profiler, by how much the steps of a window were longer
     than those before, and reading the trace, 10 µs an operator.
     """
@@ -53,6 +54,8 @@ class Profile(Tool):
         self.window: Window | None = None
         self.windows: list[dict[str, Any]] = []
         self.reading: Reading | None = None  # of the latest window
+        self.uncompiled: Reading | None = None  # of uncompiled steps, in a run that is compiled
+        self.uncompiled_next = False  # the next window is of those
         self.without_modules = ""  # why there are no times by module
         self.totals = Totals()
         self.drift = Drift(own.drift, own.drift_after_s) if own.drift is not None else None
@@ -81,6 +84,7 @@ class Profile(Tool):
         self.totals, self.entered = Totals(synchronize), perf_counter()
         if self.own.at_most:
             span = self.own.warmup + self.own.steps
+            span += span + 1 if _compiled(run) else 0
             start = min(self.own.start, max(1, run.total_steps - run.progress.step - span))
             self.next = run.progress.step + start
         try:
@@ -118,12 +122,12 @@ class Profile(Tool):
         lines += ["## Time of a step", "", md.table(("", ""), split), ""]
         lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
         if self.reading is not None:
-            row = self.windows[-1]
+            row = next(row for row in reversed(self.windows) if not row["eager"])
             last = row["first"] + row["steps"] - 1
             lines += [f"## Steps {row['first']} to {last}, profiled", ""]
             lines += [md.table(("", ""), tables.window(self.reading)), ""]
             lines += ["### Operators", "", tables.operators(self.reading)]
-            lines += ["### Modules", "", self._modules(self.reading), ""]
+            lines += ["### Modules", "", self._modules(), ""]
         if self.totals.rows:
             lines += ["## Sections", "", tables.sections(self.totals, self.collected or 1.0)]
         if self.drifts:
@@ -150,7 +154,7 @@ class Profile(Tool):
         start, self.before = perf_counter(), dict(run.watch.spent)
         self.tools_before = tools_seconds(run)
         try:
-            self.window = Window(run, self.own, self.totals, steps)
+            self.window = Window(run, self.own, self.totals, steps, self.uncompiled_next)
         except RuntimeError as error:  # somebody else profiles
             self._give_up(run, error)
         else:
@@ -160,8 +164,12 @@ class Profile(Tool):
     def _close(self, run: Run, window: Window) -> None:
         self.window = None
         step = run.progress.step
-        more = len(self.windows) + 1 < self.own.at_most and self.own.repeat_every is not None
+        made = sum(not row["eager"] for row in self.windows) + (not window.eager)
+        more = made < self.own.at_most and self.own.repeat_every is not None
         self.next = step + (self.own.repeat_every or 0) if more else math.inf
+        self.uncompiled_next = not window.eager and self.uncompiled is None and _compiled(run)
+        if self.uncompiled_next and step + self.own.warmup + 1 < run.total_steps:
+            self.next = step
         slower = slower_by(run, window)
         start = perf_counter()
         path = None
@@ -169,6 +177,7 @@ class Profile(Tool):
             path = window.stop()
             if path is not None:
                 row: dict[str, Any] = {"first": window.first, "steps": window.recorded}
+                row["eager"] = window.eager
                 if self.own.handler is not ProfileHandler.trace:
                     self._read(window, load(path), row)
                 row["trace"] = self._keep(run, path, window.first)
@@ -195,9 +204,13 @@ class Profile(Tool):
         if trace is None:
             log.warning("profile: the trace is too large to be read; lower debug.profile.steps")
             return
-        self.reading = read(trace, self.own.shapes, window.recorded)
-        self.without_modules = window.modules
-        row |= tables.as_rows(self.reading)
+        reading = read(trace, self.own.shapes, window.recorded)
+        reading.cpu_seconds, reading.small_operator = window.cpu_seconds, window.small_operator
+        row |= tables.as_rows(reading)
+        if window.eager:
+            self.uncompiled = reading
+        else:
+            self.reading, self.without_modules = reading, window.modules
 
     def _keep(self, run: Run, path: Any, first: int) -> str | None:
         if run.folder is None or self.own.handler is ProfileHandler.table or not self.files:
@@ -226,13 +239,16 @@ class Profile(Tool):
     # -- what it says --------------------------------------------------------------------------
 
     def _judge(self, run: Run) -> None:
-        self.facts = facts(run, self.reading, self.apart, max(0.0, self.tools - self.tools_apart))
+        tools = max(0.0, self.tools - self.tools_apart)
+        self.facts = facts(run, self.reading, self.uncompiled, self.apart, tools)
         self.verdicts = verdicts(self.facts)
-        self.finding = self.verdicts[0]
+        self.finding = "; ".join(self.verdicts[:2])
 
-    def _modules(self, reading: Reading) -> str:
-        if reading.modules:
-            return tables.modules(reading)
+    def _modules(self) -> str:
+        if self.uncompiled is not None and self.uncompiled.modules:
+            return f"Of uncompiled steps:\n\n{tables.modules(self.uncompiled)}"
+        if self.reading is not None and self.reading.modules:
+            return tables.modules(self.reading)
         return f"No times by module: {self.without_modules or 'debug.profile.modules=false'}.\n"
 
     def _show(self, run: Run) -> None:
@@ -246,7 +262,7 @@ class Profile(Tool):
             if self.reading.tensor_cores is not None:
                 values["tensor_core_percent"] = self.reading.tensor_cores * 100
             run.recorder.text("profile/operators", tables.operators(self.reading), step)
-            run.recorder.text("profile/modules", self._modules(self.reading), step)
+            run.recorder.text("profile/modules", self._modules(), step)
         run.recorder.show(step, "profile", values)
 
     def _conclude(self, run: Run) -> None:
@@ -291,6 +307,10 @@ class Profile(Tool):
             yield
         finally:
             self.seconds += perf_counter() - start
+
+
+def _compiled(run: Run) -> bool:
+    return run.whole is not None or (run.compilation is not None and bool(run.compilation.mode))
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,8 +7,10 @@ and the picture cannot differ.
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from runner.debug.profile.kinds import GRAPHS, TENSOR_CORES, kind
@@ -16,7 +18,7 @@ from runner.debug.profile.kinds import GRAPHS, TENSOR_CORES, kind
 MODULE = "module "  # before a module's name, in the ranges around its forward
 OUTSIDE = "(outside the modules)"
 BACKWARD = "autograd::engine::evaluate_function: "
-SHORT_US = 12.0  # an operator this short is mostly the way to it
+CALIBRATION = "runner calibration"  # the range of operators that are no part of a step
 
 
 @dataclass
@@ -37,13 +39,20 @@ class Module:
 
     name: str
     calls: int = 0
+    operators: int = 0  # called in it, both ways
     forward: float = 0.0  # seconds; on an accelerator those of its kernels
     backward: float = 0.0
+    by_step: list[float] = field(default_factory=list)  # seconds of each step, both ways
 
     @property
     def seconds(self) -> float:
         """Both ways."""
         return self.forward + self.backward
+
+    @property
+    def typical(self) -> float:
+        """Seconds of the median step: the scheduler's pauses lengthen single steps."""
+        return median(self.by_step) if self.by_step else 0.0
 
 
 @dataclass
@@ -67,7 +76,8 @@ class Reading:
     busy: float | None = None  # share of the time in which the device computed
     tensor_cores: float | None = None  # share of the kernels' time, by the kernels' names
     kernels: int = 0
-    short: float = 0.0  # seconds of the host in calls shorter than SHORT_US
+    cpu_seconds: float = 0.0  # of the steps, in the thread that makes them
+    small_operator: float = 0.0  # CPU seconds of one that has next to nothing to compute
 
     @property
     def on_device(self) -> bool:
@@ -87,6 +97,22 @@ class Reading:
     def calls(self) -> int:
         """Operators called."""
         return sum(operator.calls for operator in self.operators)
+
+    @property
+    def calling(self) -> float:
+        """Share of the thread's CPU time that calling so many operators takes.
+
+        In CPU time, against an operator measured in the same window: a busy machine lengthens both.
+        """
+        return self.calls * self.small_operator / self.cpu_seconds if self.cpu_seconds else 0.0
+
+    @property
+    def hot_spot(self) -> tuple[Module | None, float]:
+        """The module that takes the most of the median step, and its share of the operators'."""
+        whole = sum(module.typical for module in self.modules)
+        inside = [module for module in self.modules if module.name != OUTSIDE]
+        most = max(inside, key=lambda module: module.typical, default=None)
+        return most, most.typical / whole if most is not None and whole else 0.0
 
     @property
     def kinds(self) -> dict[str, float]:
@@ -141,7 +167,9 @@ def read(trace: dict[str, Any], shapes: bool = False, most: int | None = None) -
             device.append(event)
     steps = sorted(steps)[:most]
     reading = Reading(len(steps), sum(seconds for _, seconds in steps))
-    _Sweep(reading, shapes, _by_operator(device)).over(threads.values())
+    _Sweep(reading, shapes, _by_operator(device), [start for start, _ in steps]).over(
+        threads.values()
+    )
     _device(reading, device)
     reading.operators.sort(key=reading.spent, reverse=True)
     reading.modules.sort(key=lambda module: -module.seconds)
@@ -160,20 +188,22 @@ def _by_operator(device: Iterable[dict[str, Any]]) -> dict[Any, float]:
 class _Sweep:
     """Goes over the events of each thread in time, keeping those that are open."""
 
-    def __init__(self, reading: Reading, shapes: bool, device: dict[Any, float]) -> None:
-        self.reading, self.shapes, self.device = reading, shapes, device
+    def __init__(
+        self, reading: Reading, shapes: bool, device: dict[Any, float], starts: list[float]
+    ) -> None:
+        self.reading, self.shapes, self.device, self.starts = reading, shapes, device, starts
         self.operators: dict[tuple[str, str], Operator] = {}
         self.modules: dict[str, Module] = {}
         self.owner: dict[int, str] = {}  # module by sequence number
-        self.late: list[tuple[int, float]] = []  # of backwards: sequence number, seconds
+        self.late: list[tuple[int, float, float]] = []  # of backwards: number, start, seconds
 
     def over(self, threads: Iterable[list[dict[str, Any]]]) -> None:
         """Fill the reading."""
         for events in threads:
             events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))
             self._thread(events)
-        for number, seconds in self.late:
-            self._module(self.owner.get(number, OUTSIDE)).backward += seconds
+        for number, start, seconds in self.late:
+            self._spend(self.owner.get(number, OUTSIDE), start, seconds).backward += seconds
         self.reading.operators = list(self.operators.values())
         if len(self.modules) > (OUTSIDE in self.modules):
             self.reading.modules = list(self.modules.values())
@@ -200,6 +230,8 @@ class _Sweep:
         if name.startswith(MODULE) and not operator:
             module = name.removeprefix(MODULE)
             self._module(module).calls += 1
+        elif name == CALIBRATION:
+            module = CALIBRATION
         number = args.get("Sequence number")
         if operator and number is not None:
             if name.startswith(BACKWARD):
@@ -212,6 +244,8 @@ class _Sweep:
 
     def _close(self, stack: list[_Node]) -> None:
         node = stack.pop()
+        if node.module == CALIBRATION:
+            return
         took = node.end - node.start
         if not node.operator:  # a range: what is inside belongs to the operator around it
             if stack:
@@ -223,14 +257,20 @@ class _Sweep:
         operator = self._operator(node)
         operator.calls += 1
         operator.seconds += own
-        self.reading.short += own if own < SHORT_US / 1e6 else 0.0
         on_device = self.device.get(node.args.get("External id"), 0.0)
         operator.device_seconds += on_device
         seconds = on_device if self.device else own
         if node.backward is not None:
-            self.late.append((node.backward, seconds))
+            self.late.append((node.backward, node.start, seconds))
         else:
-            self._module(node.module).forward += seconds
+            self._spend(node.module, node.start, seconds).forward += seconds
+
+    def _spend(self, name: str, start: float, seconds: float) -> Module:
+        module, step = self._module(name), bisect(self.starts, start) - 1
+        module.operators += 1
+        if 0 <= step < len(module.by_step):
+            module.by_step[step] += seconds
+        return module
 
     def _allocation(self, stack: list[_Node], args: dict[str, Any]) -> None:
         size = int(args.get("Bytes", 0))
@@ -251,7 +291,7 @@ class _Sweep:
     def _module(self, name: str) -> Module:
         row = self.modules.get(name)
         if row is None:
-            row = self.modules[name] = Module(name)
+            row = self.modules[name] = Module(name, by_step=[0.0] * len(self.starts))
         return row
 
 

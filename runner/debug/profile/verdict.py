@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from runner.debug.profile.kinds import ATTENTION
-from runner.debug.profile.trace import SHORT_US
 
 
 @dataclass(frozen=True)
@@ -16,10 +15,16 @@ class Facts:
     split: dict[str, float]  # shares of data, forward, backward, optimizer, whole_step, other
     step_ms: float = 0.0
     operators: float = 0.0  # called in a step
-    short: float = 0.0  # share of the operators' time on the host in calls below SHORT_US
+    calling: float = 0.0  # share of the CPU time that calling operators takes, by their number
     operator_share: float = 0.0  # of the window's time, in operators
     kinds: dict[str, float] = field(default_factory=dict)  # shares of it: attention, …
     graph: float = 0.0  # share of the operators' time in compiled graphs
+    graph_ms: float = 0.0  # of a step
+    module: str = ""  # that takes most of the operators' time by itself
+    module_share: float = 0.0
+    module_calls: float = 0.0  # in a step
+    module_operators: float = 0.0  # called by it in a step, forward and backward
+    module_eager: bool = False  # in uncompiled steps of a run whose steps are compiled
     copies: float = 0.0  # share of the window's time in copies to and from the device
     busy: float | None = None  # share of the time in which an accelerator computed
     workers: int = 0  # that fetch data
@@ -61,7 +66,8 @@ class Rule:
 WAITS = 0.2  # share of a step
 BUSY = 0.7  # an accelerator that computes more of the time than this is what limits the run
 MANY = 100  # operators in a step
-CALLS = 0.5  # share of the time in short operators, above which calling them is the work
+CALLS = 0.35  # share of the CPU time: loops of small operators 0.5 to 1, others 0 to 0.2
+HOT = 0.5  # share of the operators' time, from which one module is worth a word
 NAMED = 0.05  # share of the time, from which a kind of operator is worth a word
 
 
@@ -86,7 +92,7 @@ def _host(facts: Facts, share: float) -> str:
     if facts.busy is not None:
         says += f"the device busy {facts.busy:.0%} of the time"
     else:
-        says += f"{share:.0%} of their time in calls shorter than {SHORT_US:g} µs"
+        says += f"and calling them takes about {min(share, 1.0):.0%} of its CPU time"
     if "whole_step" not in facts.techniques:
         return says + ": optimization.whole_step.enabled=true, or optimization.compile"
     return says + ": a larger training.batch_size"
@@ -105,6 +111,18 @@ def _compute(facts: Facts, share: float) -> str:
     return says
 
 
+def _module(facts: Facts, share: float) -> str:
+    says = "uncompiled, " if facts.module_eager else ""
+    says += f"{share:.0%} of the operators' time is in {facts.module}"
+    if facts.module_operators < MANY:
+        return says
+    calls = f" in {facts.module_calls:,.0f} calls" if facts.module_calls > 1 else ""
+    return (
+        f"{says}, which makes {facts.module_operators:,.0f} operators a step{calls}: "
+        "replace a loop over samples or time by operators on whole tensors"
+    )
+
+
 RULES = (
     # name           above  share                                     what to do about it
     Rule("data",     WAITS,  lambda f: f.split.get("data", 0.0) if f.idle else 0.0, _data),
@@ -115,15 +133,16 @@ RULES = (
     Rule("copies",   0.20,  lambda f: f.copies,
          lambda f, x: f"{x:.0%} of the time copies between host and device: data.pin_memory=true, "
                       "data.device_prefetch=true, and no .cpu() in the model"),
-    # the share of the time that goes to operators so short that calling them is the work
+    # many operators with so little to compute that calling them is the work
     Rule("host",     CALLS, lambda f: _calls(f), _host),
     Rule("compute",  0.50,  lambda f: 0.0 if f.waits or _calls(f) > CALLS or f.operator_share < 0.3
          else f.products, _compute),
-    Rule("graph",    0.50,  lambda f: 0.0 if f.waits else f.graph,
-         lambda f, x: f"{x:.0%} of the operators' time is in compiled graphs, which hide them: "
-                      "a run with optimization=basic shows them"),
+    Rule("graph",    0.50,  lambda f: f.graph,
+         lambda f, x: f"compiled graphs take {x:.0%} of the operators' time, "
+                      f"{f.graph_ms:.3g} ms a step"),
+    Rule("module",   HOT,   lambda f: 0.0 if f.waits else f.module_share, _module),
 )  # fmt: skip
-"""What is worth looking at comes first; each that speaks is said, the first is the finding."""
+"""What is worth looking at comes first; each that speaks is said, the first two are the finding."""
 
 
 def _calls(facts: Facts) -> float:
@@ -132,7 +151,7 @@ def _calls(facts: Facts) -> float:
         return 0.0
     if facts.busy is not None:
         return 1.0 - facts.busy
-    return facts.short
+    return facts.calling
 
 
 def verdicts(facts: Facts) -> list[str]:
@@ -142,4 +161,7 @@ def verdicts(facts: Facts) -> list[str]:
         return said
     parts = sorted(facts.split.items(), key=lambda item: -item[1])
     told = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
-    return [f"nothing stands out: {told}" if told else "too few steps to say anything"]
+    if not told:
+        return ["too few steps to say anything"]
+    many = f"{facts.operators:,.0f} operators a step, " if facts.operators else ""
+    return [f"nothing stands out: {many}{told}"]

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
+from time import thread_time
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import nn
 from runner import modes
 from runner.debug.config import ProfileConfig
 from runner.debug.profile.sections import Totals
-from runner.debug.profile.trace import MODULE
+from runner.debug.profile.trace import CALIBRATION, MODULE
 from runner.run import Run
 
 TRACES = "debug/traces"
@@ -30,12 +32,19 @@ QUIET = "KINETO_LOG_LEVEL"
 class Window:
     """Steps being profiled; made between two steps, and asked after each of them."""
 
-    def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
-        """Start, to keep so many steps. Raises RuntimeError where another profiler is at work."""
+    def __init__(
+        self, run: Run, config: ProfileConfig, totals: Totals, steps: int, eager: bool = False
+    ) -> None:
+        """Start, to keep so many steps; with `eager` they run uncompiled.
+
+        Raises RuntimeError where another profiler is at work.
+        """
         self.run, self.config, self.steps = run, config, steps
         self.first = run.progress.step + config.warmup + 1  # step in the trace
         self.left = config.warmup + steps
         self.scope = ExitStack()
+        self.eager = eager
+        self.began = self.cpu_seconds = self.small_operator = 0.0  # of this thread, as in a Reading
         self.modules = ""  # why there are no times by module, if so
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.kind == "cuda":
@@ -52,8 +61,12 @@ class Window:
         run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
         with _quiet():
             self.profiler.start()
+        if eager:
+            self.scope.callback(setattr, run, "whole", run.whole)
+            run.whole = None
+            self.scope.enter_context(torch.compiler.set_stance("force_eager"))
         if config.modules:
-            self.modules = _why_not(run)
+            self.modules = "" if eager else _why_not(run)
             if not self.modules:
                 self.scope.enter_context(_named(run.model))
         totals.tracing = True
@@ -72,11 +85,15 @@ class Window:
     def step(self) -> bool:
         """A step has ended; says whether it was the last."""
         self.left -= 1
+        if self.recorded:
+            self.cpu_seconds = thread_time() - self.began
         if self.left == 0:
             self.run.device.synchronize()  # waits: kernels still under way belong to the window
             return True
         with _quiet():
             self.profiler.step()
+        if not self.recorded:
+            self.began = thread_time()
         return False
 
     def stop(self) -> Path | None:
@@ -85,6 +102,8 @@ class Window:
         None if there is no whole step in it. Raises OSError.
         """
         self.scope.close()
+        if self.recorded:
+            self.small_operator = _small_operator()
         with _quiet():
             self.profiler.stop()
         if not self.recorded:
@@ -99,6 +118,18 @@ class Window:
             path.unlink(missing_ok=True)
             raise
         return path
+
+
+def _small_operator() -> float:
+    """CPU seconds of an operator on one number: what it takes to call one under the profiler."""
+    one, rounds = torch.zeros(1), []
+    with torch.profiler.record_function(CALIBRATION):
+        for _ in range(5):
+            start = thread_time()
+            for _ in range(100):
+                one.add_(one)
+            rounds.append((thread_time() - start) / 100)
+    return median(rounds)
 
 
 def load(path: Path) -> dict[str, Any] | None:
