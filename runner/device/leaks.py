@@ -92,21 +92,16 @@ class LeakDetector:
         No verdict: it takes a few samples only. Once there are enough for one, what they grow to
         must be more than was ever held, so that the rise of a saw-tooth is none.
         """
-        lowest = min(range(len(self.recent)), key=lambda i: self.recent[i][1], default=0)
-        before, points = list(self.recent)[:lowest], list(self.recent)[lowest:]
-        if len(points) < FEWEST:
-            return None
-        if len(points) >= 2 * BLOCKS:
-            trend = judge(points, self.least, self.least_slope, STILL)
-            grows, slope = trend.leaking, trend.slope
-        else:
-            slope, low, _ = _sen(points)
-            least = max(self.least, SHARE * points[-1][1])
-            grows = _healthy(points, low, least, self.least_slope, STILL) is None
-        ever = max([self.highest, *(held for _, held in before)])
-        if not grows or (self.samples >= self.needed and points[-1][1] <= ever):
-            return None
-        return slope, points[0][0]
+        samples = list(self.recent)
+        for size in (self.window, 2 * BLOCKS, BLOCKS):
+            lowest = min(samples[-size:], key=lambda s: (s[1], -s[0]), default=(0, 0))
+            points = [sample for sample in samples[-size:] if sample[0] >= lowest[0]]
+            slope = _even_slope(points, self.least, self.least_slope)
+            if slope is not None:
+                older = [held for step, held in samples if step < lowest[0]]
+                new = points[-1][1] > max([self.highest, *older])
+                return (slope, lowest[0]) if new or self.samples < self.needed else None
+        return None
 
     def describe(self) -> str:
         """What can be said of a leak, and by how many samples."""
@@ -232,6 +227,18 @@ def judge(
     reason = _healthy(floors, low, max(least, SHARE * held), least_slope, lasting)
     told = reason or "it grows evenly, all through the window"
     return Trend(reason is None, slope, low, high, first, last, held, told)
+
+
+def _even_slope(points: list[tuple[int, int]], least: int, least_slope: float) -> float | None:
+    """The slope of samples that grow evenly; None where they do not, or are too few."""
+    if len(points) < FEWEST:
+        return None
+    if len(points) >= 2 * BLOCKS:
+        trend = judge(points, least, least_slope, STILL)
+        return trend.slope if trend.leaking else None
+    slope, low, _ = _sen(points)
+    least = max(least, round(SHARE * points[-1][1]))
+    return slope if _healthy(points, low, least, least_slope, STILL) is None else None
 
 
 def _sen(points: list[tuple[int, int]]) -> tuple[float, float, float]:

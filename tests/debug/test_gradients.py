@@ -58,8 +58,14 @@ def finding(summary: Summary) -> str:
     return next(tool.finding for tool in summary.tools if tool.name == "gradients")
 
 
+def recorded(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "debug" / "gradients.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
 def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
-    found = json.loads((folder / "debug" / "gradients.json").read_text())[kind]
+    found = recorded(folder)[kind]
     assert isinstance(found, list)
     return found
 
@@ -364,17 +370,27 @@ def test_too_few_looks_are_said_and_not_taken_for_nothing_amiss(
 ) -> None:
     caplog.set_level("INFO", "runner")
     short = [*DIGITS, "model=mlp", "debug=gradients", "training.steps=4"]
-    _, summary = run_of([*short, "debug.every=50"], tmp_path / "none")
-    assert finding(summary) == "0 looks; 3 are needed: lower debug.every"
-    assert "every 50 steps makes 0 looks in 4 steps, and 3 are needed: lower debug.every" in (
-        caplog.text
-    )
+    _, summary = run_of([*short, "debug.gradients.every=50"], tmp_path / "none")
+    few = "and 3 are needed for a verdict: lower debug.gradients.every"
+    assert finding(summary) == f"0 looks, {few}" == recorded(tmp_path / "none")["finding"]
+    assert "every 50 steps makes 0 looks in 4 steps" in caplog.text
     _, summary = run_of([*short, "debug.gradients.every=3"], tmp_path / "one")
-    assert finding(summary) == "1 look; 3 are needed: lower debug.gradients.every"
+    assert finding(summary) == f"1 look, {few}"
+    _, summary = run_of([*short, "training.steps=2"], tmp_path / "short")
+    assert finding(summary) == "2 looks, and 3 are needed for a verdict: train longer"
     caplog.clear()
     _, summary = run_of([*short, "debug.every=1"], tmp_path / "enough")
     assert finding(summary) == "nothing amiss"
     assert "are needed" not in caplog.text
+
+
+@pytest.mark.parametrize(("steps", "looks"), [(4, 4), (7, 3), (13, 6), (60, 6), (310, 6)])
+def test_a_short_run_is_looked_at_often_enough_for_a_verdict(steps: int, looks: int) -> None:
+    overrides = [*DIGITS, "model=mlp", "optimization=none", "debug=full", "debug.profile.at_most=0"]
+    _, summary = run_of([*overrides, f"training.steps={steps}"], None)
+    (tool,) = (tool for tool in summary.tools if tool.name == "gradients")
+    assert (tool.looks, tool.finding) == (looks, "nothing amiss")
+    assert {tool.name: tool.looks for tool in summary.tools}["anomaly"] == looks
 
 
 def test_the_picture_is_of_a_look_at_which_something_was_learned(tmp_path: Path) -> None:

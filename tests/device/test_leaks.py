@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.device.leaks import LeakDetector, Trend, judge
+from runner.device.leaks import LeakDetector, Trend, describe_leaks, judge
 
 MIB = 2**20
 BASE = 300 * MIB
@@ -27,6 +27,16 @@ def found(curve: Callable[[int], float], steps: int = 5000, **options: float) ->
     return told
 
 
+def described(curve: Callable[[int], float], steps: int) -> str:
+    """What the detector says of such a run at its end."""
+    detector = LeakDetector()
+    for step in range(EVERY, steps + 1, EVERY):
+        detector.add(step, BASE + int(curve(step)))
+        if detector.suspects:
+            detector.cleaned(step, BASE + int(curve(step)))
+    return detector.describe()
+
+
 def noise(size: float) -> Callable[[int], float]:
     source = random.Random(0)
     return lambda step: source.uniform(-size, size)
@@ -39,6 +49,51 @@ def test_50_kb_a_step_are_found_within_500_steps_and_told_exactly() -> None:
     assert trend is not None and trend.last < 500 and detector.leaking
     assert trend.slope == pytest.approx(50_000) and trend.low <= 50_000 <= trend.high
     assert trend.grown == pytest.approx(50_000 * (trend.last - trend.first))
+
+
+LINE: Callable[[int], float] = lambda s: 2_800_000 * s  # noqa: E731
+FEW = "too few samples for a leak verdict"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(10, f"{FEW} (0 of 40)"), (30, f"{FEW} (0 of 40)"),
+     (40, f"{FEW} (0 of 40): growing 2.8 MB a step so far"),
+     (60, f"{FEW} (1 of 40): growing 2.8 MB a step so far"),
+     (420, f"{FEW} (37 of 40): growing 2.8 MB a step so far"),
+     (450, "a leak: growing 2.8 MB a step")],
+)  # fmt: skip
+def test_before_there_are_enough_samples_the_growth_so_far_is_stated(steps: int, said: str) -> None:
+    assert described(LINE, steps) == said
+
+
+def test_no_leak_is_found_only_in_as_many_samples_as_a_verdict_takes() -> None:
+    rough = noise(4 * MIB)
+    assert described(rough, 440) == f"{FEW} (39 of 40): no growth beyond noise so far"
+    assert described(rough, 450) == "no leak found in 40 samples"
+
+
+def test_growth_that_began_too_late_for_a_verdict_is_stated_with_its_first_step() -> None:
+    said = described(lambda s: max(0, s - 800) * 400_000, 900)
+    assert said == "no leak confirmed in 85 samples, but growing 400.0 KB a step since step 800"
+
+
+def test_memory_that_a_compiler_freed_hides_no_growth() -> None:
+    said = described(lambda s: 200 * MIB * (s == EVERY) + LINE(s), 60)
+    assert said == f"{FEW} (1 of 40): growing 2.8 MB a step so far"
+
+
+def test_a_device_that_grows_is_told_from_a_process_that_does_not() -> None:
+    process, device = LeakDetector(), LeakDetector()
+    for step in range(EVERY, 201, EVERY):
+        process.add(step, BASE)
+        device.add(step, BASE + int(LINE(step)))
+    few = f"{FEW} (15 of 40)"
+    assert describe_leaks({"process": process, "device": device}) == (
+        f"process: {few}: no growth beyond noise so far; "
+        f"device: {few}: growing 2.8 MB a step so far"
+    )
+    assert describe_leaks({"process": process, "device": process}) == process.describe()
 
 
 def test_the_same_leak_is_found_under_noise_and_page_sized_steps() -> None:
@@ -77,9 +132,15 @@ HEALTHY: dict[str, Callable[[int], float]] = {
 }
 
 
+RISING = [HEALTHY[name] for name in HEALTHY if "saw-tooth" in name or "warm-up" in name]
+RISING += [HEALTHY["logarithm"]]  # all of them do grow in the first 100 steps
+
+
 @pytest.mark.parametrize("curve", HEALTHY.values(), ids=HEALTHY)
 def test_what_is_no_leak_raises_nothing(curve: Callable[[int], float]) -> None:
     assert found(curve) == []
+    assert described(curve, 5000) == "no leak found in 495 samples"
+    assert "growing" not in described(curve, 100) or curve in RISING
 
 
 def test_a_leak_is_found_though_cleaning_makes_a_step_down() -> None:
@@ -101,7 +162,7 @@ def test_garbage_that_is_collected_when_a_leak_is_suspected_is_none() -> None:
         if detector.suspects:
             held, collected = 0, collected + 1
             leaks += detector.cleaned(step, BASE) is not None
-    assert collected and not leaks
+    assert collected and not leaks and not detector.leaking
 
 
 def test_a_resumed_run_begins_to_watch_where_it_goes_on() -> None:

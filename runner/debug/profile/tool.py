@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -205,7 +206,7 @@ class Profile(Tool):
             log.warning("profile: the trace is too large to be read; lower debug.profile.steps")
             return
         reading = read(trace, self.own.shapes, window.recorded)
-        reading.cpu_seconds, reading.small_operator = window.cpu_seconds, window.small_operator
+        reading.calibration_share = median(window.calibrations or [0.0])
         row |= tables.as_rows(reading)
         if window.eager:
             self.uncompiled = reading

@@ -6,6 +6,7 @@ and the picture cannot differ.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect
 from collections.abc import Iterable
@@ -76,8 +77,8 @@ class Reading:
     busy: float | None = None  # share of the time in which the device computed
     tensor_cores: float | None = None  # share of the kernels' time, by the kernels' names
     kernels: int = 0
-    cpu_seconds: float = 0.0  # of the steps, in the thread that makes them
-    small_operator: float = 0.0  # CPU seconds of one that has next to nothing to compute
+    calibration_calls: int = 0  # of small operators, made after each step for comparison
+    calibration_share: float = 0.0  # their CPU time, of that of the step
 
     @property
     def on_device(self) -> bool:
@@ -100,11 +101,11 @@ class Reading:
 
     @property
     def calling(self) -> float:
-        """Share of the thread's CPU time that calling so many operators takes.
+        """Share of a step's CPU time that calling so many operators takes, were they all small.
 
-        In CPU time, against an operator measured in the same window: a busy machine lengthens both.
+        A busy machine lengthens the step and the operators that it is compared with alike.
         """
-        return self.calls * self.small_operator / self.cpu_seconds if self.cpu_seconds else 0.0
+        return self.calls / (self.calibration_calls or math.inf) * self.calibration_share
 
     @property
     def hot_spot(self) -> tuple[Module | None, float]:
@@ -245,6 +246,7 @@ class _Sweep:
     def _close(self, stack: list[_Node]) -> None:
         node = stack.pop()
         if node.module == CALIBRATION:
+            self.reading.calibration_calls += node.operator
             return
         took = node.end - node.start
         if not node.operator:  # a range: what is inside belongs to the operator around it

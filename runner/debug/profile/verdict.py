@@ -49,8 +49,8 @@ class Facts:
 
     @property
     def waits(self) -> bool:
-        """Whether the data come too late for anything else to matter."""
-        return self.idle and self.split.get("data", 0.0) > WAITS
+        """Whether the data come too late for anything else to matter; from memory they never do."""
+        return self.idle and not self.in_memory and self.split.get("data", 0.0) > WAITS
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Rule:
 WAITS = 0.2  # share of a step
 BUSY = 0.7  # an accelerator that computes more of the time than this is what limits the run
 MANY = 100  # operators in a step
-CALLS = 0.35  # share of the CPU time: loops of small operators 0.5 to 1, others 0 to 0.2
+CALLS = 0.5  # share of the CPU time: loops of small operators 0.8 to 2, others up to 0.45
 HOT = 0.5  # share of the operators' time, from which one module is worth a word
 NAMED = 0.05  # share of the time, from which a kind of operator is worth a word
 
@@ -87,15 +87,28 @@ def _optimizer(facts: Facts, share: float) -> str:
     return takes + "a larger training.batch_size needs fewer updates"
 
 
+def _module(facts: Facts, share: float) -> str:
+    says = "uncompiled, " if facts.module_eager else ""
+    says += f"{share:.0%} of the operators' time is in {facts.module}"
+    if facts.module_operators > MANY:
+        says += f", which makes {facts.module_operators:,.0f} of them a step"
+    return says
+
+
 def _host(facts: Facts, share: float) -> str:
     says = f"host-bound: {facts.operators:,.0f} operators a step, "
     if facts.busy is not None:
         says += f"the device busy {facts.busy:.0%} of the time"
     else:
-        says += f"and calling them takes about {min(share, 1.0):.0%} of its CPU time"
+        says += "so small that calling them is most of the work"
+    ways = ["a larger training.batch_size"]
     if "whole_step" not in facts.techniques:
-        return says + ": optimization.whole_step.enabled=true, or optimization.compile"
-    return says + ": a larger training.batch_size"
+        ways = ["optimization.whole_step.enabled=true"]
+    if facts.module_share > HOT:
+        says += f"; {_module(facts, facts.module_share)}"
+        if facts.module_operators > MANY:
+            ways.insert(0, "operators on whole tensors instead of a loop over samples or time")
+    return f"{says}: {', or '.join(ways)}"
 
 
 def _compute(facts: Facts, share: float) -> str:
@@ -111,20 +124,10 @@ def _compute(facts: Facts, share: float) -> str:
     return says
 
 
-def _module(facts: Facts, share: float) -> str:
-    says = "uncompiled, " if facts.module_eager else ""
-    says += f"{share:.0%} of the operators' time is in {facts.module}"
-    if facts.module_operators < MANY:
-        return says
-    calls = f" in {facts.module_calls:,.0f} calls" if facts.module_calls > 1 else ""
-    return (
-        f"{says}, which makes {facts.module_operators:,.0f} operators a step{calls}: "
-        "replace a loop over samples or time by operators on whole tensors"
-    )
-
-
 RULES = (
     # name           above  share                                     what to do about it
+    # many operators with so little to compute that calling them is the work
+    Rule("host",     CALLS, lambda f: _calls(f), _host),
     Rule("data",     WAITS,  lambda f: f.split.get("data", 0.0) if f.idle else 0.0, _data),
     Rule("between",  0.25,  lambda f: f.split.get("other", 0.0) if f.idle else 0.0,
          lambda f, x: f"{x:.0%} of step time is spent between steps, in hooks and the record: "
@@ -133,14 +136,13 @@ RULES = (
     Rule("copies",   0.20,  lambda f: f.copies,
          lambda f, x: f"{x:.0%} of the time copies between host and device: data.pin_memory=true, "
                       "data.device_prefetch=true, and no .cpu() in the model"),
-    # many operators with so little to compute that calling them is the work
-    Rule("host",     CALLS, lambda f: _calls(f), _host),
     Rule("compute",  0.50,  lambda f: 0.0 if f.waits or _calls(f) > CALLS or f.operator_share < 0.3
          else f.products, _compute),
     Rule("graph",    0.50,  lambda f: f.graph,
          lambda f, x: f"compiled graphs take {x:.0%} of the operators' time, "
                       f"{f.graph_ms:.3g} ms a step"),
-    Rule("module",   HOT,   lambda f: 0.0 if f.waits else f.module_share, _module),
+    Rule("module",   HOT,   lambda f: 0.0 if f.waits or _calls(f) > CALLS else f.module_share,
+         _module),
 )  # fmt: skip
 """What is worth looking at comes first; each that speaks is said, the first two are the finding."""
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
 from time import thread_time
 from typing import Any
 
@@ -44,7 +43,8 @@ class Window:
         self.left = config.warmup + steps
         self.scope = ExitStack()
         self.eager = eager
-        self.began = self.cpu_seconds = self.small_operator = 0.0  # of this thread, as in a Reading
+        self.began = 0.0  # CPU time of this thread
+        self.calibrations: list[float] = []  # CPU time of small operators, of that of each step
         self.modules = ""  # why there are no times by module, if so
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.kind == "cuda":
@@ -85,15 +85,14 @@ class Window:
     def step(self) -> bool:
         """A step has ended; says whether it was the last."""
         self.left -= 1
-        if self.recorded:
-            self.cpu_seconds = thread_time() - self.began
+        if self.recorded and (took := thread_time() - self.began):
+            self.calibrations.append(_calibrate() / took)
         if self.left == 0:
             self.run.device.synchronize()  # waits: kernels still under way belong to the window
             return True
         with _quiet():
             self.profiler.step()
-        if not self.recorded:
-            self.began = thread_time()
+        self.began = thread_time()
         return False
 
     def stop(self) -> Path | None:
@@ -102,8 +101,6 @@ class Window:
         None if there is no whole step in it. Raises OSError.
         """
         self.scope.close()
-        if self.recorded:
-            self.small_operator = _small_operator()
         with _quiet():
             self.profiler.stop()
         if not self.recorded:
@@ -120,16 +117,14 @@ class Window:
         return path
 
 
-def _small_operator() -> float:
-    """CPU seconds of an operator on one number: what it takes to call one under the profiler."""
-    one, rounds = torch.zeros(1), []
+def _calibrate() -> float:
+    """CPU seconds of some operators that have next to nothing to compute, forward and backward."""
+    x = torch.zeros(4, 4, requires_grad=True)
+    start = thread_time()
     with torch.profiler.record_function(CALIBRATION):
-        for _ in range(5):
-            start = thread_time()
-            for _ in range(100):
-                one.add_(one)
-            rounds.append((thread_time() - start) / 100)
-    return median(rounds)
+        for _ in range(4):
+            (nn.functional.linear(x, x).tanh() * 0.5).sum().backward()  # type: ignore[no-untyped-call]
+    return thread_time() - start
 
 
 def load(path: Path) -> dict[str, Any] | None:
