@@ -114,3 +114,21 @@ def test_what_is_no_hook_is_said() -> None:
         build(compose(["debug.hooks=[{target: x}]"]))
     with pytest.raises(ConfigError, match=r"debug.hooks.0.*Identity is no Hook"):
         build(compose(["debug.hooks=[torch.nn.Identity]"]))
+
+
+def test_a_run_with_tools_and_without_a_fault_leaves_files_that_say_so(tmp_path: Path) -> None:
+    short = ["data=digits", "model=mlp", "optimization=none", "training.steps=2"]
+    with build(compose([*short, "debug=full"]), tmp_path / "tools") as run:
+        assert train(run).faults == {}
+    debug = tmp_path / "tools/debug"
+    found = {
+        name: json.loads((debug / f"{name}.json").read_text())
+        for name in ("history", "anomalies", "gradients", "memory")
+    }
+    assert found["history"] == {"counts": {}, "faults": []}
+    assert found["anomalies"] == {"count": 0, "anomalies": []}
+    assert found["gradients"]["finding"].startswith("2 looks, and 3 are needed")
+    assert found["memory"]["leak"] == "too few samples for a leak verdict (0 of 40)"
+    with build(compose(short), tmp_path / "none") as run:
+        train(run)
+    assert not (tmp_path / "none/debug/history.json").exists()

@@ -88,8 +88,7 @@ def _optimizer(facts: Facts, share: float) -> str:
 
 
 def _module(facts: Facts, share: float) -> str:
-    says = "uncompiled, " if facts.module_eager else ""
-    says += f"{share:.0%} of the operators' time is in {facts.module}"
+    says = f"{share:.0%} of the operators' time is in {facts.module}"
     if facts.module_operators > MANY:
         says += f", which makes {facts.module_operators:,.0f} of them a step"
     return says
@@ -124,6 +123,16 @@ def _compute(facts: Facts, share: float) -> str:
     return says
 
 
+def _graph(facts: Facts, share: float) -> str:
+    says = (
+        f"compiled graphs take {share:.0%} of the operators' time, {facts.graph_ms:.3g} ms a step"
+    )
+    if facts.module_eager:
+        says += f"; uncompiled, {facts.module} takes the most of all modules, "
+        says += f"{facts.module_share:.0%}"
+    return says
+
+
 RULES = (
     # name           above  share                                     what to do about it
     # many operators with so little to compute that calling them is the work
@@ -138,11 +147,9 @@ RULES = (
                       "data.device_prefetch=true, and no .cpu() in the model"),
     Rule("compute",  0.50,  lambda f: 0.0 if f.waits or _calls(f) > CALLS or f.operator_share < 0.3
          else f.products, _compute),
-    Rule("graph",    0.50,  lambda f: f.graph,
-         lambda f, x: f"compiled graphs take {x:.0%} of the operators' time, "
-                      f"{f.graph_ms:.3g} ms a step"),
-    Rule("module",   HOT,   lambda f: 0.0 if f.waits or _calls(f) > CALLS else f.module_share,
-         _module),
+    Rule("graph",    0.0,   lambda f: f.graph, _graph),
+    Rule("module",   HOT,   lambda f: 0.0 if f.waits or f.module_eager or _calls(f) > CALLS
+         else f.module_share, _module),
 )  # fmt: skip
 """What is worth looking at comes first; each that speaks is said, the first two are the finding."""
 
