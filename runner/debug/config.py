@@ -154,7 +154,7 @@ class ProfileConfig:
     shapes: bool = False  # operators told apart by the sizes of their inputs
     stacks: bool = False  # the lines of Python in the trace; those steps are much slower
     memory: bool = False  # what each operator allocates
-    modules: bool = True  # time by module; not where the model is compiled
+    modules: bool = True  # time by module; of a compiled model, in a window of uncompiled steps
     cuda_synchronize: bool = False  # sections wait for the device at both ends: honest, slower
     drift: float | None = 1.5  # times the step, wait or memory of the run's first stretch; null: no
     drift_after_s: float = 10.0  # a stretch that is compared: so many seconds of steps
@@ -186,7 +186,7 @@ class ProfileConfig:
 class DebugConfig:
     """Tools that look for faults, and how often those that take time do."""
 
-    every: int = 50  # steps between two looks of tools that take time
+    every: int = 50  # steps between two looks of tools that take time, at most: see resolve_every
     on_anomaly: OnAnomaly = OnAnomaly.record
     max_iterations: int | None = None  # steps after which the tools rest; the run goes on
     timeout_s: float | None = None  # seconds after which the tools rest; the run goes on

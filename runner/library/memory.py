@@ -14,7 +14,7 @@ import torch
 from runner.composing import compose
 from runner.device import memory, phases, resources
 from runner.device.device import select
-from runner.device.leaks import LeakDetector, Trend
+from runner.device.leaks import LeakDetector, Trend, describe_leaks
 from runner.library.report import size
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Memory:
 
         from runner.record.console import plain_text
 
-        stats, trend = self.stats(), self.trend
+        stats = self.stats()
         facts = Table.grid(padding=(0, 2))
         rows = [
             ("process", f"{size(stats.process)}, {size(stats.peak_process)} at most"),
@@ -192,9 +192,9 @@ class Memory:
             told = f"{size(stats.device_allocated)} allocated, {size(stats.device_reserved)} "
             told += f"reserved, {size(stats.peak_device)} at most, of {size(stats.device_total)}"
             rows.append((self.device.name, told))
-        if trend is not None:
-            told = f"{size(abs(trend.slope))} a step {'more' if trend.slope >= 0 else 'less'}"
-            rows.append(("leak" if trend.leaking else "no leak", f"{told}: {trend.reason}"))
+        watched = {"process": self._process, "device": self._on_device}
+        if sampled := {name: d for name, d in watched.items() if d.recent}:
+            rows.append(("leaks", describe_leaks(sampled)))
         for row in rows:
             facts.add_row(*map(plain_text, row))
         if not self.phases:
