@@ -63,16 +63,15 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
 def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:
     """`debug` with an `every` that makes six looks in a run of so many steps, and why if changed.
 
-    In a run of less than twelve steps every second step is looked at, as long as these are three:
-    what looks at each step leaves nothing to a graph. A tool's own `every` holds as it was typed.
+    What was typed holds. In a run of less than twelve steps every second step is looked at, as long
+    as these are three: what looks at each step leaves nothing to a graph.
     """
     span = min(steps, debug.max_iterations or steps)
-    every = max(1, span // LOOKS, min(2, span // FEWEST))
-    own = debug.anomaly.every
-    used = debug.gradients.enabled or debug.memory.enabled or (debug.anomaly.enabled and own)
-    if not used or every >= debug.every:
+    every, own = max(1, span // LOOKS, min(2, span // FEWEST)), debug.anomaly
+    used = debug.gradients.enabled or debug.memory.enabled or (own.enabled and own.every)
+    if not used or debug.every != DebugConfig.every or every >= debug.every:
         return debug, []
-    anomaly = replace(debug.anomaly, every=every if own == debug.every else own)
+    anomaly = replace(own, every=every) if own.every == debug.every else own
     reason = (
         f"{span // every} looks in {span} steps; {debug.every} would make {span // debug.every}"
     )

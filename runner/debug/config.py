@@ -186,7 +186,7 @@ class ProfileConfig:
 class DebugConfig:
     """Tools that look for faults, and how often those that take time do."""
 
-    every: int = 50  # steps between two looks of tools that take time, at most: see resolve_every
+    every: int = 50  # steps between two looks of tools that take time; fewer in a short run
     on_anomaly: OnAnomaly = OnAnomaly.record
     max_iterations: int | None = None  # steps after which the tools rest; the run goes on
     timeout_s: float | None = None  # seconds after which the tools rest; the run goes on

@@ -61,7 +61,7 @@ def test_weights_and_moments_are_bit_equal_with_and_without(
     plain, watched = weights(overrides), weights([*overrides, *LOOK], tmp_path)
     assert len(plain) > 10
     assert [name for name in plain if not torch.equal(plain[name], watched[name])] == []
-    assert found_in(tmp_path)["account"]["step"] >= 4
+    assert found_in(tmp_path)["account"]["step"] in (5, 10)
 
 
 def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ RULES = (
     # name           above  share                                     what to do about it
     # many operators with so little to compute that calling them is the work
     Rule("host",     CALLS, lambda f: _calls(f), _host),
+    Rule("module",   HOT,   lambda f: 0.0 if f.waits or f.module_eager or _calls(f) > CALLS
+         else f.module_share, _module),
     Rule("data",     WAITS,  lambda f: f.split.get("data", 0.0) if f.idle else 0.0, _data),
     Rule("between",  0.25,  lambda f: f.split.get("other", 0.0) if f.idle else 0.0,
          lambda f, x: f"{x:.0%} of step time is spent between steps, in hooks and the record: "
@@ -148,8 +150,6 @@ RULES = (
     Rule("compute",  0.50,  lambda f: 0.0 if f.waits or _calls(f) > CALLS or f.operator_share < 0.3
          else f.products, _compute),
     Rule("graph",    0.0,   lambda f: f.graph, _graph),
-    Rule("module",   HOT,   lambda f: 0.0 if f.waits or f.module_eager or _calls(f) > CALLS
-         else f.module_share, _module),
 )  # fmt: skip
 """What is worth looking at comes first; each that speaks is said, the first two are the finding."""
 
