@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,10 @@ def prepare(scope: ExitStack) -> None:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     count_anew()
-    before = os.environ.get(CACHE)
-    if before in (None, default_cache_dir()):  # where nobody chose, torch writes its default there
-        scope.callback(os.environ.__setitem__, CACHE, default_cache_dir())
-        os.environ[CACHE] = str(_cache(scope))
+    folder, default = cache_folder(os.environ), default_cache_dir()
+    if str(folder) != os.environ.get(CACHE):  # not the user's choice
+        scope.callback(os.environ.__setitem__, CACHE, default)
+        os.environ[CACHE] = str(_make_cache(folder, scope))
 
 
 def count_anew() -> None:
@@ -234,19 +235,39 @@ def beyond(indices: Any, limit: int) -> bool:
     return bool(low.item() < 0 or high.item() >= limit)
 
 
-def _cache(scope: ExitStack) -> Path:
-    """A folder of our own that outlives the run; what is in it is run, so nobody else may write."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "runner" / "compiled"
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where runs keep compiled code: the user's TORCHINDUCTOR_CACHE_DIR, else a folder of ours."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = environ.get(CACHE)
+    if named and named != default_cache_dir():  # torch writes its default there by itself
+        return Path(named)
+    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "runner" / "compiled"
+
+
+def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:
+    """Why runs cannot keep compiled code in `folder`, which is there, or None.
+
+    What is in it is run, so a folder that the user did not name must be the user's alone to write.
+    """
+    if not os.access(folder, os.W_OK):
+        return "cannot be written"
+    if sys.platform == "win32" or str(folder) == environ.get(CACHE):
+        return None
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written by other users"
+    return None
+
+
+def _make_cache(folder: Path, scope: ExitStack) -> Path:
+    """The folder, made; one for this run alone where it cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-        if sys.platform == "win32":
+        problem = cache_problem(folder, os.environ)
+        if problem is None:
             return folder
-        if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            if os.access(folder, os.W_OK):
-                return folder
-        problem = "is not this user's alone to write"
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
     log.warning("%s %s; what is compiled is not kept for later runs", folder, problem)

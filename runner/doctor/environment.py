@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import importlib.util
 import os
 import resource
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from packaging.specifiers import SpecifierSet
 
+from runner import compiler
 from runner.device import memory
 from runner.device.device import Device
 from runner.doctor import packages
@@ -137,10 +137,12 @@ def _compiler(path: str) -> Check:
 
 
 def inductor_cache(environ: Mapping[str, str]) -> Check:
-    """Compiled code can be kept; without that each run compiles anew (25 s against 3)."""
-    named = environ.get("TORCHINDUCTOR_CACHE_DIR")
-    folder = Path(named or Path(tempfile.gettempdir()) / f"torchinductor_{_user()}")
+    """Runs can keep compiled code; without that each run compiles again (25 s against 3)."""
+    folder = compiler.cache_folder(environ)
     problem = _unwritable(folder)
+    if problem is None and folder.exists():
+        reason = compiler.cache_problem(folder, environ)
+        problem = reason and f"{folder} {reason}"
     if problem is None:
         return Check("compile cache", Status.ok, str(folder))
     fix = "name a folder that can be written in TORCHINDUCTOR_CACHE_DIR"
@@ -227,10 +229,3 @@ def _unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ModuleNotFoundError):  # a container's user without a name
-        return f"uid_{os.getuid()}"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from runner import compiler
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.doctor import environment, packages
 from runner.doctor.environment import GIB, MIB, Check, Status
@@ -186,6 +189,21 @@ def test_a_compile_cache_that_cannot_be_written_is_a_warning(tmp_path):
     taken = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")}
     check = environment.inductor_cache(taken)
     assert check.status is Status.warn and "TORCHINDUCTOR_CACHE_DIR" in check.fix
+
+
+def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, monkeypatch):
+    monkeypatch.delenv(compiler.CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check = environment.inductor_cache(os.environ)
+    assert not any(tmp_path.iterdir())
+    with ExitStack() as scope:
+        compiler.prepare(scope)
+        assert check.found == os.environ[compiler.CACHE]
+    Path(check.found).chmod(0o777)  # a run does not use code that others may have written
+    assert environment.inductor_cache(os.environ).status is Status.warn
+    with ExitStack() as scope:
+        compiler.prepare(scope)
+        assert os.environ[compiler.CACHE] != check.found
 
 
 def test_an_outputs_folder_that_cannot_be_written_fails(tmp_path):
