@@ -56,11 +56,18 @@ def _default_name(*, _root_: DictConfig) -> str:
     return "-".join(names)
 
 
-HOMES = {JobKind.replay: "replays", JobKind.benchmark: "benchmarks", JobKind.scan: "scans"}
+HOMES = {
+    JobKind.evaluate: "evaluations",
+    JobKind.verify: "verifications",
+    JobKind.replay: "replays",
+    JobKind.benchmark: "benchmarks",
+    JobKind.scan: "scans",
+    JobKind.doctor: "doctor",
+}
 
 
 def _home(kind: Any) -> str:
-    """Replays and benchmarks lie apart, so that the newest folder of `outputs/runs` is a run's."""
+    """Other jobs than training lie apart: the newest folder of `outputs/runs` is a training's."""
     return HOMES.get(JobKind(getattr(kind, "value", kind)), "runs")
 
 

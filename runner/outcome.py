@@ -17,7 +17,9 @@ from runner.technique import Engagement, Evidence
 log = logging.getLogger("runner")
 
 
-def summarise(run: Run, status: str, reason: str = "", must: bool = False) -> Summary:
+def summarise(
+    run: Run, status: str, reason: str = "", must: bool = False, job: str = "train"
+) -> Summary:
     """How the run stands; written to its folder as `summary.json`.
 
     With `must` StorageError where that is not possible; else it is a warning, and the one that was
@@ -33,6 +35,7 @@ def summarise(run: Run, status: str, reason: str = "", must: bool = False) -> Su
         steps=progress.step,
         epochs=run.epoch,
         metrics=dict(progress.metrics),
+        job=job,
         monitor=run.monitor,
         best=progress.best,
         best_step=progress.best_step,

@@ -79,6 +79,7 @@ class Summary:
     export: dict[str, Any] = field(default_factory=dict)  # file, bytes, largest_difference
     model_check: dict[str, Any] = field(default_factory=dict)  # ok, counts, the worst reasons
 
+    job: str = "train"  # train | evaluate
     monitor: str = ""  # the metric that decides which checkpoint is best
     best: float | None = None
     best_step: int = 0

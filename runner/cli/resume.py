@@ -15,6 +15,7 @@ from runner.overrides.groups import ALIASES, FOREIGN, chosen, options
 from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
 from runner.record import noted
 from runner.record.noted import OVERRIDES as FILE
+from runner.record.typed import resuming
 from runner.storage import read_record
 
 KEY = "checkpoint.resume"
@@ -80,6 +81,7 @@ def _check_leads(path: Path) -> None:
         near = nearest(path.name, [p.name for p in path.parent.glob("*") if p.is_dir()])
         guess = f"; did you mean {path.with_name(near)}?" if near else ""
         raise CheckpointError(f"{KEY}: there is no folder {path} (looked from {Path.cwd()}){guess}")
+    _check_job(path)
     if path.is_file() and not STEP.fullmatch(path.name):
         raise ConfigError(
             KEY, f"{path} is a file, and a run goes on from a folder with checkpoints",
@@ -89,6 +91,25 @@ def _check_leads(path: Path) -> None:
     if runs and _run_of(path) is None:
         newest = max(runs, key=lambda run: run.stat().st_mtime_ns)
         raise CheckpointError(f"{KEY}: {path} is no run; the newest in it is {newest}")
+
+
+def _check_job(path: Path) -> None:
+    """Refuse the folder of a job that trains nothing; of an evaluation, name the run to name."""
+    try:
+        composed = noted.plain_yaml(path / noted.CONFIG)
+        job, resumed, weights = (
+            composed[group][key]
+            for group, key in (("job", "kind"), ("checkpoint", "resume"), ("model", "weights"))
+        )
+    except (StorageError, LookupError, TypeError):  # it has other troubles, or none
+        return
+    if job == "train" or (path / CHECKPOINTS).exists():
+        return
+    named = resumed if resumed not in WORDS else None
+    if job == "evaluate" and (named or weights):
+        way = f"name that: {resuming(Path(str(named)))}" if named else f"model.weights={weights} starts from it"
+        raise CheckpointError(f"{KEY}: {path} is an evaluation of {named or weights}; {way}")
+    raise CheckpointError(f"{KEY}: {path} is of job={job}, which leaves no checkpoint")
 
 
 def _run_of(path: Path) -> Path | None:

@@ -52,7 +52,10 @@ def main(config: RunConfig, folder: Path) -> Summary:
         _quantize(run)
         bare = {name.removeprefix("val/"): x for name, x in run.progress.metrics.items()}
         run.recorder.scalars(run.progress.step, "val", bare)
-        summary = summarise(run, "done")
+        # those of the training say nothing of the model that was measured, int8 or on other data
+        run.progress.best = run.progress.metrics.get(run.monitor)
+        run.progress.best_step = run.progress.step
+        summary = summarise(run, "done", job="evaluate")
         report.write(summary, folder)
         if kind is ExportKind.none:
             return summary

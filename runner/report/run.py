@@ -170,11 +170,7 @@ def _result(summary: Summary, per_class: bool) -> list[Row]:
     """The metrics, the monitored one first; those of single classes in full or as a range."""
     rows = []
     classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
-    best = (
-        f"best {metric(summary.best)} at step {summary.best_step:,}"
-        if summary.best is not None
-        else ""
-    )
+    best = _best(summary)
     for name, value in sorted(summary.metrics.items(), key=lambda item: item[0] != summary.monitor):
         marked = f"   {best}" if best and name == summary.monitor else ""
         if per_class or name not in classes:
@@ -190,10 +186,22 @@ def _result(summary: Summary, per_class: bool) -> list[Row]:
         rows.insert(0, (summary.monitor, best))
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
-    took = (
-        f"{summary.steps:,} steps, {summary.epochs:.2f} epochs in {seconds(summary.wall_seconds)}"
-    )
-    return [*rows, ("trained", took)]
+    amount = f"{summary.steps:,} steps, {summary.epochs:.2f} epochs"
+    took = f"in {seconds(summary.wall_seconds)}"
+    if summary.job == "evaluate":
+        of = f"weights of step {summary.steps:,}, " if summary.steps else ""
+        return [*rows, ("evaluated", f"{of}{took}")]
+    return [*rows, ("trained", f"{amount} {took}")]
+
+
+def _best(summary: Summary) -> str:
+    """The best value of the monitored metric, and which validations it leaves out."""
+    if summary.best is None or summary.job == "evaluate":
+        return ""
+    best = f"best {metric(summary.best)} at step {summary.best_step:,}"
+    if summary.faults.get("validation_not_finite"):
+        best += " (of validations with a finite loss)"
+    return best
 
 
 def _model_check(check: dict[str, Any]) -> str:

@@ -91,4 +91,4 @@ def test_from_the_command_line_a_failure_is_exit_code_1_and_one_line(tmp_path: P
     assert done.returncode == 1, done.stderr
     assert "parity: optimization.DroppedGradient" in done.stderr
     assert "Traceback" not in done.stderr
-    assert list(tmp_path.glob("outputs/runs/digits-mlp/*/verify.json"))
+    assert list(tmp_path.glob("outputs/verifications/digits-mlp/*/verify.json"))
