@@ -26,9 +26,14 @@ SIGNS = re.compile(
 )
 ONEDNN = re.compile(r"could not (create|execute) a primitive")
 SIZE = re.compile(r"tried to allocate ([\d.,]+ ?\w+)|you tried to allocate (\d+) bytes", re.I)
-LESS = (
-    "lower training.batch_size, use optimization=memory_efficient or "
-    "optimization.recompute.enabled=true, or make the model smaller"
+SMALLER_MODEL = (
+    "weights and what is kept for each of them take the memory, whatever the batch: make the model "
+    "smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null, "
+    "checkpoint.enabled=false)"
+)
+FEWER_ACTIVATIONS = (
+    "use optimization=memory_efficient or optimization.recompute.enabled=true, or make the samples "
+    "or the model smaller"
 )
 
 
@@ -67,11 +72,13 @@ def use_less_memory(run: Run, error: Exception) -> bool:
     if starved:
         raise OutOfMemory(
             f"{at}: out of memory with more than {size} samples at a time, and BatchNorm needs "
-            f"more; {LESS}"
+            f"more; {FEWER_ACTIVATIONS}"
         ) from None
     if size == 1:
         _note(run, f"ran out of memory{_asked(error)} with one sample", "the run ends", error)
-        raise OutOfMemory(f"{at}: out of memory{_asked(error)} with one sample; {LESS}") from None
+        raise OutOfMemory(
+            f"{at}: out of memory{_asked(error)} with one sample; {_advice(run)}"
+        ) from None
     run.micro_batch = largest_part(run.train.samples(0), (size + 1) // 2)
     reason = f"{at} ran out of memory{_asked(error)} with {size}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
@@ -104,7 +111,7 @@ def evaluate_less_at_once(run: Run, error: Exception, samples: int) -> bool:
         _note(run, f"validation ran out of memory{_asked(error)} with one sample", "the run ends",
               error)  # fmt: skip
         raise OutOfMemory(
-            f"validation: out of memory{_asked(error)} with one sample; {LESS}"
+            f"validation: out of memory{_asked(error)} with one sample; {_advice(run)}"
         ) from None
     run.evaluation_batch = (size + 1) // 2
     _note(run, f"validation ran out of memory{_asked(error)} with {size} samples at a time",
@@ -131,7 +138,15 @@ def in_plain_words(doing: str) -> Iterator[None]:
         let_go(error)
     else:
         return
-    raise OutOfMemory(f"out of memory{asked} {doing}; {LESS}")
+    raise OutOfMemory(f"out of memory{asked} {doing}; {SMALLER_MODEL}")
+
+
+def _advice(run: Run) -> str:
+    """What helps where one sample does not fit, by whether gradients and optimizer state would."""
+    trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
+    state = 0 if run.update.optimizer.state else 2 * trained  # of Adam, made in the first update
+    needed = trained + state
+    return FEWER_ACTIVATIONS if needed < memory.room(run.device) else SMALLER_MODEL
 
 
 def _let_go(run: Run, error: Exception) -> None:

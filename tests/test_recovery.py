@@ -49,7 +49,7 @@ def test_another_error_is_not_taken_for_it(error: Exception) -> None:
 
 
 def test_a_real_allocation_that_fails_is_recognised_and_told_in_plain_words() -> None:
-    with pytest.raises(OutOfMemory, match=r"more\) here; lower training.batch_size") as caught:
+    with pytest.raises(OutOfMemory, match=r"more\) here; weights and what") as caught:
         with in_plain_words("here"):
             torch.empty(2**50)
     assert caught.value.exit_code == 2
@@ -225,4 +225,20 @@ def test_a_model_larger_than_the_limit_ends_in_one_line_and_its_exit_code() -> N
     assert done.returncode == OutOfMemory.exit_code, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "out of memory" in last
-    assert "training.batch_size" in last and "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+@pytest.mark.parametrize(
+    ("model", "helps"),
+    [
+        (["data.form=tabular", "model=mlp", "model.width=4096"], "make the model smaller, or keep"),
+        (["data.form=tokens", "data.sequence=8192", "model=gpt", "model.width=64"], "recompute"),
+    ],
+    ids=["weights", "activations"],
+)
+def test_what_helps_is_said_by_what_takes_the_memory(model: list[str], helps: str) -> None:
+    done = limited(130, "data=synthetic", "data.samples=16", "model.depth=4", *model)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == OutOfMemory.exit_code and helps in last, last
+    assert "batch_size" not in last
