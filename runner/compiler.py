@@ -18,6 +18,7 @@ from typing import Any
 
 from runner.batch import Batch
 from runner.errors import DataError
+from runner.record.raised import shorten
 from runner.technique import Draft
 
 log = logging.getLogger("runner")
@@ -29,6 +30,9 @@ CALLS = (
     re.compile(r"extern_kernels\.(\w+)\("),
 )
 """Operators that generated code calls, as C++ and as Python."""
+PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+FUNCTION = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
+"""A line of the user's code in a message of the compiler."""
 OF_THE_TRACER = (
     "The .grad attribute of a Tensor that is not a leaf",
     ".*should not be instantiated",
@@ -76,6 +80,7 @@ def prepare(scope: ExitStack) -> None:
     scope.enter_context(warnings.catch_warnings())
     for message in OF_THE_TRACER:
         warnings.filterwarnings("ignore", message=message)
+    condense_warnings(scope)
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     count_anew()
@@ -139,13 +144,57 @@ def was_running(error: Exception) -> bool:
     return False
 
 
-def why(error: Exception) -> str:
-    """The gist of a compiler's message, which goes on for pages."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    kept = [
-        line for line in lines if line and not line.startswith(("Set TORCH", "Hint", "For more"))
-    ]
-    return f"{type(error).__name__}: {' '.join(kept)}"[:300]
+def summarize_error(error: Exception) -> str:
+    """The gist of a compiler's message, which goes on for pages, and the user's line it is about.
+
+    The whole of it is written to run.log.
+    """
+    log.info("the compiler's message", exc_info=error, extra={"live": True})  # not on the screen
+    return f"{type(error).__name__}: {summarize_message(str(error))}"
+
+
+def summarize_message(text: str) -> str:
+    """The first line of a message of the compiler, and the line of code that it is about."""
+    lines = [line.strip() for line in re.split(r"\n|\\n", text) if line.strip()] or [""]
+    first = lines[0].partition(", consider setting")[0]
+    if first.endswith(":"):  # of what a backend raised
+        first = " ".join([first, *lines[1:2]])
+    trace = text.partition("user code")[2]
+    places = PLACE.findall(trace)[-1:] or FUNCTION.findall(text)
+    where = f" ({places[0][0]}:{places[0][1]})" if places else ""
+    return f"{shorten(first, 200)}{where}"
+
+
+def condense_warnings(scope: ExitStack) -> None:
+    """Until the run closes: one line on the screen of what the compiler warns of, all in run.log.
+
+    TORCH_LOGS, which asks for its messages as they are, leaves them so.
+    """
+    if "TORCH_LOGS" in os.environ:
+        return
+    before, theirs = warnings.showwarning, f"{os.sep}torch{os.sep}_dynamo{os.sep}"
+
+    def show(message: Any, category: Any, filename: str, *rest: Any) -> None:
+        if theirs in filename:
+            _condense(logging.WARNING, str(message))
+        else:
+            before(message, category, filename, *rest)
+
+    warnings.showwarning = show  # `prepare` entered the context that puts it back
+    for name in ("torch", "torch._dynamo", "torch._inductor", "torch._functorch"):
+        logger = logging.getLogger(name)
+        scope.callback(setattr, logger, "handlers", logger.handlers)
+        logger.handlers = [_Condensed()]
+
+
+class _Condensed(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _condense(record.levelno, record.getMessage())
+
+
+def _condense(level: int, text: str) -> None:
+    log.log(level, "torch.compile: %s", summarize_message(text))
+    log.info("torch.compile: %s", text, extra={"live": True})  # not on the screen
 
 
 def kernels() -> dict[str, int]:
@@ -189,10 +238,10 @@ def facts() -> dict[str, Any]:
     if breaks:
         found["broken_at"] = breaks[:10]
         reasons = [*counters["unimplemented"], *counters["graph_break"]]
-        found["why_broken"] = [reason.splitlines()[0][:200] for reason in reasons[:10]]
+        found["why_broken"] = [summarize_message(reason) for reason in reasons[:10]]
     if failed:
-        found["failed"] = [str(c.fail_reason).splitlines()[0][:200] for c in failed[:5]]
-    again = [str(c.recompile_reason)[:200] for c in forward if c.recompile_reason]
+        found["failed"] = [summarize_message(str(c.fail_reason)) for c in failed[:5]]
+    again = [shorten(str(c.recompile_reason), 200) for c in forward if c.recompile_reason]
     if again:
         found["why_recompiled"] = again[:5]
     return found

@@ -18,6 +18,7 @@ from runner.checkpoint.content import check_state, refused
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
 from runner.errors import CheckpointError
+from runner.record.raised import shorten
 from runner.run import Progress, Run
 from runner.technique import Choice
 
@@ -150,7 +151,7 @@ def _named(path: Path) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """In one line, not too long: torch lists every tensor."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {shorten(str(error), 300)}"
 
 
 def set_random(state: Mapping[str, Any]) -> None:

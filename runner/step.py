@@ -111,7 +111,7 @@ def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
         if not compiler.is_at_fault(error) and (whole.steps or compiler.was_running(error)):
             raise  # some weights may have changed already
         run.whole = None
-        run.fallen["whole_step"] = reason = compiler.why(error)
+        run.fallen["whole_step"] = reason = compiler.summarize_error(error)
         log.warning("optimization.whole_step: fell back: %s", reason)
         if run.compilation is not None:
             run.compilation.start()

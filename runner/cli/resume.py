@@ -107,7 +107,11 @@ def _check_job(path: Path) -> None:
         return
     named = resumed if resumed not in WORDS else None
     if job == "evaluate" and (named or weights):
-        way = f"name that: {resuming(Path(str(named)))}" if named else f"model.weights={weights} starts from it"
+        way = (
+            f"name that: {resuming(Path(str(named)))}"
+            if named
+            else f"model.weights={weights} starts from it"
+        )
         raise CheckpointError(f"{KEY}: {path} is an evaluation of {named or weights}; {way}")
     raise CheckpointError(f"{KEY}: {path} is of job={job}, which leaves no checkpoint")
 

@@ -20,6 +20,7 @@ from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.errors import ConfigError, RunnerError, StorageError
 from runner.evaluation import standalone
 from runner.jobs.config import ExportKind
+from runner.record.raised import shorten
 from runner.run import Run
 from runner.storage import write_file
 
@@ -238,4 +239,4 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+    return f"{type(error).__name__}: {shorten(lines[0], 200) if lines else ''}"

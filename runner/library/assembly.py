@@ -22,6 +22,7 @@ from runner.nest import tensors
 from runner.objective import Objective
 from runner.optim.optimizer import Optimizer, unfit
 from runner.outcome import engagements, look
+from runner.record.raised import shorten
 from runner.recovery import use_less_memory
 from runner.run import Run
 from runner.technique import Engagement
@@ -102,7 +103,7 @@ class Assembly:
             except Exception as error:
                 raise UsageError(
                     f"{self.who}: the model failed on {batches.describe(inputs)}: "
-                    f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                    f"{type(error).__name__}: {shorten(str(error), 300)}"
                 ) from error
         return self.run
 

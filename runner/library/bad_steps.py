@@ -27,6 +27,7 @@ from runner.library.assembly import Assembly, check_loss_fn, check_module
 from runner.library.step import Loss
 from runner.objectives.custom import Custom
 from runner.record.provenance import versions
+from runner.record.raised import shorten
 from runner.replay.findings import Found
 from runner.replay.trace import trace
 
@@ -113,7 +114,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Found:
         for name, buffer in capture.buffers.items():
             copy.get_buffer(name).copy_(buffer)
     except (RuntimeError, AttributeError) as error:
-        gist = " ".join(str(error).split())[:300]
+        gist = shorten(str(error), 300)
         raise CheckpointError(f"{path}: does not fit this model: {gist}") from error
     inputs = tuple(inputs) if isinstance(inputs, list) else inputs
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)

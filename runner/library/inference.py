@@ -27,6 +27,7 @@ from runner.library.assembly import check_module, device_of
 from runner.library.optimize import Optimized
 from runner.nest import mapped
 from runner.random_state import exclusive_random_state
+from runner.record.raised import shorten
 from runner.recovery import is_out_of_memory, let_go
 
 WHO = "safe_inference"
@@ -142,7 +143,7 @@ def safe_inference(
         let_go(error)
         failure = error
     if failure is not None:
-        attempt.problems.append(f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+        attempt.problems.append(f"{type(failure).__name__}: {shorten(str(failure), 300)}")
     return InferenceResult(
         output, failure is None and not non_finite and not any(changed.values()), attempt.problems,
         pieces, attempt.retried, non_finite, attempt.device, time.perf_counter() - start, failure,
@@ -210,7 +211,7 @@ def _react(attempt: _Attempt, error: Exception, count: int, scope: ExitStack) ->
     elif _passes(error, attempt.transient) and attempt.retries:
         attempt.retries -= 1
         attempt.retried += 1
-        gist = " ".join(str(error).split())[:200]
+        gist = shorten(str(error), 200)
         attempt.problems.append(f"{type(error).__name__}: {gist}; tried again")
     else:
         raise error

@@ -20,6 +20,7 @@ from runner.library.optimize import Optimized
 from runner.library.report import show
 from runner.measure.peaks import NAMES, Peak, peak
 from runner.random_state import exclusive_random_state
+from runner.record.raised import shorten
 from runner.untouched import large_parameters, untouched
 
 
@@ -128,7 +129,7 @@ def profile_model(
         except Exception as error:
             raise UsageError(
                 f"profile_model: the model failed on example_input, {batches.describe(inputs)}: "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; give what it is "
+                f"{type(error).__name__}: {shorten(str(error), 300)}; give what it is "
                 "called with: a tensor, a tuple (by position) or a dict (by name)"
             ) from error
         seconds = measurements.times(subject, device, runs)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from runner.errors import ConfigError
 from runner.models.stored import KEY, SHOWN, Weights, read_weights, short, some
+from runner.record.raised import shorten
 from runner.security.gate.policy import Policy
 from runner.technique import Choice
 
@@ -60,7 +61,7 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Polic
     try:
         model.load_state_dict(fit.taken, strict=False)  # what is missing was looked at
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = shorten(str(error), 300)
         raise ConfigError(KEY, f"{weights.path}: the model does not load it: {reason}") from error
     made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", "; ".join(_told(weights, fit)))
     log.info("%s: %s: %s", KEY, made.value, made.reason)

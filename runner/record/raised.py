@@ -39,6 +39,14 @@ def gist(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def shorten(text: str, most: int) -> str:
+    """`text` on one line; one of more than `most` characters ends between two words, with ` …`."""
+    words = " ".join(text.split())
+    if len(words) <= most:
+        return words
+    return f"{words[:most].rpartition(' ')[0] or words[:most]} …"
+
+
 def _top(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from runner.batch import Batch
 from runner.captures.opening import Capture
+from runner.record.raised import shorten
 from runner.replay.findings import Attempt
 from runner.replay.statistics import bad_state
 from runner.run import Run
@@ -79,7 +80,7 @@ def same(found: Attempt, capture: Capture) -> bool:
 def said(error: BaseException) -> str:
     """An exception in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"[:300].rstrip(": ")
+    return shorten(f"{type(error).__name__}: {first}".rstrip(": "), 300)
 
 
 def finite(*numbers: float | None) -> bool:

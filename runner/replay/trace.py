@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 
 from runner.batch import Batch, count
+from runner.record.raised import shorten
 from runner.replay import line
 from runner.replay.findings import Found, Phase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors
@@ -82,7 +83,7 @@ def weights(model: nn.Module) -> Found | None:
 def exception(error: Exception, tracer: Tracer) -> Found:
     """Where it was raised."""
     where = line.raised(error.__traceback__)
-    said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    said = shorten(f"{type(error).__name__}: {error}".strip().splitlines()[0], 300)
     frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
     if frame is None:
         return Found(Phase.exception, f"outside the model: {said}", line=where)

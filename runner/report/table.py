@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.record.console import one_line, plain_text
+from runner.record.raised import shorten
 from runner.report import facts, verdicts, words
 from runner.report.columns import Column, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
@@ -137,9 +138,7 @@ def _reasons(comparison: Comparison) -> Iterator[Text]:
     for number, ((status, reason), names) in enumerate(shared.items()):
         if number == 0:
             yield Text()
-        reason = one_line(reason) or "no reason is known"
-        if len(reason) > REASON:
-            reason = reason[:REASON] + " …"
+        reason = shorten(one_line(reason), REASON) or "no reason is known"
         who = one_line(words.listed(names))
         yield Text.assemble((f"{who} ", "bold"), (one_line(status), "red"), f": {reason}")
 

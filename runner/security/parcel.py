@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.errors import UsageError
+from runner.record.raised import shorten
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:
@@ -40,7 +41,7 @@ def _refusal(parts: Mapping[str, Any], error: Exception) -> str:
         except Exception as own:
             name, cause = part, own
             break
-    gist = " ".join(str(cause).split())[:300]
+    gist = shorten(str(cause), 300)
     return (
         f"{name} cannot be sent to another process ({type(cause).__name__}: {gist}): each arm has "
         "one of its own; use classes and functions that stand at the top of a module, no lambda, "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner import compiler
 from runner.errors import ConfigError
+from runner.record.raised import shorten
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks
@@ -93,7 +94,7 @@ class Compile(Technique):
         reason = run.fallen.get("compile", "")
         if not facts["graphs"]:
             why = facts.get("failed") or [told for told in [kept_out(run, eager=True)] if told]
-            return Evidence(False, "; ".join(["no graph", *why])[:300], facts)
+            return Evidence(False, shorten("; ".join(["no graph", *why]), 300), facts)
         return Evidence(True, reason, facts)
 
 
@@ -125,7 +126,8 @@ class Compilation:
             return False
         failed = self.mode
         self.start()
-        reason = f"mode {failed} failed, {self.mode or 'eager'} instead: {compiler.why(error)}"
+        why = compiler.summarize_error(error)
+        reason = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
         run.fallen["compile"] = reason
         log.warning("optimization.compile: %s", reason)
         return True

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from runner.record.raised import shorten
+
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -237,7 +239,7 @@ def refusal(name: str, calls: Iterable[Call], model: nn.Module) -> str | None:
                 shape = list(call.query.shape)
                 dtype = str(call.query.dtype).removeprefix("torch.")
                 why = [str(w.message).partition(" (Triggered")[0] for w in said]
-                gist = " ".join([*why, str(error).splitlines()[0]])[:300]
+                gist = shorten(" ".join([*why, str(error).splitlines()[0]]), 300)
                 return f"{name} does not take queries of {shape} in {dtype} here: {gist}"
     return None
 

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
+from runner.record.raised import shorten
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks
@@ -77,7 +78,7 @@ class Recompute(Technique):
         except NotRestorable:
             raise
         except Exception as error:  # whatever a model raises whose blocks can run only once
-            gist = " ".join(str(error).split())[:200]
+            gist = shorten(str(error), 200)
             return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"
         return None
 

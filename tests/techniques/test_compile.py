@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
-from runner import build, compose, train
+from runner import build, compiler, compose, train
 from runner.errors import DataError
+from runner.record.console import close_logging, set_up_logging
 from runner.step import make_step
 from runner.summary import Summary
 from runner.technique import Engagement
@@ -50,6 +53,33 @@ def test_a_graph_break_is_told_with_its_line() -> None:
     file, _, line = broken.evidence["broken_at"][0].rpartition(":")
     assert "if output.sum() > 0" in Path(file).read_text().splitlines()[int(line) - 1]
     assert "branching" in broken.evidence["why_broken"][0].lower()
+
+
+def item(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"({__file__}:{f.__code__.co_firstlineno + 1})" for f in (item, branch)]
+    set_up_logging("info", tmp_path)
+    with ExitStack() as scope:
+        compiler.prepare(scope)
+        torch.compile(item, backend="eager")(torch.ones(3))
+        with pytest.raises(Exception, match="branching") as failed:
+            torch.compile(branch, backend="eager", fullgraph=True)(torch.ones(3))
+        gist = compiler.summarize_error(failed.value)
+    close_logging()
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 1 and f"Graph break from `Tensor.item()` {lines[0]}" in told[0]
+    assert "\n" not in gist and gist.endswith(lines[1]) and len(gist) < 250
+    logged = (tmp_path / "run.log").read_text()
+    assert "capture_scalar_outputs = True" in logged and str(failed.value).split()[-1] in logged
 
 
 @needs_compiler

@@ -18,6 +18,7 @@ from runner.benchmark.crew.gate import Gate
 from runner.errors import OutOfMemory, StorageError
 from runner.measure.flops import flops
 from runner.measure.peaks import peak
+from runner.record.raised import shorten
 from runner.recovery import is_out_of_memory
 from runner.run import Run
 from runner.security.targets import resolve
@@ -87,7 +88,7 @@ def _metrics(run: Run, metrics: Mapping[str, Metric], notes: list[str]) -> dict[
         try:
             value = float(metric(run))
         except Exception as error:
-            gist = " ".join(str(error).split())[:200]
+            gist = shorten(str(error), 200)
             notes.append(f"the metric {name} failed: {type(error).__name__}: {gist}")
             continue
         if math.isfinite(value):

@@ -177,7 +177,7 @@ def _over(error: BaseException, folder: Path | None) -> Over:
     from runner.benchmark.crew.ending import is_memory
     from runner.record import provenance
     from runner.record.console import one_line
-    from runner.record.raised import told
+    from runner.record.raised import shorten, told
     from runner.security.secrets import named
     from runner.summary import FILE, Summary
 
@@ -185,7 +185,7 @@ def _over(error: BaseException, folder: Path | None) -> Over:
         message = named(str(error).partition("\n")[0])
     else:
         said, file, line = told(error)
-        message = f"{' '.join(said.split())[:500]} ({Path(file).name}:{line})"
+        message = f"{shorten(said, 500)} ({Path(file).name}:{line})"
     logging.getLogger("runner").error("%s", message, exc_info=error)
     if folder is not None and not (folder / FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):

@@ -21,6 +21,7 @@ from runner.checks.model.report import ModelReport
 from runner.checks.model.structure import structure
 from runner.checks.model.weights import weights
 from runner.nest import mapped, tensors
+from runner.record.raised import shorten
 from runner.security.trust import Reason, Severity
 from runner.untouched import large_parameters, untouched
 
@@ -92,7 +93,7 @@ def _behave(
         try:
             return behaviour(model, probes, expected, found)
         except Exception as error:
-            gist = " ".join(str(error).split())[:200]
+            gist = shorten(str(error), 200)
             return Seen([Reason(
                 "behaviour.raises", Severity.WARNING, "", f"{type(error).__name__}: {gist}",
                 "are the probes what it is called with?",

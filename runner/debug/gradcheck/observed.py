@@ -28,6 +28,7 @@ from runner.debug.gradcheck.subjects import (
     takes_context,
     tensors,
 )
+from runner.record.raised import shorten
 
 OBJECTIVE = "objective"  # who calls what is called outside the model
 
@@ -178,7 +179,7 @@ def noise_kept() -> Iterator[None]:
 
 def gist(error: BaseException | None) -> str:
     """An error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {shorten(str(error), 200)}"
 
 
 def _smaller(batch: Batch, samples: int, length: int) -> Iterator[Batch]:
