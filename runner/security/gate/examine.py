@@ -17,7 +17,7 @@ from runner.security.gate.format import Buffer, identify
 from runner.security.gate.load import loaded
 from runner.security.gate.policy import Bounds, Policy, Whose
 from runner.security.gate.refused import DAMAGED, Refused, shown
-from runner.security.gate.values import value_reasons
+from runner.security.gate.values import array_reasons, value_reasons
 from runner.security.gate.walk import check_types
 from runner.security.gate.wanted import NeedsPickle
 from runner.security.trust import Reason, Severity
@@ -91,6 +91,8 @@ def _open(data: Buffer, bounds: Bounds, whose: Whose, found: Examined, place: st
     tensors = check_types(content, bounds, whose)
     if whose is not Whose.OWN:
         found.reasons += value_reasons(tensors)
+        if found.format in ("npy", "npz"):
+            found.reasons += array_reasons(content)
     found.content = content
     if found.format == "safetensors":
         found.metadata = tensors_file.metadata(data, bounds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,18 @@ def value_reasons(tensors: Iterable[tuple[Place, Tensor]]) -> list[Reason]:
             Reason("weights.more", Severity.WARNING, "", f"{more:,} more tensors like these")
         ]
     return found
+
+
+def array_reasons(content: np.ndarray | dict[str, np.ndarray]) -> list[Reason]:
+    """The same for numpy's arrays, which may be data: of these any finite size is usual."""
+    arrays = content if isinstance(content, dict) else {"": content}
+    tensors = []
+    for name, array in arrays.items():
+        if array.dtype.kind in "fc":
+            known = array.dtype.isnative and array.dtype.char in "efdFD"
+            wide = array if known else array.astype("c16" if array.dtype.kind == "c" else "f8")
+            tensors.append((Place(Place(), name), torch.as_tensor(wide)))
+    return [reason for reason in value_reasons(tensors) if reason.code != "weights.magnitude"]
 
 
 def _look(placed: tuple[Place, Tensor]) -> Reason | None:

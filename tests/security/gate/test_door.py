@@ -256,6 +256,26 @@ def test_odd_values_are_warned_of_and_not_refused(
     assert not found.refused and all(r.severity is Severity.WARNING for r in found.reasons)
 
 
+@pytest.mark.parametrize("kind", ["<f4", ">f8", "f2", "c8", "g"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e4])
+def test_arrays_are_warned_of_as_tensors_are(number: float, kind: str, tmp_path: Path) -> None:
+    array = np.ones((30, 7), kind)
+    array[12, 3] = number
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", whole=np.arange(3), x=array, none=np.ones((0, 2)))
+    for name, where in (("a.npy", ""), ("a.npz", "x")):
+        found = examine((tmp_path / name).read_bytes(), name, Policy())
+        told = [(r.code, r.where) for r in found.reasons]
+        assert told == ([] if number == 1e4 else [("weights.not_finite", where)]), found.reasons
+
+
+def test_a_bare_tensor_is_warned_of_as_one_in_a_state_dict(tmp_path: Path) -> None:
+    torch.save(torch.tensor([1.0, float("nan")]), tmp_path / "a.pt")
+    assert [r.code for r in assess_file(tmp_path / "a.pt", Policy()).reasons] == [
+        "weights.not_finite"
+    ]
+
+
 def test_whole_numbers_and_strange_shapes_have_no_odd_values() -> None:
     tensors = {"i": torch.tensor([2**62]), "e": torch.empty(0, 3), "b": torch.tensor([True])}
     assert examine(save(tensors), "m.safetensors", Policy()).reasons == []
