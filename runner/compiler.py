@@ -174,11 +174,11 @@ def condense_warnings(scope: ExitStack) -> None:
         return
     before, theirs = warnings.showwarning, f"{os.sep}torch{os.sep}_dynamo{os.sep}"
 
-    def show(message: Any, category: Any, filename: str, *rest: Any) -> None:
+    def show(message: Any, category: Any, filename: str, *rest: Any, **more: Any) -> None:
         if theirs in filename:
             _condense(logging.WARNING, str(message))
         else:
-            before(message, category, filename, *rest)
+            before(message, category, filename, *rest, **more)
 
     warnings.showwarning = show  # `prepare` entered the context that puts it back
     for name in ("torch", "torch._dynamo", "torch._inductor", "torch._functorch"):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.data import config as data_config
-from runner.errors import ConfigError, UsageError
+from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.groups import CONF
@@ -56,6 +58,8 @@ def _default_name(*, _root_: DictConfig) -> str:
     return "-".join(names)
 
 
+NEEDED = ("checkpoint.resume", "scan.path", "replay.path")
+JOBS = 4  # of a sweep, that are composed before it is suggested
 HOMES = {
     JobKind.evaluate: "evaluations",
     JobKind.verify: "verifications",
@@ -108,15 +112,27 @@ def compose_raw(
     Hydra's own state is left as it was found. Raises ConfigError, and SecurityError where following
     its references would take too much.
     """
-    from hydra.errors import HydraException
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
         path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
         return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
+    def composes(overrides: list[str]) -> bool:
+        return _composes(overrides, partial(compose, hydra_too=False))
+
+    def check_added(config: DictConfig) -> None:
+        from runner.overrides.diagnosis import added
+
+        for key, _ in _unknown(config, ""):
+            if not key.startswith("hydra"):
+                if error := added(key, overrides, compose, composes, folders):
+                    raise error
+
     try:
         found = compose(list(overrides), hydra_too)
         check_expansion(found)
+        if any(text.startswith("+") for text in overrides):
+            check_added(found)
         return found
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
@@ -125,7 +141,27 @@ def compose_raw(
             raise refused from None
         from runner.overrides.diagnosis import explain
 
-        raise explain(error, overrides, compose, folders) from error
+        raise explain(error, overrides, compose, composes, folders) from error
+
+
+def _composes(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
+    """Whether they make the config of a run, or one that lacks mandatory values; of a sweep the
+    first jobs.
+    """
+    from runner.overrides.spelling import some_jobs, spelled
+
+    try:
+        for job in some_jobs(overrides)[:JOBS]:
+            config = compose(spelled(job, compose))
+            if not OmegaConf.missing_keys(config):
+                typed(config)
+    except ConfigError as error:
+        return error.key in NEEDED  # another value, to be named next
+    except SecurityError:  # whom to trust is for the user to say, who is asked for it next
+        return True
+    except (RunnerError, HydraException, OmegaConfBaseException, ValueError):
+        return False
+    return True
 
 
 def _compose(
@@ -177,7 +213,7 @@ def typed(config: DictConfig) -> RunConfig:
 
 def no_such_key(key: str, known: Sequence[str]) -> ConfigError:
     """With the one that was probably meant, else with all that there are."""
-    from runner.overrides.diagnosis import nearest
+    from runner.overrides.suggestions import nearest
 
     near = nearest(key, known)
     fix = f"did you mean {near}?" if near else f"there are {', '.join(known)}"

@@ -23,8 +23,8 @@ from runner.errors import ConfigError, SecurityError
 from runner.jobs import JOBS
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
-from runner.overrides.diagnosis import TORCH_OPTIMIZERS
 from runner.overrides.groups import CONF, chosen, options
+from runner.overrides.suggestions import TORCH_OPTIMIZERS
 from runner.security import secrets
 
 NEEDS = {
@@ -111,9 +111,9 @@ def test_the_name_tells_data_and_model_also_when_the_model_is_foreign() -> None:
         (["seed=-1"], "^seed: "),
         (["checkpoint.every=0"], r"^checkpoint\.every: 0 is not a count"),
         (["training.steps=1", "training.epochs=1"], r"^training\.steps: .*name one"),
-        (["+training.stpes=3"], r"^training\.stpes: .*did you mean training\.steps\?"),
-        (["+optimization.amp.dtpye=bf16"], r"did you mean optimization\.amp\.dtype\?"),
-        (["+extra=1"], "^extra: there is no such key"),
+        (["+training.stpes=3"], r"^training\.stpes: .*did you mean training\.steps=3\?"),
+        (["+optimization.amp.dtpye=bf16"], r"did you mean optimization\.amp\.dtype=bf16\?"),
+        (["+extra=1"], "^extra: no config group or key"),
         (["seed=${nowhere}"], "^seed: .*'nowhere' not found"),
     ],
 )

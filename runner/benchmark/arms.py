@@ -15,9 +15,9 @@ from runner.composing import compose_raw, typed
 from runner.config import RunConfig
 from runner.data.config import LOADING
 from runner.errors import ConfigError
-from runner.overrides.diagnosis import nearest
 from runner.overrides.groups import ALIASES, options
 from runner.overrides.spelling import EXCLUDE, read, spelled, sweeps
+from runner.overrides.suggestions import nearest
 from runner.record.console import one_line
 
 KEY = "benchmark.arms"

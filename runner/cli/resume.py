@@ -10,9 +10,9 @@ from pathlib import Path
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.overrides.diagnosis import nearest
 from runner.overrides.groups import ALIASES, FOREIGN, chosen, options
 from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
+from runner.overrides.suggestions import nearest
 from runner.record import noted
 from runner.record.noted import OVERRIDES as FILE
 from runner.record.typed import resuming

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -18,13 +17,12 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from runner.data import config as data_config
 from runner.errors import ConfigError
 from runner.models import config as model_config
+from runner.overrides import aliases
 from runner.overrides.groups import options
-from runner.overrides.spelling import Compose, Typed, read
+from runner.overrides.own_files import file_of, in_yaml, problem_in_files
+from runner.overrides.spelling import Compose, Typed, one_of_each, read
+from runner.overrides.suggestions import Mistake, Suggestions, command, instead, nearest
 
-TORCH_OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam",
-    "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
 PER_OPTION: dict[str, Mapping[str, type]] = {
     "data": data_config.OPTIONS,
     "model": model_config.OPTIONS,
@@ -33,64 +31,129 @@ KINDS = {"Integer": "an int", "Float": "a number", "Boolean": "true or false", "
 
 
 def explain(
-    error: Exception, overrides: Sequence[str], compose: Compose, folders: Sequence[Path] = ()
+    error: Exception,
+    overrides: Sequence[str],
+    compose: Compose,
+    composes: Callable[[list[str]], bool],
+    folders: Sequence[Path] = (),
 ) -> ConfigError:
-    """The error as one line that names the key and the nearest valid one.
+    """The error as one line that names the key and what composes in its place.
 
-    `compose` composes other overrides; `folders` are those that hold more groups than ours.
+    `compose` composes other overrides, `composes` says whether they make a config; `folders` are
+    those that hold more groups than ours.
     """
-    groups = options(*folders)
     typed = [read(text) for text in overrides]
-    if any(o.key == "hydra.searchpath" for o in typed):  # groups that we do not see
+    if any(o.key == "hydra.searchpath" for o in typed) and not folders:  # groups that we do not see
         return translated(error)
-    for override in typed:
-        if found := _several_values(override, error) or _wrong_option(override, groups):
-            return found
-    choices = [str(o) for o in typed if o.key in groups and o.sign != "~"]
+    groups = options(*folders)
+    chosen = [o for o in typed if o.key in groups and o.sign != "~"]
+    suggestions = Suggestions(groups, one_of_each([str(o) for o in chosen]), composes)
+    if plugin := _missing_plugin(typed, error):
+        return plugin
+    for override in chosen:
+        if mistake := _wrong_option(override, suggestions):
+            return _told(mistake)
+    several = [o for o in typed if o.parsed.is_sweep_override() and "--multirun" in str(error)]
+    if several and (mistake := _several_values(several, suggestions)):
+        return _told(mistake)
+    if in_file := problem_in_files(folders, suggestions, compose, wrong_key):
+        return _in_file(*in_file, suggestions)
     try:
-        config = compose(choices)
+        config = compose(suggestions.choices)
     except (HydraException, OmegaConfBaseException, ValueError):
-        return translated(error)
+        return translated(error, folders=folders)
     for override in typed:
         if override.key in groups or override.key.startswith("hydra/"):
             continue
-        if found := _wrong_key(override, groups, config) or _wrong_item(override, config):
+        if mistake := wrong_key(override, suggestions, config):
+            return _told(mistake)
+        if found := _wrong_item(override, config):
             return found
     scalars = [o for o in typed if isinstance(o.parsed.value(), str | int | float)]
-    return translated(error, {o.key: o.value for o in scalars})
+    return translated(error, {o.key: o.value for o in scalars}, folders)
 
 
-def _several_values(override: Typed, error: Exception) -> ConfigError | None:
-    if not override.parsed.is_sweep_override() or "--multirun" not in str(error):
+def _in_file(path: str, mistake: Mistake, suggestions: Suggestions) -> ConfigError:
+    where = f"{path}: {mistake.key}" if mistake.key else path
+    guess = f"did you mean {in_yaml(mistake.meant, suggestions.groups)}?" if mistake.meant else ""
+    fix = " ".join(part for part in (guess, mistake.otherwise) if part)
+    return ConfigError(where, mistake.problem, fix)
+
+
+def added(
+    name: str, overrides: Sequence[str], compose: Compose, composes: Callable[[list[str]], bool],
+    folders: Sequence[Path],
+) -> ConfigError | None:  # fmt: skip
+    """What to say of a key that was added with `+` and that no schema has."""
+    groups = options(*folders)
+    typed = [read(text) for text in overrides]
+    chosen = one_of_each([str(o) for o in typed if o.key in groups and o.sign != "~"])
+    suggestions, config = Suggestions(groups, chosen, composes), compose(chosen)
+    for override in typed:
+        if override.key == name or override.key.startswith(f"{name}."):
+            if mistake := wrong_key(replace(override, sign=""), suggestions, config):
+                return _told(mistake)
+    return None
+
+
+def _told(mistake: Mistake) -> ConfigError:
+    return ConfigError(mistake.key, mistake.problem, mistake.fix)
+
+
+def _missing_plugin(typed: Sequence[Typed], error: Exception) -> ConfigError | None:
+    """An option of Hydra's own groups that is not there: most are packages to install."""
+    for override in typed:
+        group, option = override.key, override.value
+        if not group.startswith("hydra/") or f"'{group}/{option}'" not in str(error):
+            continue
+        there = " ".join(str(error).partition("Available options in")[2].split()[1:])
+        there = there.partition(" Config search path")[0].replace(" ", ", ")
+        if known := aliases.PLUGINS.get(nearest(option, aliases.PLUGINS, 0.8) or ""):
+            package, caution = known
+            fix = f"pip install {package}" + (f" ({caution})" if caution else "")
+            return ConfigError(group, f"{option} is a plugin that is not installed", fix)
+        near = nearest(option, there.split(", "))
+        guess = f"did you mean {group}={near}? " if near else ""
+        return ConfigError(group, f"no option {option!r}", f"{guess}there are {there}")
+    return None
+
+
+def _several_values(several: Sequence[Typed], suggestions: Suggestions) -> Mistake | None:
+    """Several values without -m: a sweep, or a list; None where neither composes."""
+    first, ways = several[0], []
+    for override in several:
+        if override.key in suggestions.groups and override.parsed.is_discrete_sweep():
+            for value in override.parsed.sweep_string_iterator():
+                if value not in suggestions.groups[override.key]:
+                    return suggestions.wrong_option(override.key, value)
+    if meant := suggestions.first([[str(o) for o in several]]):
+        ways.append(f"to run one after the other: {command(meant)}")
+    listed = [f"{first.sign}{first.key}=[{first.value}]"]
+    if first.key not in suggestions.groups and suggestions.first([listed]):
+        ways.append(f"for a list: {command(listed)}")
+    if not ways:
         return None
-    return ConfigError(
-        override.key,
-        f"{override.value} names several values",
-        f"add -m to run one after the other, or write {override.key}=[{override.value}] for a list",
-    )
+    return Mistake(first.key, f"{first.value} names several values", (), "; ".join(ways))
 
 
-def _wrong_option(override: Typed, groups: dict[str, dict[str, str]]) -> ConfigError | None:
-    if override.key not in groups or override.sign == "~" or not override.value.strip():
+def _wrong_option(override: Typed, suggestions: Suggestions) -> Mistake | None:
+    group, wanted = override.key, override.value.strip().strip("'\"")
+    if not wanted or wanted in suggestions.groups[group]:
         return None
-    group, wanted = override.key, override.value
     if wanted.startswith("["):
-        several = wanted.strip("[]").replace(" ", "")
-        return ConfigError(group, "takes one option", f"to run several: -m {group}={several}")
-    if wanted in groups[group] or not re.fullmatch(r"[\w.-]+", wanted):
+        names = wanted.strip("[]").replace(" ", "")
+        meant = suggestions.first([[f"{group}={names}"]])
+        return Mistake(group, "takes one option", meant, "" if meant else "name one")
+    if (
+        override.parsed.is_sweep_override()
+        or "${" in wanted
+        or wanted.partition("/")[0] in ("schema",)
+    ):
         return None
-    if group == "optimizer" and (name := nearest(wanted, TORCH_OPTIMIZERS, 0.8)):
-        return ConfigError(
-            group, f"no option {wanted!r}", f"any class of torch.optim goes: optimizer.name={name}"
-        )
-    near = nearest(wanted, groups[group])
-    fix = f"did you mean {group}={near}? " if near else ""
-    return ConfigError(group, f"no option {wanted!r}", f"{fix}there are {', '.join(groups[group])}")
+    return suggestions.wrong_option(group, wanted)
 
 
-def _wrong_key(
-    override: Typed, groups: dict[str, dict[str, str]], config: DictConfig
-) -> ConfigError | None:
+def wrong_key(override: Typed, suggestions: Suggestions, config: DictConfig) -> Mistake | None:
     """The first part of a dotted key that is not there, if that is what is wrong."""
     node: Any = config
     parts = override.key.split(".")
@@ -99,54 +162,65 @@ def _wrong_key(
             return None
         if not isinstance(node, DictConfig):
             path = ".".join(parts[:i])
-            return ConfigError(override.key, f"{path} is a value and has no keys", f"set {path}=…")
+            return Mistake(override.key, f"{path} is a value and has no keys", (), f"set {path}=…")
         if part in node.keys():  # of a key without a value yet `part in node` says no
             node = None if OmegaConf.is_missing(node, part) else node._get_node(part)
             continue
         if OmegaConf.get_type(node) is dict and i:  # free keys, as in optimizer.options
-            return _free_key(override)
-        return _absent_key(override, parts, i, node) if i else _absent(override, groups, config)
+            if override.sign:
+                return None
+            return Mistake(override.key, "is not there yet", (), f"add it: +{override}")
+        if i:
+            return _absent_key(override, parts, i, node, suggestions, config)
+        return _absent(override, suggestions, config)
     return None
 
 
-def _free_key(override: Typed) -> ConfigError | None:
-    if override.sign:
-        return None
-    return ConfigError(override.key, "is not there yet", f"add it: +{override}")
-
-
-def _absent(override: Typed, groups: dict[str, dict[str, str]], config: DictConfig) -> ConfigError:
+def _absent(override: Typed, suggestions: Suggestions, config: DictConfig) -> Mistake:
     """Nothing on the top level has this name."""
-    first, _, rest = override.key.partition(".")
-    group = nearest(first, groups)
-    if group and not rest and (near := nearest(override.value, groups[group])):
-        return ConfigError(first, f"no config group {first!r}", f"did you mean {group}={near}?")
-    if near := nearest(first, [*groups, *(str(k) for k in config)]):
-        what = "group" if near in groups else "key"
-        guess = f"{near}.{rest}={override.value}" if rest else f"{near}={override.value}"
-        if near in groups and not rest:
-            guess = f"{near}={'|'.join(groups[near])}"
-        return ConfigError(first, f"no config {what} {first!r}", f"did you mean {guess}?")
-    leaves = {key.rpartition(".")[2]: key for key in reversed(list(_keys(config)))}
-    leaf = nearest(override.key.rpartition(".")[2], leaves, 0.8)
-    fix = f"did you mean {leaves[leaf]}={override.value}?" if leaf else ""
-    fix = fix or f"there are {', '.join(groups)}"
-    return ConfigError(override.key, f"no config group or key {first!r}", fix)
+    first = override.key.partition(".")[0]
+    meant = suggestions.first(suggestions.of_key(override, config))
+    otherwise = "" if meant else instead(override.key) or _keys_of(suggestions, first, config)
+    what, like = "group or key", re.split(r"[.=]", meant[-1])[0] if meant else ""
+    if nearest(first, [like]):  # a slip
+        what = "group" if like in suggestions.groups else "key"
+    return Mistake(override.key, f"no config {what} {first!r}", meant, otherwise)
 
 
-def _absent_key(override: Typed, parts: list[str], i: int, node: DictConfig) -> ConfigError:
+def _keys_of(suggestions: Suggestions, name: str, config: DictConfig) -> str:
+    """The keys of the group that is meant, or all groups."""
+    group = suggestions.group_of(name)
+    if group and isinstance(config.get(group), DictConfig):
+        return f"{group} has {', '.join(_own_keys(config[group]))}"
+    return f"there are {', '.join(suggestions.groups)}"
+
+
+def _own_keys(node: DictConfig) -> list[str]:
+    return [str(key) for key in node if key not in ("kind", "arguments", "_target_")]
+
+
+def _absent_key(
+    override: Typed, parts: list[str], i: int, node: DictConfig, suggestions: Suggestions,
+    config: DictConfig,
+) -> Mistake:  # fmt: skip
     """Something has no key of this name."""
-    path = ".".join(parts[:i])
-    there = [str(k) for k in node if k not in ("kind", "arguments", "_target_")]
-    near = nearest(parts[i], there)
-    guess = f"did you mean {'.'.join([path, near, *parts[i + 1 :]])}? " if near else ""
+    path, there = ".".join(parts[:i]), _own_keys(node)
     kind = "" if OmegaConf.is_missing(node, "kind") else node.get("kind")
-    problem = f"no key {parts[i]!r} in {path}"
+    problem, others = f"no key {parts[i]!r} in {path}", ""
     if path in PER_OPTION and kind:
         problem += f"={kind}"
-        others = [k for k, schema in PER_OPTION[path].items() if parts[i] in fields_of(schema)]
-        guess += f"{path}={'|'.join(others)} has it; " if others else ""
-    return ConfigError(override.key, problem, f"{guess}there are {', '.join(there)}")
+        having = [k for k, schema in PER_OPTION[path].items() if parts[i] in fields_of(schema)]
+        others = f"{path}={'|'.join(having)} has it; " if having else ""
+    near = nearest(parts[i], there)
+    key = ".".join([path, near or "", *parts[i + 1 :]])
+    slip = [[f"{override.sign}{key}{override.rest}"]] if near else []
+    guesses = slip if near and nearest(parts[i], [near], 0.8) else []
+    known = [] if others else list(suggestions.of_key(override, config))
+    meant = suggestions.first([*guesses, *known, *slip])
+    if near and not meant:  # the key is there, and its value is another mistake
+        others += f"did you mean {key}? "
+    listed = f"there are {', '.join(there)}"
+    return Mistake(override.key, problem, meant, instead(override.key) or f"{others}{listed}")
 
 
 def _wrong_item(override: Typed, config: DictConfig) -> ConfigError | None:
@@ -194,16 +268,21 @@ def _key_for(item: object, part: type) -> str:
     return fields(part)[0].name
 
 
-def translated(error: Exception, values: Mapping[str, str] | None = None) -> ConfigError:
-    """Hydra's own words on one line, led by the key where the error knows it.
+def translated(
+    error: Exception, values: Mapping[str, str] | None = None, folders: Sequence[Path] = ()
+) -> ConfigError:
+    """Hydra's own words on one line, led by the key where the error knows it, and by the file
+    where that is one of `folders`.
 
     `values` are those of the keys that one value was typed for.
     """
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
-        inner = inner.__cause__
+        inner = inner.__cause__ or inner.__context__
+    named = re.match(r"In '([^']+)': ", str(error))
+    path = file_of(named[1], folders) if named else ""
     if isinstance(inner, ValidationError):
-        return _wrong_type(inner, values=values or {})
+        return _wrong_type(inner, f"{path}: " if path else "", values=values or {})
     if inner is not None:
         first = (inner.msg or str(inner)).partition("\n")[0]
         known = getattr(inner.object_type, "__dataclass_fields__", None)
@@ -251,20 +330,3 @@ def _wrong_type(
 def fields_of(schema: type) -> set[str]:
     """The keys that a schema has."""
     return {field.name for field in fields(schema)}
-
-
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` most like `word`, capitals aside."""
-    folded = {name.casefold(): name for name in names}
-    found = get_close_matches(word.casefold(), folded, 1, cutoff)
-    return folded[found[0]] if found else None
-
-
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
-        if prefix == "" and key == "hydra":
-            continue
-        yield f"{prefix}{key!s}"
-        node = None if OmegaConf.is_missing(config, key) else config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none():
-            yield from _keys(node, f"{prefix}{key!s}.")

@@ -84,6 +84,8 @@ def spelled(overrides: Sequence[str], compose: Compose) -> list[str]:
         sign, key = typed.sign, ALIASES.get(typed.key, typed.key)
         if key in LISTS and typed.value.strip().isidentifier():
             typed = read(f"{sign}{key}=[{typed.value.strip()}]")  # one name needs no brackets
+        if key in known and isinstance(typed.parsed.value(), bool | int | float | None):
+            typed = read(f"{sign}{key}='{typed.value}'")  # no option; Hydra then says so
         if sign == "+" and key in known:  # `+experiment=…`, as other applications need it
             sign = ""
         found.append(Typed(sign, key, typed.rest, typed.parsed))

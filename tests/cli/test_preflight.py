@@ -35,12 +35,12 @@ def ask(*typed: str) -> Request:
         ("optimization=ulrta", "no option 'ulrta'; did you mean optimization=ultra?"),
         ("optimization=Basic", "did you mean optimization=basic?"),
         ("experiment=digit_cnn", "did you mean experiment=digits_cnn?"),
-        ("optimizer=radam", "optimizer.name=RAdam"),
-        ("model=[mlp,cnn]", "-m model=mlp,cnn"),
+        ("optimizer=radam", "did you mean optimizer.name=RAdam?"),
+        ("model=[mlp,cnn]", "takes one option; did you mean -m model=mlp,cnn?"),
         ("sede=3", "no config key 'sede'; did you mean seed=3?"),
         ("lr=0.1", "did you mean optimizer.lr=0.1?"),
-        ("training.stpes=3", "no key 'stpes' in training; did you mean training.steps?"),
-        ("optimization.amp.enabeld=1", "did you mean optimization.amp.enabled?"),
+        ("training.stpes=3", "no key 'stpes' in training; did you mean training.steps=3?"),
+        ("optimization.amp.enabeld=1", "did you mean optimization.amp.enabled=1?"),
         ("data.target=y", "no key 'target' in data=digits; data=tabular|text|arrays has it"),
         ("training.steps.more=3", "training.steps is a value and has no keys"),
         ("training.steps=abc", "training.steps: 'abc' is not an int"),
@@ -65,8 +65,8 @@ def ask(*typed: str) -> Request:
         ("seed=null", "seed: null is no value for it"),
         ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
         ("data=tabular", "data.path: has no value"),
-        ("seed=0,1", "add -m to run one after the other"),
-        ("device.affinity=0,1", "device.affinity=[0,1] for a list"),
+        ("seed=0,1,2", "names several values; to run one after the other: -m seed=0,1,2"),
+        ("device.affinity=0,1", "names several values; for a list: device.affinity=[0,1]"),
         ("training.steps", "training.steps: gives no value; write training.steps="),
         ("seed=${", "cannot be read"),
         ("name=a b=c", "cannot be read"),
@@ -90,6 +90,94 @@ def test_a_mistake_is_answered_with_what_was_meant(typed: str, says: str, folder
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("device=gpu", "device=cuda"),
+        ("device=cuda:1", "device=cuda device.index=1"),
+        ("trainer.max_epochs=3", "training.epochs=3"),
+        ("+trainer.max_epochs=3", "training.epochs=3"),
+        ("trainer.precision=bf16-mixed",
+         "optimization.amp.enabled=true optimization.amp.dtype=bf16"),
+        ("optimizer.betas=[0.9,0.95]", "+optimizer.options.betas=[0.9,0.95]"),
+        ("optimizer.momentum=0.8", "optimizer=sgd optimizer.options.momentum=0.8"),
+        ("model=resnet18",
+         "model._target_=torchvision.models.resnet18 security.trusted=[torchvision]"),
+        ("model.lr=0.1", "optimizer.lr=0.1"),
+        ("data.batch_size=2,4", "-m training.batch_size=2,4"),
+        ("data.num_workers=2", "data.workers=2"),
+        ("gradient_clip_val=1", "stability.clip_norm=1"),
+        ("ckpt_path=outputs/x", "checkpoint.resume=outputs/x"),
+        ("data=my.csv", "data=tabular data.path=my.csv"),
+        ("dataset=cancer", "data=cancer"),
+        ("optimizer.type=adam", "optimizer=adam"),
+        ("scheduler=CosineAnnealingLR", "schedule=cosine"),
+        ("debug=true", "debug=full"),
+        ("steps=3", "training.steps=3"),
+        ("model=gpt2", "data=stdlib_text model=gpt"),
+    ],
+)  # fmt: skip
+def test_what_other_programs_call_it_is_answered_with_what_composes(
+    typed: str, meant: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ask(typed)
+    assert f"did you mean {meant}?" in str(refused.value)
+    if "outputs/x" not in meant and "my.csv" not in meant:  # which are not there
+        ask(*meant.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("gpus=2", "a run takes one device"),
+        ("logger=wandb", "metrics.jsonl, summary.json and TensorBoard"),
+        ("optimization=none,basic", "to run one after the other: -m optimization=none,basic"),
+        ("optimization=none,bsic", "no option 'bsic'; did you mean optimization=basic?"),
+        ("trainer.foo=1", "training has steps, epochs, batch_size"),
+        ("data=cifar10", "your own data: data=tabular|images|arrays|text data.path=…"),
+        ("hydra/launcher=joblib", "not installed; pip install hydra-joblib-launcher"),
+        ("hydra/sweeper=optuna", "pip install hydra-optuna-sweeper (its newest release needs"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_there_is(typed: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        ask(typed)
+    assert "=[none" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["# @package _global_", "training: {stpes: 3}"],
+         "training.stpes: no key 'stpes' in training; did you mean `training: {steps: 3}`?"),
+        (["training: {steps: 3}"], "lacks `# @package _global_`"),
+        (["# mine", "# @package _global_", "seed: 3"], "has `# @package _global_` in line 2"),
+        (["# @package _global_", "trainer: {max_epochs: 3}"], "`training: {epochs: 3}`?"),
+        (["# @package _global_", "training: {steps: many}"], "training.steps: 'many' is not an"),
+        (["# @package _global_", "optimizer.lr: 0.1"], "did you mean `optimizer: {lr: 0.1}`?"),
+        (["# @package _global_", "optimization: basic"],
+         "did you mean `override /optimization: basic` in its defaults list?"),
+        (["# @package _global_", "defaults: [override /optimization: bsic]"],
+         "no option 'bsic'; did you mean `override /optimization: basic` in its"),
+        (["# @package _global_", "defaults: [override /optimisation: basic]"],
+         "no config group 'optimisation'; did you mean `override /optimization: basic`"),
+        (["# @package _global_", "defaults: [/optimization: basic]"],
+         "did you mean `override /optimization: basic`"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_an_own_experiment_names_the_file_the_key_and_the_fix(
+    lines: list[str], says: str, folder: Path
+) -> None:
+    (folder / "mine" / "experiment").mkdir(parents=True)
+    (folder / "mine" / "experiment" / "own.yaml").write_text("\n".join([*lines, ""]))
+    where = ["hydra.searchpath=[file://mine]"] if "lacks" in says else ["-cd", "mine"]
+    with pytest.raises(ConfigError) as refused:
+        ask(*where, "experiment=own")
+    assert str(refused.value).startswith("mine/experiment/own.yaml: ")
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("typed", "says"),
     [
         ("data.ignore=idd", "data.ignore: 'idd' is not a list; write data.ignore=[idd]"),
@@ -106,7 +194,7 @@ def test_a_mistake_beside_a_key_without_a_default_is_about_itself(typed: str, sa
 def test_a_mistake_is_answered_under_a_sweep_and_beside_other_groups_too(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"optimization: no option 'bsic'"):
         ask("-m", "optimization=none,bsic", "seed=0,1")
-    with pytest.raises(ConfigError, match="did you mean training.steps"):
+    with pytest.raises(ConfigError, match="did you mean training.steps=1"):
         ask("-m", "training.stpes=1,2", "data=cancer")
     with pytest.raises(ConfigError, match="data.path: has no value"):
         ask("-m", "data=tabular", "seed=0,1")
