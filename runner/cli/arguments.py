@@ -104,5 +104,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = "--help lists what can be typed"
         if message.startswith("unrecognized arguments"):
-            hint = "settings are typed as key=value, without dashes: training.epochs=3; " + hint
+            from runner.overrides.aliases import key_of
+
+            name = message.partition("--")[2].partition("=")[0].split(" ")[0]
+            key = key_of(name.casefold().replace("-", "_")) or "training.epochs"
+            hint = f"settings are typed as key=value, without dashes: {key}=…; {hint}"
         raise UsageError(f"{message}; {hint}")

@@ -285,7 +285,9 @@ def test_what_is_not_trusted_is_refused_before_hydra_starts(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("typed", "error", "says"),
     [
-        (["--epochs", "3"], UsageError, "key=value, without dashes"),
+        (["--epochs", "3"], UsageError, "key=value, without dashes: training.epochs=…"),
+        (["--lr=0.1"], UsageError, "without dashes: optimizer.lr=…"),
+        (["--batch-size", "8"], UsageError, "without dashes: training.batch_size=…"),
         (["--cfg", "nothing"], UsageError, "job"),
         (["-m", "--cfg", "job"], UsageError, "leave -m away"),
         (["--experimental-rerun", "x.pickle"], SecurityError, "unpickles"),
