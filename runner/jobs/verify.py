@@ -15,7 +15,6 @@ from runner.config import RunConfig
 from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
 from runner.measure import continuation as resuming
-from runner.measure import parity as comparing
 from runner.measure.continuation import Continuation, continuation
 from runner.measure.parity import Agreement, Parity, Row, parity, without_techniques
 from runner.record.console import plain_text, print_stdout
@@ -53,8 +52,8 @@ def main(config: RunConfig, folder: Path) -> Parity | Continuation:
 
 
 def _parity(config: RunConfig) -> Parity:
-    steps = config.verify.steps or comparing.STEPS
-    return parity(config, without_techniques(config), steps, attribute=config.verify.attribute)
+    steps, attribute = config.verify.steps, config.verify.attribute
+    return parity(config, without_techniques(config), steps, attribute=attribute)
 
 
 def _complaint(found: Parity) -> str:

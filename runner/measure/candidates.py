@@ -18,6 +18,10 @@ from runner.run import Run
 from runner.techniques.config import Optimization
 
 
+NOWHERE = ""
+"""No site of dropout."""
+
+
 def without_techniques(config: RunConfig) -> RunConfig:
     """The same config with everything off: `optimization=none`."""
     config = copy(config)
@@ -75,11 +79,13 @@ def fresh(given: Given | None, choices: Mapping[str, Any] | None = None) -> Give
 
 
 @contextmanager
-def opened(config: RunConfig, silent: bool = False, given: Given | None = None) -> Iterator[Run]:
-    """A run; `silent` lets no dropout drop anything."""
+def opened(
+    config: RunConfig, dropout: str | None = None, given: Given | None = None
+) -> Iterator[Run]:
+    """A run; with `dropout` at that one site only, or nowhere (`NOWHERE`)."""
     with build(config, given=given) as run:
-        if silent:
-            chance.silence(run.model)
+        if dropout is not None:
+            chance.silence(run.model, dropout)
         yield run
 
 

@@ -3,43 +3,71 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from runner.errors import UsageError
-from runner.measure.trace import one_step, remembered
+from runner.measure.distance import dense, norm
+from runner.measure.stretch import Stretch
+from runner.measure.trace import Capture, Tensors, load, one_step, place, snapshot
 from runner.run import Run
 from runner.step import backward
 
 DRAWS = 32
 SIGMAS = 4.5  # a false alarm in 150,000 comparisons, were they normal
+APART = 1000  # steps between the batch's own random numbers and those of the first draw
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Loss and gradient norm of one batch at the same weights, over many draws of dropout."""
+    """Statistics of one batch at the same weights, over many draws of dropout."""
 
-    loss: list[float]
-    grad_norm: list[float]
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    energy: list[float] = field(default_factory=list)  # |g - g0|² / |g0|², g0 without dropout
+    projection: list[float] = field(default_factory=list)  # <g - g0, g0> / |g0|²
+
+    def add(self, loss: float, grad_norm: float, gradients: Tensors, silent: Tensors) -> None:
+        """One more draw. Its gradients may be hidden within one graph."""
+        self.loss.append(loss)
+        self.grad_norm.append(grad_norm)
+        if not gradients:
+            return
+        apart = {n: _gradient(gradients, n, s) - dense(s).double() for n, s in silent.items()}
+        whole = math.fsum(norm(s) ** 2 for s in silent.values()) or 1.0
+        along = math.fsum(float((d * dense(silent[n])).sum()) for n, d in apart.items())
+        self.energy.append(math.fsum(norm(d) ** 2 for d in apart.values()) / whole)
+        self.projection.append(along / whole)
 
 
-def draws(run: Run, count: int = DRAWS) -> Draws:
-    """Steps from the same weights on the same batch, each with its own random numbers."""
+def _gradient(gradients: Tensors, name: str, like: Tensor) -> Tensor:
+    found = gradients.get(name)
+    return dense(like).double() * 0.0 if found is None else dense(found).double()
+
+
+def draws(run: Run, stretch: Stretch, silent: Tensors, count: int = DRAWS) -> Draws:
+    """Steps from the same weights on the same batch, each with its own random numbers.
+
+    `silent` are the gradients of that batch without dropout.
+    """
+    place(run, stretch)
     run.model.train()
-    loss, norm = [], []
+    found, capture = Draws(), Capture()
+    start = snapshot(run)
     try:
         batch = next(run.train.batches(run.progress.step))
-        with remembered(run) as restore:
-            for _ in range(count):
-                step = one_step(run, batch)
-                run.progress.step += 1  # the generators are seeded by it
-                restore()
-                loss.append(step.loss.item())  # waits for the device
-                norm.append(step.grad_norm.item())
+        hidden = run.whole is not None and run.whole.takes(batch)
+        run.progress.step += APART
+        for _ in range(count):
+            step = one_step(run, batch, [] if hidden else [capture])
+            run.progress.step += 1  # the generators are seeded by it
+            load(run.model, start)
+            found.add(step.loss.item(), step.grad_norm.item(), capture.gradients, silent)  # waits
     finally:
         run.train.close()
-    return Draws(loss, norm)
+    return found
 
 
 def is_random(run: Run) -> bool:
@@ -60,14 +88,28 @@ def is_random(run: Run) -> bool:
     return max(seen) - min(seen) > 1e-5 * abs(seen[0])
 
 
-def silence(model: nn.Module) -> None:
-    """Let no dropout drop anything, wherever a module keeps its probability."""
-    for module in model.modules():
+def dropout_sites(model: nn.Module) -> list[str]:
+    """Where the model drops something, the same place of all layers as one: `blocks.*.dropout`."""
+    return list(dict.fromkeys(site for site, owner, name in _sites(model) if getattr(owner, name)))
+
+
+def silence(model: nn.Module, but: str | None = None) -> None:
+    """Let no dropout drop anything, wherever a module keeps its probability, but at one site."""
+    for site, owner, name in _sites(model):
+        if site != but:
+            setattr(owner, name, 0.0)
+
+
+def _sites(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    found = []
+    for path, module in model.named_modules():
+        place = re.sub(r"\b\d+\b", "*", path)
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+            found.append((place, module, "p"))
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):  # attention, recurrent layers
-                setattr(module, name, 0.0)
+                found.append((f"{place}.{name}".lstrip("."), module, name))
+    return found
 
 
 def mean_differs(ours: list[float], theirs: list[float]) -> tuple[float, float]:

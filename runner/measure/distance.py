@@ -1,74 +1,201 @@
-"""How far two traces are apart, and how far rounding alone may bring them."""
+"""How far a run's steps are from the reference's, and how far rounding alone may bring them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from statistics import median
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from runner.measure.numerics import ROUNDOFF
-from runner.measure.trace import Kind, Spot, Trace
+from runner.measure.trace import EvaluationRecord, StepRecord, Tensors
 
-SCALARS = (Kind.loss, Kind.grad_norm)
-FURTHEST = 1e6  # by then nothing is told apart
-Found = tuple[Spot, float, float, float]
-"""Where, the distance from the reference, how far it may be, and the reference's norm."""
+OFTEN = 8.0
+"""Times the error that the plain run has at one step in ten: the same roundings, differently
+correlated."""
+KINK = 3e-2  # relative: what one activation on the other side of its kink can do to a gradient
+KINKS = 5  # one step in so many may have such an activation
 
 
-def held(trace: Trace, reference: Trace, allowed: dict[Spot, float]) -> Iterator[Found]:
-    """Each tensor of the candidate against the reference, in the order they are computed.
+class Kind(IntEnum):
+    """What a tensor is, in the order in which a step computes them."""
 
-    `allowed` is the distance that was measured to come from rounding, times its margin. Beside it:
+    parameter = 0  # before the first step
+    loss = 1
+    grad_norm = 2
+    gradient = 3
+    update = 4  # the change of a parameter
+    average = 5  # the change of its average
+    buffer = 6  # the change of a buffer
+    output = 7  # of a validation batch, in evaluation mode
+    metric = 8
+    draw = 9  # a statistic over several draws of dropout
 
-    - A tensor may be as far away as is typical of its kind, and by its own last bit: the error of
-      a few numbers is zero now and then, and so no scale for another's.
-    - A weight whose gradient is next to nothing may take its steps to the other side, since Adam's
-      first ones are the gradient's sign; one in 10,000, at least one, of a tensor of eight or more.
-    - Where weights are further apart by that, so may be what later steps compute from them.
+
+class Key(NamedTuple):
+    """One tensor of each step (of each validation batch: an output)."""
+
+    kind: Kind
+    name: str
+
+
+@dataclass
+class Distances:
+    """Of each tensor at each step: from the reference, and the reference's own norm."""
+
+    error: dict[Key, list[float]] = field(default_factory=dict)
+    size: dict[Key, list[float]] = field(default_factory=dict)
+    floor: dict[Key, list[float]] = field(default_factory=dict)  # one rounding of it, its norm
+
+    def add(self, key: Key, ours: Tensor, theirs: Tensor, floor: float | None = None) -> None:
+        """One more step of that tensor; `floor` where one rounding is not of its own size."""
+        finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
+        size, error = norm(finite), distance(ours, theirs)
+        if floor is None:
+            floor = ROUNDOFF.get(ours.dtype, 0.0) * size
+        if error and not ours.is_floating_point():
+            error = math.inf  # a count has to be the same
+        self.error.setdefault(key, []).append(error)
+        self.size.setdefault(key, []).append(size)
+        self.floor.setdefault(key, []).append(floor)
+
+    def scale(self) -> dict[Kind, list[float]]:
+        """All tensors of a kind together, by step: their size, where one may be next to nothing."""
+        found: dict[Kind, list[float]] = {}
+        for (kind, _), sizes in self.size.items():
+            before = found.get(kind, [0.0] * len(sizes))
+            found[kind] = [math.hypot(*pair) for pair in zip(before, sizes, strict=False)]
+        return found
+
+
+class Tolerance:
+    """How far each tensor may be from the reference at any step, learned from plain runs.
+
+    `worst` times the median over the steps, or `OFTEN` times what one step in ten is above; and of
+    gradients as far as is typical of all: the error of a few numbers is zero now and then.
     """
-    sizes = {spot: norm(tensor) for spot, tensor in reference.items()}
-    typical = _typical(allowed, sizes)
-    seen = {(spot.step, spot.kind) for spot in trace}  # nobody sees a whole step's gradients
-    together: dict[int, float] = {}  # distance of all parameters, by step
-    apart: dict[int, float] = {}  # the same by what is allowed
-    for spot in sorted(reference.keys() | trace.keys(), key=_order(reference)):
-        if spot.step == 0 or (spot.step, spot.kind) not in seen:
-            continue
-        ours, size = filled(trace, spot, reference), sizes.get(spot, 0.0)
-        error = _distance(ours, reference.get(spot))
-        if not ours.is_floating_point():
-            yield spot, error, 0.0, size  # a count
-            continue
-        bound = max(allowed.get(spot, 0.0), typical.get((spot.step, spot.kind), 0.0) * size)
-        bound *= max([1.0, *(x for step, x in apart.items() if step < spot.step)])
-        bound += ROUNDOFF.get(ours.dtype, 0.0) * size
-        if spot.kind is Kind.parameter:
-            together[spot.step] = math.hypot(together.get(spot.step, 0.0), error)
-            further = relative(together[spot.step], _together(allowed, spot.step))
-            apart[spot.step] = min(further, FURTHEST)
-            error = _but_for_turned(ours, spot, reference, error)
-        yield spot, error, bound, size
+
+    def __init__(self, plain: Distances, worst: float) -> None:
+        scale = plain.scale()
+        self.shares: dict[Key, float] = {}  # of the scale of its kind
+        own: dict[Kind, list[float]] = {}  # of the tensor's own size
+        for key, errors in plain.error.items():
+            parts = [_share(*pair) for pair in zip(errors, scale[key.kind], strict=True)]
+            self.shares[key] = max(worst * median(parts), OFTEN * _often(parts))
+            sizes = plain.size[key]
+            own.setdefault(key.kind, []).append(
+                median(_share(*pair) for pair in zip(errors, sizes, strict=True))
+            )
+        self.typical = {kind: worst * median(values) for kind, values in own.items()}
+
+    def bounds(self, key: Key, found: Distances, scale: list[float]) -> list[float]:
+        """Of the tensor at each step."""
+        share, typical = self.shares.get(key, 0.0), self.typical.get(key.kind, 0.0)
+        rows = zip(scale, found.size[key], found.floor[key], strict=True)
+        return [max(share * all_, typical * size) + floor for all_, size, floor in rows]
+
+    def widen(self, other: Tolerance) -> None:
+        """Allow what the other allows, too."""
+        for mine, theirs in ((self.shares, other.shares), (self.typical, other.typical)):
+            for key, share in theirs.items():
+                mine[key] = max(mine.get(key, 0.0), share)  # type: ignore[index, call-overload]
 
 
-def distances(trace: Trace, reference: Trace) -> dict[Spot, float]:
-    """Of each tensor of the reference."""
-    return {spot: _distance(filled(trace, spot, reference), t) for spot, t in reference.items()}
+class Judged(NamedTuple):
+    """One tensor over all steps: the first step beyond the bound, else the nearest to it."""
+
+    key: Key
+    step: int  # 1 is the first
+    error: float  # relative to the tensor's size
+    bound: float
+    kinks: int  # steps beyond it by as little as an activation's kink explains
 
 
-def filled(trace: Trace, spot: Spot, like: Trace) -> Tensor:
-    """The tensor; where there is none, as for a gradient that was not computed, zeros."""
-    found = trace.get(spot)
-    return torch.zeros_like(like[spot], dtype=torch.float32) if found is None else found
+def judge(found: Distances, tolerance: Tolerance) -> Iterator[Judged]:
+    """Each tensor, in the order of `Kind`."""
+    scale = found.scale()
+    for key in sorted(found.error, key=lambda key: key.kind):
+        errors, bounds = found.error[key], tolerance.bounds(key, found, scale[key.kind])
+        sizes = found.size[key]
+        beyond = [i for i, error in enumerate(errors) if not error <= bounds[i]]
+        kinky = key.kind in (Kind.grad_norm, Kind.gradient)
+        small = [i for i in beyond if kinky and errors[i] <= KINK * sizes[i]]
+        if len(small) > len(errors) // KINKS:
+            small = []
+        ratios = [-1.0 if i in small else _share(errors[i], bounds[i]) for i in range(len(errors))]
+        large = [i for i in beyond if i not in small]
+        step = large[0] if large else ratios.index(max(ratios))
+        size = sizes[step] if sizes[step] and math.isfinite(sizes[step]) else 1.0
+        yield Judged(key, step + 1, errors[step] / size, bounds[step] / size, len(small))
+
+
+def compare_steps(steps: list[StepRecord], truth: list[StepRecord], starts: list[Tensors]) -> (
+    Distances
+):  # fmt: skip
+    """Loss, norm, gradients and what happened to the buffers, which were `starts` before."""
+    found = Distances()
+    for ours, theirs, start in zip(steps, truth, starts, strict=True):
+        found.add(Key(Kind.loss, "loss"), ours.loss, theirs.loss)
+        found.add(Key(Kind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
+        for name in theirs.gradients.keys() | ours.gradients.keys():
+            a, b = ours.gradients.get(name), theirs.gradients.get(name)
+            like = a if a is not None else b
+            zero = torch.zeros_like(dense(like)) if like is not None else torch.zeros(())
+            pair = (zero if one is None else dense(one) for one in (a, b))
+            found.add(Key(Kind.gradient, name), *pair)
+        compare_buffers(found, ours.after.buffers, theirs.after.buffers, start)
+    return found
+
+
+def compare_buffers(found: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
+    """Change against change; of a count, and of a buffer that is new or of another shape, values."""
+    for name, value in theirs.items():
+        key, before, mine = Key(Kind.buffer, name), start.get(name), ours.get(name)
+        if mine is None:
+            found.add(key, torch.zeros_like(value), value)
+        elif before is None or before.shape != value.shape or not value.is_floating_point():
+            found.add(key, mine, value)
+        else:
+            compare_changes(found, key, mine, value, before)
+
+
+def compare_changes(found: Distances, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
+    """How far a tensor went, against how far it should have gone, both from `start`."""
+    if ours.shape != theirs.shape:
+        found.add(key, ours, theirs)
+        return
+    before = start.double()
+    mine, right = ours.double() - before, theirs.double() - before
+    roundoff = ROUNDOFF.get(ours.dtype, 0.0)
+    found.add(key, mine, right, floor=roundoff * (norm(before) + norm(right)))
+
+
+def compare_evaluations(ours: EvaluationRecord, truth: EvaluationRecord) -> Distances:
+    """Outputs, one validation batch after another."""
+    found = Distances()
+    for a, b in zip(ours.outputs, truth.outputs, strict=True):
+        for number, (mine, right) in enumerate(zip(tensors(a), tensors(b), strict=True)):
+            found.add(Key(Kind.output, f"output {number}"), mine, right)
+    return found
+
+
+def tensors(output: object) -> list[Tensor]:
+    """Those of floating point in a model's output."""
+    leaves = tree_leaves(output)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether both are there and equal bit by bit, NaN included; the sign of zero aside."""
     if a is None or b is None:
         return a is b
-    return a.dtype == b.dtype and a.shape == b.shape and _distance(a, b) == 0.0
+    return a.dtype == b.dtype and distance(a, b) == 0.0
 
 
 def norm(tensor: Tensor) -> float:
@@ -76,15 +203,13 @@ def norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def relative(error: float, size: float) -> float:
-    """`error` by `size`."""
-    return error / size if size else (0.0 if not error else math.inf)
+def dense(tensor: Tensor) -> Tensor:
+    """The same, with its zeros written out."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-def _distance(a: Tensor, b: Tensor | None) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """The norm of the difference; Inf where only one of them is finite."""
-    if b is None:
-        return norm(a)
     if a.shape != b.shape:
         return math.inf
     a, b = a.double(), b.double()
@@ -92,38 +217,12 @@ def _distance(a: Tensor, b: Tensor | None) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def _typical(allowed: dict[Spot, float], sizes: dict[Spot, float]) -> dict[tuple[int, Kind], float]:
-    """The median of a kind at a step, relative to its tensors; of scalars the worst of all."""
-    shares: dict[tuple[int, Kind], list[float]] = {}
-    for spot, distance in allowed.items():
-        if sizes[spot]:
-            shares.setdefault((spot.step, spot.kind), []).append(distance / sizes[spot])
-    found = {key: median(values) for key, values in shares.items()}
-    for kind in SCALARS:
-        of_kind = [key for key in found if key[1] is kind]
-        worst = max((found[key] for key in of_kind), default=0.0)
-        found.update(dict.fromkeys(of_kind, worst))
-    return found
+def _share(error: float, size: float) -> float:
+    return error / size if size else (0.0 if not error else math.inf)
 
 
-def _but_for_turned(ours: Tensor, spot: Spot, reference: Trace, error: float) -> float:
-    """The distance without the few weights that may have gone the other way, if that is all."""
-    start, truth = (reference.get(Spot(at, spot.kind, spot.name)) for at in (0, spot.step))
-    if start is None or truth is None or ours.shape != truth.shape or ours.numel() < 8:
-        return error
-    truth = truth.double()
-    difference = (ours.double() - truth).flatten().abs()
-    turned = difference.topk(max(1, ours.numel() // 10_000))
-    if not float(turned.values[0]) <= 2 * float((truth - start.double()).abs().max()):
-        return error
-    difference[turned.indices] = 0.0
-    return norm(difference)
-
-
-def _together(allowed: dict[Spot, float], step: int) -> float:
-    return math.hypot(*(d for s, d in allowed.items() if s[:2] == (step, Kind.parameter)))
-
-
-def _order(reference: Trace) -> Callable[[Spot], tuple[int, int, int]]:
-    places = {spot: i for i, spot in enumerate(reference)}
-    return lambda spot: (spot.step, spot.kind, places.get(spot, len(places)))
+def _often(values: list[float]) -> float:
+    """What one in ten is above; of a few values the largest."""
+    if len(values) < 10 or not all(map(math.isfinite, values)):
+        return max(values)
+    return quantiles(values, n=10)[-1]

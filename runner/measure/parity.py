@@ -1,7 +1,7 @@
 """Whether a set of techniques leaves the numbers right: real steps, held against the plain run.
 
 >>> from runner.measure.parity import parity
->>> found = parity(config, baseline, steps=6)
+>>> found = parity(config, baseline)
 >>> found.verdict, found.first
 """
 
@@ -20,13 +20,12 @@ __all__ = [
 
 
 def parity(
-    config: RunConfig, baseline: RunConfig, steps: int = STEPS, attribute: bool = False
+    config: RunConfig, baseline: RunConfig, steps: int | None = None, attribute: bool = False
 ) -> Parity:
-    """Hold the run of `config` against that of `baseline`, step by step from the same weights.
+    """Hold the run of `config` against that of `baseline`, each step from the same weights.
 
-    Some runs of `steps` steps each: the baseline twice, three for the scale of errors, and the
-    candidate; what `Yardstick.judge` says of it. With `attribute` a failure is traced to the
-    technique that causes it.
+    `STEPS` steps, or as many as are affordable with a large model; what `Yardstick.judge` says of
+    it. With `attribute` a failure is traced to the technique that causes it.
     """
     yardstick = Yardstick(baseline, steps)
     found = yardstick.judge(config)

@@ -1,87 +1,121 @@
-"""What a run computes in its first steps: losses, gradients, parameters, buffers."""
+"""Steps of a run as they are recorded: losses, gradients, updates, buffers, evaluation.
+
+Every run that is compared follows one trajectory: before each step it gets the weights and
+buffers that the plain run had there. So a step is compared with the same step, no difference
+grows from one step to the next, and a tolerance can be that of a single step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.batch import Batch
+from runner.evaluation import evaluate
 from runner.hook import Hook, Step
-from runner.measure.numerics import double
+from runner.measure.numerics import double, nudge
+from runner.measure.stretch import Stretch
 from runner.run import Run
-from runner.step import make_step
+from runner.step import backward, make_step
 
 OVERFLOWS = 20  # in a row, while a loss scale settles; 65536 halved as often is 0.06
+OUTPUTS = 2**24  # numbers of evaluation outputs to keep; then no further validation batch
+
+Tensors = dict[str, Tensor]
+"""By the name of the parameter or buffer; on the host, in the type they were computed in."""
 
 
-class Kind(IntEnum):
-    """What a tensor is, in the order in which a step computes them."""
+@dataclass
+class State:
+    """What a step starts from, beside the optimizer's state."""
 
-    loss = 0
-    grad_norm = 1
-    gradient = 2
-    parameter = 3
-    buffer = 4
-    draw = 5  # a statistic over several draws of dropout
+    parameters: Tensors
+    buffers: Tensors
+    average: Tensors  # of the parameters; empty without `optimizer.ema`
 
 
-class Spot(NamedTuple):
-    """One tensor at one step; 1 is the first step followed, 0 is before it."""
+@dataclass
+class StepRecord:
+    """What one step computed."""
 
-    step: int
-    kind: Kind
-    name: str
-
-
-Trace = dict[Spot, Tensor]
-"""In the order computed; on the host, in the type they were computed in."""
+    loss: Tensor
+    grad_norm: Tensor
+    gradients: Tensors  # before clipping, without the loss scale
+    after: State
 
 
-def follow(run: Run, steps: int, *, in_double: bool = False) -> Trace:
-    """Make `steps` real steps and keep what they computed; loss and norm of each.
+@dataclass
+class EvaluationRecord:
+    """Outputs and metrics of some validation batches."""
 
-    Gradients, parameters and buffers are kept at steps 1, 2 and the last: before chaos amplifies,
-    once there is an optimizer state to go wrong, and at the end. Where the whole step is one
-    graph nobody sees gradients; those of the first step are told from the optimizer's moments.
+    outputs: list[Any] = field(default_factory=list)  # as the model returns them
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """A trajectory: step k + 1 starts from `before(k)`."""
+
+    start: State
+    steps: list[StepRecord]
+    evaluation: EvaluationRecord
+    gradients_hidden: bool = False  # in one graph: inferred from the optimizer's moments
+
+    def before(self, step: int) -> State:
+        """The state that step number `step` (0 is the first) starts from."""
+        return self.steps[step - 1].after if step else self.start
+
+
+def place(run: Run, stretch: Stretch) -> None:
+    """Let the next step be the first of the stretch. A resumed run goes on from where it is."""
+    if run.progress.step == 0:
+        run.progress.step = stretch.batch
+        run.update.updates.fill_(stretch.update)
+
+
+def follow(
+    run: Run,
+    stretch: Stretch,
+    path: Record | None = None,
+    *,
+    update: bool = True,
+    in_double: bool = False,
+    ulps: int = 0,
+    validation: int | None = None,
+) -> Record:
+    """Make the steps of `stretch`, each from where `path` is; without one from where the last led.
+
+    Without `update` there is forward and backward only. With `ulps` weights are moved by so many
+    units in the last place first. Evaluates the last weights on so many batches of `validation`.
     """
-    found: Trace = {}
-    kept = {1, 2, steps}
-    capture = _Capture()
-    fresh = run.progress.step == 0
+    place(run, stretch)
     run.model.train()
-    for name, parameter in run.model.named_parameters():
-        found[Spot(0, Kind.parameter, name)] = _kept(parameter)
+    record = Record(snapshot(run), [], EvaluationRecord())
     batches = run.train.batches(run.progress.step)
     try:
-        for number in range(1, steps + 1):
+        for number in range(stretch.steps):
             batch = next(batches)
-            if in_double:
-                batch = double(batch)
-            whole = run.whole is not None and run.whole.takes(batch)
-            wanted = number in kept
-            step = one_step(run, batch, [capture] if wanted and not whole else [])
-            run.progress.step += 1
-            found[Spot(number, Kind.loss, "loss")] = _kept(step.loss)
-            found[Spot(number, Kind.grad_norm, "grad_norm")] = _kept(step.grad_norm)
-            if not wanted:
-                continue
-            if not whole:
-                gradients = capture.gradients
+            if path is not None:
+                load(run.model, path.before(number))
+            if ulps:
+                nudge(run.model, run.seed + number, ulps)
+            if update:
+                record.steps.append(_step(run, batch, record))
             else:
-                gradients = _told(run, step) if number == 1 and fresh else {}
-            found.update({Spot(number, Kind.gradient, n): g for n, g in gradients.items()})
-            for name, parameter in run.model.named_parameters():
-                found[Spot(number, Kind.parameter, name)] = _kept(parameter)
-            for name, buffer in run.model.named_buffers():
-                found[Spot(number, Kind.buffer, name)] = _kept(buffer)
+                record.steps.append(_backward(run, double(batch) if in_double else batch))
+            run.progress.step += 1
     finally:
         run.train.close()
-    return found
+    if path is not None:
+        load(run.model, path.before(stretch.steps), run)
+    record.evaluation = _evaluated(run, validation, in_double)
+    return record
 
 
 def one_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
@@ -93,61 +127,206 @@ def one_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
     return step
 
 
-class _Capture(Hook):
+class Capture(Hook):
     """Copies the gradients before the update may clip them in place."""
 
     def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: Tensors = {}
 
     def on_gradients(self, run: Run, step: Step) -> None:
         """Copy them to the host, without the loss scale."""
-        scale = run.update.scale
-        self.gradients = {}
-        for name, parameter in run.model.named_parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                self.gradients[name] = _kept(gradient if scale is None else gradient / scale.value)
+        self.gradients = gradients_of(run)
 
 
-def _told(run: Run, step: Step) -> dict[str, Tensor]:
-    """The gradients of the very first step, from what the optimizer's first moment became.
+def gradients_of(run: Run) -> Tensors:
+    """Copies on the host; parameters that got none are left out."""
+    scale = run.update.scale
+    found: Tensors = {}
+    for name, parameter in run.model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad if scale is None else parameter.grad / scale.value
+            found[name] = _copy(gradient)
+    return found
 
-    Adam's is (1 - beta1) * g, SGD's is g; both after clipping, which the norm undoes. Coupled
-    weight decay would be in it, and such groups are left out.
-    """
-    if run.update.clip is not None:
-        return {}  # other kinds of clipping cannot be undone
-    clip = run.update.clip_norm
-    excess = 1.0 if clip is None else max(float(step.grad_norm) / clip, 1.0)
+
+def snapshot(run: Run) -> State:
+    """Copies of parameters, buffers and average on the host; waits for the device."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    found: dict[nn.Parameter, Tensor] = {}
-    for group in run.update.optimizer.param_groups:
-        if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
-            continue
+    averages = zip(run.update.parameters, run.update.average, strict=False)
+    return State(
+        {name: _copy(p) for name, p in run.model.named_parameters()},
+        {name: _copy(b) for name, b in run.model.named_buffers()},
+        {names[p]: _copy(average) for p, average in averages if isinstance(p, nn.Parameter)},
+    )
+
+
+@torch.no_grad()
+def load(model: nn.Module, state: State, averaged: Run | None = None) -> None:
+    """Copy parameters and buffers into the model in place, and the average into that run's."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(state.parameters[name])
+    for name, buffer in model.named_buffers():
+        value = state.buffers.get(name)
+        if value is not None and value.shape == buffer.shape and not _holds(buffer, value):
+            buffer.copy_(value)
+    if averaged is not None and averaged.update.average:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for p, average in zip(averaged.update.parameters, averaged.update.average, strict=True):
+            average.copy_(state.average[names[p]])  # type: ignore[index]
+
+
+def _holds(buffer: Tensor, value: Tensor) -> bool:
+    """Whether there is nothing to copy: a buffer that is an expanded view takes no copy."""
+    return torch.equal(buffer, value.to(buffer))
+
+
+def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
+    """A real step. Gradients inside one graph are inferred from the optimizer's moments."""
+    capture = Capture()
+    hidden = run.whole is not None and run.whole.takes(batch)
+    before = _moments(run) if hidden else {}
+    step = one_step(run, batch, [] if hidden else [capture])
+    gradients = _inferred(run, step, before) if hidden else capture.gradients
+    record.gradients_hidden |= hidden
+    return StepRecord(_copy(step.loss), _copy(step.grad_norm), gradients, snapshot(run))
+
+
+def _backward(run: Run, batch: Batch) -> StepRecord:
+    """Forward and backward; the gradients are those of a loss scale that fits."""
+    for _ in range(OVERFLOWS):
+        step = backward(run, batch)
+        if run.update.scale is None or step.grad_norm.isfinite():  # waits for the device
+            break
+        run.update.scale.lower(0.5)
+        run.update.abandon()
+    gradients, buffers = gradients_of(run), snapshot(run).buffers
+    run.update.abandon()
+    return StepRecord(_copy(step.loss), _copy(step.grad_norm), gradients, State({}, buffers, {}))
+
+
+def _moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
+    """Each parameter before a step, and its first moment, or zeros where there is none."""
+    state: dict[Tensor, dict[str, Any]] = run.update.optimizer.state
+    return {
+        p: (p.detach().clone(), _moment(state.get(p, {}), torch.zeros_like(p)).clone())
+        for p in run.update.parameters
+    }
+
+
+def _moment(state: dict[str, Any], otherwise: Tensor) -> Tensor:
+    found = state.get("exp_avg", state.get("momentum_buffer"))
+    return found if isinstance(found, Tensor) else otherwise
+
+
+def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]]) -> Tensors:
+    """The gradients of a step, from how it changed the optimizer's first moment.
+
+    Adam's is beta1 * m + (1 - beta1) * g, SGD's is momentum * m + (1 - dampening) * g, with g
+    after clipping, which the norm undoes; without momentum the weight changes by -lr * g.
+    Coupled weight decay is in g. Clipping by anything but one norm cannot be undone.
+    """
+    update = run.update
+    if update.clip is not None:
+        return {}
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    clip = update.clip_norm
+    excess = 1.0 if clip is None else max(float(step.grad_norm) / clip, 1.0)
+    rate = update.lr_at(int(update.updates) - 1)
+    found: Tensors = {}
+    for group in update.optimizer.param_groups:
+        adam = "betas" in group
+        kept = float(group["betas"][0]) if adam else float(group["momentum"])
+        share = 1 - kept if adam else 1 - float(group["dampening"])
+        decay = 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"])
         sign = -1.0 if group.get("maximize") else 1.0
-        share = 1 - float(group["betas"][0]) if "betas" in group else 1 - group.get("dampening", 0)
-        for parameter in group["params"]:
-            state: dict[str, Any] = run.update.optimizer.state.get(parameter, {})
-            moment = state.get("exp_avg", state.get("momentum_buffer"))
-            if moment is not None and share:
-                found[parameter] = _kept(moment) * (sign * excess / share)
-    return {names[parameter]: gradient for parameter, gradient in found.items()}
+        for p in group["params"]:
+            weight, moment = (t.double() for t in before[p])
+            now = _moment(update.optimizer.state.get(p, {}), p.detach()).double()
+            if adam or kept:
+                value = (now - kept * moment) / share
+            else:
+                value = (weight - now) / rate
+            found[names[p]] = _copy(sign * excess * (value - decay * weight))
+    return found
 
 
-def _kept(value: Tensor) -> Tensor:
-    """A copy on the host; waits for the device."""
-    return value.detach().to("cpu", copy=True)
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def _evaluated(run: Run, batches: int | None, in_double: bool) -> EvaluationRecord:
+    """The run's own evaluation; without a number of batches until their outputs are many."""
+    kept: list[Any] = []
+    size = [0]
+
+    def several(start: int) -> Iterator[Batch]:
+        for number, batch in enumerate(whole(start)):
+            if number == batches or (batches is None and size[0] > OUTPUTS):
+                return
+            yield double(batch) if in_double else batch
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        kept.append(tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, output))
+        size[0] += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+    whole, forward = run.validation.batches, run.forward
+    with _replaced(run.validation, "batches", several), _replaced(run, "forward", recorded):
+        metrics = evaluate(run).metrics
+    run.validation.close()
+    return EvaluationRecord(kept, metrics)
 
 
 @contextmanager
-def remembered(run: Run) -> Iterator[Any]:
-    """Call what is yielded to bring parameters and buffers back to what they were."""
-    tensors = [*run.model.parameters(), *run.model.buffers()]
-    before = [tensor.detach().clone() for tensor in tensors]
+def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    own = vars(owner)
+    before = own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
-    @torch.no_grad()
-    def restore() -> None:
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(old)
 
-    yield restore
+def metrics_of(run: Run, outputs: list[Any]) -> dict[str, float]:
+    """The metrics that the run's own objective computes from outputs, in fp64."""
+    totals: dict[str, Tensor] = {}
+    batches = run.validation.batches(0)
+    def placed(leaf: Any) -> Any:
+        return double(leaf.to(run.device.torch)) if isinstance(leaf, Tensor) else leaf
+
+    for output, batch in zip(outputs, batches, strict=False):
+        sums = run.objective.tally(tree_map(placed, output), double(batch[1]))
+        totals = {name: totals[name] + x for name, x in sums.items()} if totals else sums
+    run.validation.close()
+    return {f"val/{name}": value for name, value in run.objective.metrics(totals).items()}
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[State]:
+    """The state after each step by the run's own update, of the gradients that `fed` has.
+
+    There is no forward and no backward, so the update is all that can differ.
+    """
+    place(run, stretch)
+    run.model.train()
+    for number, step in enumerate(fed.steps):
+        load(run.model, path.before(number))
+        run.update.begin()
+        for name, parameter in run.model.named_parameters():
+            gradient = step.gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter, copy=True)
+        loss = step.loss.to(run.update.parameters[0])
+        run.update.apply(*run.update.measure(loss))
+        run.progress.step += 1
+        yield snapshot(run)
+
+
+def _copy(value: Tensor) -> Tensor:
+    """A copy on the host; waits for the device."""
+    return value.detach().to("cpu", copy=True)

@@ -16,7 +16,11 @@ class Agreement(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor at one step; error and bound are relative to its norm in the reference."""
+    """One tensor over all steps, at the first beyond its bound, else at the one nearest to it.
+
+    Error and bound are relative to its norm in the reference. An `output` counts validation
+    batches in place of steps.
+    """
 
     step: int
     kind: str
@@ -44,5 +48,6 @@ class Parity:
     first: Row | None  # the first that precision does not explain, else that is not bit-equal
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)  # what a fault could hide in
     culprits: list[str] = field(default_factory=list)  # smallest set that fails
     alone: dict[str, str] = field(default_factory=dict)  # verdict of each technique by itself

@@ -1,18 +1,25 @@
 """What a candidate's numbers are held against: the plain run's, and how far rounding moves them.
 
-The plain run in fp64 says what is right. What rounding does to this very model is measured, not
-assumed: by how far the plain run at the same precision ends up from fp64, and for fp32 also by
-the plain run from weights that were moved to a neighbouring number. A candidate may be so many
-times as far away (`SAME_ROUNDING`, `OTHER_ORDER`). Roundings fall to either side and stay within
-that; what is left out, counted twice or masked wrong goes far beyond it.
+The plain run makes some steps; where it was before each of them is where every other run makes
+that step from, too. So a step is compared with the same step:
+
+- loss, gradients and buffers with those of the plain run in fp64;
+- the update with that of the plain optimizer in fp64, fed with the candidate's own gradients;
+- at the end, outputs in evaluation mode, and metrics with those of the candidate's own outputs.
+
+What rounding does to this very model is measured, not assumed: by how far the plain run at the
+same precision is from fp64 at the same steps. A candidate may be so many times as far away
+(`SAME_ROUNDING`, `OTHER_ORDER`). Roundings fall to either side and stay within that; what is left
+out, counted twice or masked wrong goes far beyond it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from runner.batch import largest_part
@@ -21,6 +28,7 @@ from runner.config import RunConfig
 from runner.errors import RunnerError
 from runner.measure import chance
 from runner.measure.candidates import (
+    NOWHERE,
     batch_statistics,
     cut,
     eager_draws,
@@ -31,78 +39,96 @@ from runner.measure.candidates import (
     seeded,
     without_techniques,
 )
-from runner.measure.distance import SCALARS, distances, held, norm, relative, same
-from runner.measure.numerics import Numerics, computing_in, nudge, numerics, to_double
-from runner.measure.trace import Kind, Spot, Trace, follow
+from runner.measure.distance import (
+    KINK,
+    Distances,
+    Judged,
+    Key,
+    Kind,
+    Tolerance,
+    compare_changes,
+    compare_evaluations,
+    compare_steps,
+    judge,
+    same,
+)
+from runner.measure.numerics import Numerics, computing_in, numerics, to_double
+from runner.measure.stretch import STEPS, Stretch, choose_stretch
+from runner.measure.trace import Record, Tensors, follow, metrics_of, updates
 from runner.measure.verdict import Agreement, Parity, Row
 from runner.run import Run
 
 SAME_ROUNDING = 8.0
 """Times the error of the plain run at the same reduced precision: the same roundings, differently
 correlated."""
-AGAIN = 2  # further seeds with which a small failure has to repeat
-KINK = 1e-2  # relative: what one activation on the other side of its kink can do
-NUDGES = 1, 2, 4, 8  # units in the last place: a ReLU may flip under one and not another
 OTHER_ORDER = 64.0
 """Times the error in fp32, where the order of summation is all there is: n terms one after another
 are off by sqrt(n / log2 n) times what a tree of sums is (Higham 1993), 64 for n = 65,536."""
-STEPS = 6
+AGAIN = 2  # further seeds with which a small failure has to repeat
+METRIC = 1e-4  # relative: what summing over samples in fp32 may change of a metric
+COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a word
 PRECISION = ("tf32", "amp")  # techniques that are there to round more
 
 
-def _by_a_kink(found: Parity) -> Row | None:
-    """The failure, where one rounding could have made it."""
-    first = found.first
-    if found.verdict is not Agreement.fail or first is None or first.kind in ("loss", "buffer"):
-        return None  # a loss and what a forward keeps are smooth, a gradient is not
-    return first if first.error < KINK or first.kind == Kind.parameter.name else None
-
-
 @dataclass
-class _Arms:
-    """Runs of the baseline that a candidate is held against."""
+class _Plain:
+    """Plain runs at the steps of the trajectory that a candidate is held against."""
 
-    reference: Trace
-    precise: bool
-    baseline: Trace
-    noise: float  # largest relative difference between two runs of the baseline
-    allowed: dict[Numerics, dict[Spot, float]]  # distance from the reference, by what computes
+    truth: Record
+    precise: bool  # in fp64
+    own: Record  # at the baseline's precision
+    tolerances: dict[Numerics, Tolerance]
 
 
 @dataclass
 class _Made:
     """What a candidate computed, and how."""
 
-    trace: Trace
+    record: Record
     says: Numerics
     techniques: list[str]
     refused: dict[str, str]
-    micro_batch: int | None  # where samples see each other
+    micro_batch: int
+    sees_others: bool  # batch statistics: a sample depends on those of its micro-batch
+
+
+@dataclass
+class _Comparison:
+    """All tensors of a candidate: judged, at which step they are not bit-equal, and metrics."""
+
+    judged: list[Judged] = field(default_factory=list)
+    metrics: list[Row] = field(default_factory=list)
+    differing: list[tuple[int, Key]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*(_row(one) for one in self.judged), *self.metrics]
 
 
 class Yardstick:
     """The baseline's numbers and how far rounding moves them; measured once for many candidates."""
 
-    def __init__(self, baseline: RunConfig, steps: int = STEPS, given: Given | None = None) -> None:
-        self.baseline, self.steps, self.given = quiet(baseline), steps, given
+    def __init__(
+        self, baseline: RunConfig, steps: int | None = None, given: Given | None = None
+    ) -> None:
+        self.baseline, self.asked, self.given = quiet(baseline), steps, given
         self.choices: Mapping[str, Any] = {}
-        self._arms: dict[tuple[bool, int | None], _Arms] = {}
+        self._plain: dict[tuple[str | None, int | None], _Plain] = {}
+        self._random: dict[str | None, bool] = {}
         self._others: dict[int, Yardstick] = {}  # by seed, where one candidate needed them
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """The verdict on one candidate; `choices` are those that a run of it had made.
 
-        A small failure has to repeat with other seeds: where one rounding carries an activation
-        over its kink, two right computations part, and that does not happen twice; a wrong one is
-        wrong every time. So has one of a weight whose gradient was right: an update that divides by
-        the gradient's size, as Adam's first, has its kink where the gradient is 0.
+        A small failure of gradients has to repeat with other seeds: where one rounding carries an
+        activation over its kink, two right computations part; a wrong one is wrong every time.
         """
         found = self.judge_once(config, choices)
         off = _by_a_kink(found)
         for seed in range(config.seed + 1, config.seed + 1 + AGAIN) if off else ():
             if seed not in self._others:
                 other = seeded(self.baseline, seed)
-                self._others[seed] = Yardstick(other, self.steps, self.given)
+                self._others[seed] = Yardstick(other, self.asked, self.given)
             again = self._others[seed].judge_once(seeded(config, seed), choices)
             if off and again.verdict is not Agreement.fail:
                 was = f"seed={config.seed} was off in {off.name}"
@@ -120,7 +146,7 @@ class Yardstick:
         # a slip smaller than 16-bit rounding shows once that is away
         precise = self._judge(only(config, rest))
         if precise.verdict is not Agreement.fail:
-            return found
+            return replace(found, notes=[*found.notes, f"passes in {precise.precision}, too"])
         without = " and ".join(name for name in found.techniques if name in PRECISION)
         note = f"seen without {without}, in {precise.precision}"
         return replace(
@@ -132,170 +158,373 @@ class Yardstick:
 
     def _judge(self, config: RunConfig) -> Parity:
         made = self._make(config)
-        micro = self._cut_by(made)
-        found = self._compare(made, (False, micro))
+        micro = made.micro_batch if made.sees_others and self._cuts(made) else None
+        found = self._compare(made, None, micro)
         if micro is not None:
             found.notes.append(
                 f"BatchNorm's statistics are of micro-batches of {micro}, which is another "
                 "computation; the baseline is cut the same way"
             )
-        if found.verdict is not Agreement.fail or not self._random():
+        if found.verdict is not Agreement.fail or not self._is_random(None):
             return found
-        return self._without_chance(config, micro, found)
+        return self._without_chance(config, micro, made, found)
 
-    def _without_chance(self, config: RunConfig, micro: int | None, loud: Parity) -> Parity:
-        """The arithmetic with dropout off in both; then dropout by its statistics."""
-        found = self._compare(self._make(config, silent=True), (True, micro))
-        silent = not self._random(silent=True)
+    def _without_chance(
+        self, config: RunConfig, micro: int | None, loud: _Made, heard: Parity
+    ) -> Parity:
+        """The arithmetic with dropout off in both; then dropout by itself."""
+        found = self._compare(self._make(config, NOWHERE), NOWHERE, micro)
+        silent = not self._is_random(NOWHERE)
         if found.verdict is Agreement.fail and silent:
             return found
-        with self._opened(quiet(config), choices=self.choices) as run:
-            theirs = chance.draws(run)
-        with self._opened(cut(self.baseline, micro)) as run:
-            ours = chance.draws(run)
-        rows = _draw_rows(ours, theirs, found if silent else loud)
+        if silent and micro is None and self._cuts(loud):
+            parts = self._compare(loud, None, loud.micro_batch)
+            if parts.verdict is not Agreement.fail:
+                note = f"dropout is that of a plain run in micro-batches of {loud.micro_batch}"
+                return replace(found, verdict=parts.verdict, notes=[*heard.notes, note])
+        return self._by_draws(config, micro, found if silent else heard, silent)
+
+    def _by_draws(self, config: RunConfig, micro: int | None, found: Parity, silent: bool) -> Parity:
+        """Dropout by its statistics: one site after another, the others off, and all together."""
+        with self._opened(self.baseline) as run:
+            sites = chance.dropout_sites(run.model) if silent else []
+        anchor = self._measured(NOWHERE if silent else None, micro).truth.steps[0].gradients
+        rows: list[Row] = []
+        for site in [*(sites if len(sites) > 1 else ()), None]:
+            with self._opened(quiet(config), site, self.choices) as run:
+                theirs = chance.draws(run, self.stretch, anchor)
+            with self._opened(cut(self.baseline, micro), site) as run:
+                ours = chance.draws(run, self.stretch, anchor)
+            rows += _draw_rows(site or "all dropout", ours, theirs, found if silent else None)
         beyond = [row for row in rows if not row.within]
         note = f"dropout draws other numbers: compared over {chance.DRAWS} draws"
         if not silent:
             note = f"its random numbers are no dropout's: compared over {chance.DRAWS} draws only"
             found = replace(found, rows=[])
+        hidden = "what changes loss and gradients less than many draws of dropout show"
         return replace(
             found,
             verdict=Agreement.fail if beyond else Agreement.explained,
-            first=beyond[0] if beyond else found.first,
+            first=beyond[0] if beyond else None,
             rows=[*found.rows, *rows],
-            notes=[*loud.notes, note],
+            notes=[*found.notes, note],
+            not_judged=[*found.not_judged, hidden],
         )
 
-    def _random(self, silent: bool = False) -> bool:
-        with self._opened(self.baseline, silent) as run:
-            return chance.is_random(run)
+    def _is_random(self, dropout: str | None) -> bool:
+        if dropout not in self._random:
+            with self._opened(self.baseline, dropout) as run:
+                self._random[dropout] = chance.is_random(run)
+        return self._random[dropout]
 
     @contextmanager
     def _opened(
-        self, config: RunConfig, silent: bool = False, choices: Mapping[str, Any] | None = None
+        self,
+        config: RunConfig,
+        dropout: str | None = None,
+        choices: Mapping[str, Any] | None = None,
     ) -> Iterator[Run]:
-        with opened(config, silent, fresh(self.given, choices)) as run:
+        with opened(config, dropout, fresh(self.given, choices)) as run:
             yield run
 
-    def _make(self, config: RunConfig, silent: bool = False) -> _Made:
+    def _make(self, config: RunConfig, dropout: str | None = None) -> _Made:
         """Follow the candidate; closed before anything else runs, so that no switch of it stays."""
-        with eager_draws(), self._opened(quiet(config), silent, self.choices) as run:
-            says, trace = numerics(run), follow(run, self.steps)
+        path = self.path
+        with eager_draws(), self._opened(quiet(config), dropout, self.choices) as run:
+            record = follow(run, self.stretch, path, validation=self.validation)
             return _Made(
-                trace=trace,
-                says=says,
+                record=record,
+                says=numerics(run),
                 techniques=[name for name, _ in run.techniques if name not in run.fallen],
                 refused={e.name: e.reason for e in run.engagements if e.requested} | run.fallen,
-                micro_batch=run.micro_batch if batch_statistics(run) else None,
+                micro_batch=run.micro_batch,
+                sees_others=batch_statistics(run),
             )
 
-    def _cut_by(self, made: _Made) -> int | None:
-        """The candidate's micro-batch, where BatchNorm makes that part of what is computed."""
+    def _cuts(self, made: _Made) -> bool:
+        """Whether the candidate's micro-batches are not the baseline's."""
         training = self.baseline.training
         usual = largest_part(training.batch_size, training.micro_batch or training.batch_size)
-        return None if made.micro_batch == usual else made.micro_batch
+        return made.micro_batch != usual
 
     # -- measuring -----------------------------------------------------------------------------
 
-    def _measured(self, key: tuple[bool, int | None]) -> _Arms:
-        if key not in self._arms:
-            self._arms[key] = self._measure(*key)
-        return self._arms[key]
+    @cached_property
+    def _chosen(self) -> tuple[Stretch, list[str]]:
+        with self._opened(self.baseline) as run:
+            return choose_stretch(run, self.asked)
 
-    def _measure(self, silent: bool, micro: int | None) -> _Arms:
+    @property
+    def stretch(self) -> Stretch:
+        """The steps that are compared."""
+        return self._chosen[0]
+
+    @cached_property
+    def path(self) -> Record:
+        """The steps of the baseline itself."""
+        with self._opened(self.baseline) as run:
+            self.says = numerics(run)
+            record = follow(run, self.stretch)
+            self.validation, whole = len(record.evaluation.outputs), run.validation.steps_per_epoch
+            if self.validation < whole:
+                self._chosen[1].append(f"validation batches after the first {self.validation}")
+        return record
+
+    @cached_property
+    def noise(self) -> float:
+        """Largest relative difference between two runs of the baseline."""
+        again = replace(self.stretch, steps=min(2, self.stretch.steps))
+        with self._opened(self.baseline) as run:
+            record = follow(run, again, self.path, validation=1)
+        found = compare_steps(record.steps, self.path.steps[: again.steps], self._buffers()[:2])
+        pairs = ((key, i) for key, errors in found.error.items() for i in range(len(errors)))
+        return max(
+            found.error[key][i] / found.size[key][i] for key, i in pairs if found.size[key][i]
+        )
+
+    def _buffers(self) -> list[Tensors]:
+        return [self.path.before(number).buffers for number in range(self.stretch.steps)]
+
+    def _distances(self, record: Record, truth: Record) -> Distances:
+        found = compare_steps(record.steps, truth.steps, self._buffers())
+        outputs = compare_evaluations(record.evaluation, truth.evaluation)
+        for ours, theirs in zip(vars(found).values(), vars(outputs).values(), strict=True):
+            ours.update(theirs)
+        return found
+
+    def _follow(
+        self, config: RunConfig, dropout: str | None, says: Numerics | None = None, ulps: int = 0
+    ) -> Record:
+        """A plain run at the steps of the trajectory."""
+        with ExitStack() as stack:
+            run = stack.enter_context(self._opened(config, dropout))
+            if says is not None:
+                stack.enter_context(computing_in(says, run))
+            return follow(
+                run, self.stretch, self.path,
+                update=False, ulps=ulps, validation=self.validation,
+            )  # fmt: skip
+
+    def _measured(self, dropout: str | None, micro: int | None) -> _Plain:
+        key = dropout, micro
+        if key not in self._plain:
+            self._plain[key] = self._measure(dropout, micro)
+        return self._plain[key]
+
+    def _measure(self, dropout: str | None, micro: int | None) -> _Plain:
         usual = cut(self.baseline, micro)
         plain = without_techniques(usual)
-        with self._opened(usual, silent) as run:
-            says = numerics(run)
-            baseline = follow(run, self.steps)
-        with self._opened(usual, silent) as run:
-            noise = distances(follow(run, self.steps), baseline)
-        with self._opened(plain, silent) as run:
-            truth = _truth(run, self.steps)
-        reference = baseline if truth is None else truth
-        own = distances(baseline, reference)
-        scale = {s: max(own[s], noise[s]) for s in own}
-        for ulps in NUDGES:
-            with self._opened(plain, silent) as run, computing_in(says, run):
-                nudge(run.model, run.seed + ulps, ulps)
-                nudged = distances(follow(run, self.steps), reference)
-            scale = {s: max(scale[s], nudged[s]) for s in scale}
-        allowed = {s: OTHER_ORDER * scale[s] for s in scale}
-        largest = max(relative(noise[s], norm(baseline[s])) for s in baseline)
-        return _Arms(reference, truth is not None, baseline, largest, {says: allowed})
+        own = self.path
+        if dropout is not None or micro is not None:
+            own = self._follow(usual, dropout)
+        truth = self._truth(plain, dropout)
+        if truth is not None:
+            errors = self._distances(own, truth)
+            loss = Key(Kind.loss, "loss")
+            apart = sorted(
+                e / s for e, s in zip(errors.error[loss], errors.size[loss], strict=True) if s
+            )
+            if apart and apart[len(apart) // 2] > KINK:
+                truth = None  # there dropout draws other numbers in fp64
+        if truth is None:
+            errors = self._distances(self._follow(plain, dropout, self.says, ulps=1), own)
+        tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
+        return _Plain(truth or own, truth is not None, own, tolerances)
 
-    def _allowed(self, arms: _Arms, key: tuple[bool, int | None], wanted: Numerics) -> (
-        dict[Spot, float]
-    ):  # fmt: skip
+    def _truth(self, plain: RunConfig, dropout: str | None) -> Record | None:
+        """The plain run in fp64; None where the device or the model cannot compute in it."""
+        with self._opened(plain, dropout) as run:
+            if run.device.kind == "mps":
+                return None
+            to_double(run)
+            try:
+                return follow(
+                    run, self.stretch, self.path,
+                    update=False, in_double=True, validation=self.validation,
+                )  # fmt: skip
+            except (RunnerError, RuntimeError, TypeError, ValueError):  # a type is in the model
+                return None
+
+    def _tolerance(
+        self, plain: _Plain, dropout: str | None, micro: int | None, wanted: Numerics
+    ) -> Tolerance:
         """How far from the truth rounding may bring a run that computes in `wanted`."""
-        for known, allowed in arms.allowed.items():
+        for known, tolerance in plain.tolerances.items():
             if known.is_that_of(wanted):
-                return allowed
-        plain = without_techniques(cut(self.baseline, key[1]))
-        with self._opened(plain, key[0]) as run, computing_in(wanted, run):
-            errors = distances(follow(run, self.steps), arms.reference)
-        full = next(iter(arms.allowed.values()))
-        arms.allowed[wanted] = {
-            spot: max(full[spot], SAME_ROUNDING * errors[spot]) for spot in full
-        }
-        return arms.allowed[wanted]
+                return tolerance
+        record = self._follow(without_techniques(cut(self.baseline, micro)), dropout, wanted)
+        tolerance = Tolerance(self._distances(record, plain.truth), SAME_ROUNDING)
+        tolerance.widen(next(iter(plain.tolerances.values())))
+        plain.tolerances[wanted] = tolerance
+        return tolerance
 
     # -- comparing -----------------------------------------------------------------------------
 
-    def _compare(self, made: _Made, key: tuple[bool, int | None]) -> Parity:
-        arms = self._measured(key)
-        allowed = self._allowed(arms, key, made.says)
-        rows, differing = [], []
-        for spot, error, bound, size in held(made.trace, arms.reference, allowed):
-            row = _row(spot, error, bound, size)
-            rows.append(row)
-            if not same(made.trace.get(spot), arms.baseline.get(spot)):
-                differing.append(row)
-        beyond = [row for row in rows if not row.within]
-        verdict = Agreement.explained if differing else Agreement.exact
-        if beyond and differing:
-            verdict = Agreement.fail
+    def _compare(self, made: _Made, dropout: str | None, micro: int | None) -> Parity:
+        plain = self._measured(dropout, micro)
+        tolerance = self._tolerance(plain, dropout, micro, made.says)
+        found, seen = self._distances(made.record, plain.truth), _Comparison()
+        self._compare_start(made, found)
+        seen.judged += judge(found, tolerance)
+        self._compare_bits(made, plain, seen)
+        self._compare_updates(made, plain, seen)
+        rows = seen.rows
+        beyond = sorted((r for r in rows if not r.within), key=_when)
+        first = next(iter(beyond), None)
+        if first is None and seen.differing:
+            step, key = min(seen.differing)
+            first = next(replace(_row(one), step=step) for one in seen.judged if one.key == key)
+        verdict = Agreement.explained if seen.differing else Agreement.exact
         return Parity(
-            verdict=verdict,
+            verdict=Agreement.fail if beyond else verdict,
             techniques=made.techniques,
             refused=made.refused,
             precision=made.says.name,
-            reference="fp64" if arms.precise else "the baseline itself",
-            steps=self.steps,
-            noise=arms.noise,
-            first=next(iter(beyond if verdict is Agreement.fail else differing), None),
+            reference="fp64" if plain.precise else "the baseline itself",
+            steps=self.stretch.steps,
+            noise=self.noise,
+            first=first,
             rows=rows,
+            notes=_notes(seen),
+            not_judged=[*self._chosen[1], *_not_judged(made, seen)],
         )
 
+    def _compare_start(self, made: _Made, found: Distances) -> None:
+        """The first weights and buffers: those of the baseline, to the bit."""
+        ours, theirs = made.record.start, self.path.start
+        for mine, right in ((ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)):
+            for name, value in right.items():
+                if name in mine:
+                    found.add(Key(Kind.parameter, name), mine[name], value, floor=0.0)
 
-def _draw_rows(ours: chance.Draws, theirs: chance.Draws, found: Parity) -> list[Row]:
-    """The mean and the spread of loss and gradient norm over many draws."""
+    def _compare_bits(self, made: _Made, plain: _Plain, seen: _Comparison) -> None:
+        """Against the plain run at the baseline's precision."""
+        pairs = zip(made.record.steps, plain.own.steps, strict=True)
+        for number, (ours, theirs) in enumerate(pairs, 1):
+            values = {
+                Key(Kind.loss, "loss"): (ours.loss, theirs.loss),
+                Key(Kind.grad_norm, "grad_norm"): (ours.grad_norm, theirs.grad_norm),
+            }
+            for name, right in theirs.after.buffers.items():
+                values[Key(Kind.buffer, name)] = (ours.after.buffers.get(name), right)  # type: ignore[assignment]
+            seen.differing += [(number, key) for key, pair in values.items() if not same(*pair)]
+        evaluations = compare_evaluations(made.record.evaluation, plain.own.evaluation)
+        seen.differing += [
+            (self.stretch.steps, key) for key, errors in evaluations.error.items() if any(errors)
+        ]
+
+    def _compare_updates(self, made: _Made, plain: _Plain, seen: _Comparison) -> None:
+        """What became of weights and averages, and the metrics of the candidate's own outputs."""
+        found, own = Distances(), Distances()
+        config = without_techniques(self.baseline)
+        with self._opened(config) as run, self._opened(config) as precise:
+            if run.device.kind != "mps":
+                to_double(precise)
+            steps = zip(
+                made.record.steps,
+                updates(run, self.stretch, self.path, made.record),
+                updates(precise, self.stretch, self.path, made.record),
+                strict=True,
+            )
+            for number, (step, state, truth) in enumerate(steps):
+                start = self.path.before(number).parameters
+                first = self.path.start.average
+                for kind, values, right, before in (
+                    (Kind.update, "parameters", truth.parameters, start),
+                    (Kind.average, "average", truth.average, first),
+                ):
+                    for name, value in right.items():
+                        key = Key(kind, name)
+                        mine = getattr(step.after, values)[name]
+                        theirs = getattr(state, values)[name]
+                        compare_changes(found, key, mine, value, before[name])
+                        compare_changes(own, key, theirs, value, before[name])
+                        if not same(mine, theirs):
+                            seen.differing.append((number + 1, key))
+            worst = OTHER_ORDER if made.record.gradients_hidden else SAME_ROUNDING
+            seen.judged += judge(found, Tolerance(own, worst))
+            seen.metrics = self._metric_rows(run, made, plain)
+
+    def _metric_rows(self, run: Run, made: _Made, plain: _Plain) -> list[Row]:
+        """Metrics against those that the plain objective computes from the same outputs."""
+        rows = []
+        right = metrics_of(run, made.record.evaluation.outputs)
+        usual = metrics_of(run, plain.own.evaluation.outputs)
+        ours, own = made.record.evaluation.metrics, plain.own.evaluation.metrics
+        for name, value in right.items():
+            size = abs(value) or 1.0
+            error = _apart(ours.get(name, math.nan), value)
+            bound = METRIC * size + OTHER_ORDER * _apart(own.get(name, 0.0), usual.get(name, 0.0))
+            rows.append(Row(1, Kind.metric.name, name, error / size, bound / size))
+        return rows
+
+
+def _by_a_kink(found: Parity) -> Row | None:
+    """The failure, where one rounding could have made it."""
+    first = found.first
+    if found.verdict is not Agreement.fail or first is None:
+        return None
+    kinky = first.kind in (Kind.gradient.name, Kind.grad_norm.name)
+    return first if kinky and first.error < KINK else None
+
+
+def _apart(a: float, b: float) -> float:
+    if math.isnan(a) and math.isnan(b):
+        return 0.0
+    return math.inf if math.isnan(a - b) else abs(a - b)
+
+
+def _when(row: Row) -> tuple[bool, int, int]:
+    """Sorts by the time of what was computed."""
+    kind = Kind[row.kind]
+    return kind >= Kind.output, 0 if kind is Kind.parameter else row.step, kind
+
+
+def _row(one: Judged) -> Row:
+    return Row(one.step, one.key.kind.name, one.key.name, one.error, one.bound)
+
+
+def _notes(seen: _Comparison) -> list[str]:
+    kinks = max((one.kinks for one in seen.judged), default=0)
+    if not kinks:
+        return []
+    return [f"gradients are off by up to {KINK:.0%} at {kinks} steps, as by an activation's kink"]
+
+
+def _not_judged(made: _Made, seen: _Comparison) -> Iterator[str]:
+    """What a fault could hide in, of this very candidate."""
+    coarse = max((j.bound for j in seen.judged if j.key.kind is Kind.gradient), default=0.0)
+    if coarse > COARSE:
+        yield f"gradients off by less than {coarse:.0%}: that is what rounding changes of one"
+    if made.record.gradients_hidden:
+        yield "gradients inside the one graph but through the optimizer's moments"
+    if any(name in PRECISION for name in made.techniques) and all(
+        name in PRECISION for name in made.techniques
+    ):
+        names = " and ".join(made.techniques)
+        yield f"gradients off by less than {made.says.name} rounds: {names} is judged with itself"
+
+
+def _draw_rows(
+    site: str, ours: chance.Draws, theirs: chance.Draws, found: Parity | None
+) -> list[Row]:
+    """The mean and the spread of each statistic over many draws."""
     rows = []
-    for kind in SCALARS:
-        a, b = getattr(ours, kind.name), getattr(theirs, kind.name)
+    rounded = {row.kind: row.bound for row in found.rows} if found else {}
+    for name, a in vars(ours).items():
+        b = getattr(theirs, name)
+        if not (a and b):
+            continue
         size = abs(math.fsum(a) / len(a))
-        rounding = next((row.bound for row in found.rows if row.kind == kind.name), 0.0)
+        rounding = rounded.get(name, rounded.get(Kind.grad_norm.name, 0.0))
+        size = 1.0 if name == "projection" else size or 1.0
         apart, by_chance = chance.mean_differs(a, b)
-        bound = by_chance + rounding * size
-        rows.append(_row(Spot(1, Kind.draw, f"mean of {kind.name}"), apart, bound, size))
+        bound = by_chance / size + rounding
+        rows.append(Row(1, Kind.draw.name, f"mean of {name} ({site})", apart / size, bound))
         apart, by_chance = chance.spread_differs(a, b)
-        rows.append(Row(1, Kind.draw.name, f"log-variance of {kind.name}", apart, by_chance))
+        row = Row(1, Kind.draw.name, f"log-variance of {name} ({site})", apart, by_chance)
+        rows.append(row)
     return rows
 
 
-def _truth(run: Run, steps: int) -> Trace | None:
-    """The plain run in fp64; None where the device or the model cannot compute in it."""
-    if run.device.kind == "mps":
-        return None
-    to_double(run)
-    try:
-        return follow(run, steps, in_double=True)
-    except (RunnerError, RuntimeError, TypeError, ValueError):  # a type is written into the model
-        return None
-
-
-def _row(spot: Spot, error: float, bound: float, size: float) -> Row:
-    """Errors by the tensor's size; of one that is zero in the reference, as they are."""
-    size = size if size and math.isfinite(size) else 1.0
-    return Row(spot.step, spot.kind.name, spot.name, error / size, bound / size)
+__all__ = ["STEPS", "Yardstick"]
