@@ -19,7 +19,7 @@ from runner.measure.trace import EvaluationRecord, StepRecord, Tensors
 OFTEN = 8.0
 """Times the error that the plain run has at one step in ten: the same roundings, differently
 correlated."""
-KINK = 3e-2  # relative: what one activation on the other side of its kink can do to a gradient
+KINK = 0.1  # relative: what one activation on the other side of its kink can do to a gradient
 KINKS = 5  # one step in so many may have such an activation
 
 
@@ -77,34 +77,38 @@ class Distances:
 class Tolerance:
     """How far each tensor may be from the reference at any step, learned from plain runs.
 
-    `worst` times the median over the steps, or `OFTEN` times what one step in ten is above; and of
-    gradients as far as is typical of all: the error of a few numbers is zero now and then.
+    `worst` times the median over the steps, or `OFTEN` times what one step in ten is above, or what
+    there is at that step; and of each as far as is typical of all of its kind, since the error of a
+    few numbers is zero now and then.
     """
 
     def __init__(self, plain: Distances, worst: float) -> None:
         scale = plain.scale()
         self.shares: dict[Key, float] = {}  # of the scale of its kind
-        own: dict[Kind, list[float]] = {}  # of the tensor's own size
+        self.own = {key: [OFTEN * e for e in errors] for key, errors in plain.error.items()}
+        shares: dict[Kind, list[float]] = {}  # of the tensor's own size
         for key, errors in plain.error.items():
             parts = [_share(*pair) for pair in zip(errors, scale[key.kind], strict=True)]
             self.shares[key] = max(worst * median(parts), OFTEN * _often(parts))
-            sizes = plain.size[key]
-            own.setdefault(key.kind, []).append(
-                median(_share(*pair) for pair in zip(errors, sizes, strict=True))
-            )
-        self.typical = {kind: worst * median(values) for kind, values in own.items()}
+            pairs = zip(errors, plain.size[key], strict=True)
+            shares.setdefault(key.kind, []).append(median(_share(*pair) for pair in pairs))
+        self.typical = {kind: worst * median(values) for kind, values in shares.items()}
 
     def bounds(self, key: Key, found: Distances, scale: list[float]) -> list[float]:
         """Of the tensor at each step."""
         share, typical = self.shares.get(key, 0.0), self.typical.get(key.kind, 0.0)
-        rows = zip(scale, found.size[key], found.floor[key], strict=True)
-        return [max(share * all_, typical * size) + floor for all_, size, floor in rows]
+        own = self.own.get(key, [0.0] * len(scale))
+        steps = zip(scale, found.size[key], found.floor[key], own, strict=True)
+        return [max(share * s, typical * size, there) + floor for s, size, floor, there in steps]
 
     def widen(self, other: Tolerance) -> None:
         """Allow what the other allows, too."""
-        for mine, theirs in ((self.shares, other.shares), (self.typical, other.typical)):
-            for key, share in theirs.items():
-                mine[key] = max(mine.get(key, 0.0), share)  # type: ignore[index, call-overload]
+        for key, share in other.shares.items():
+            self.shares[key] = max(self.shares.get(key, 0.0), share)
+            own = self.own.get(key, other.own[key])
+            self.own[key] = [max(pair) for pair in zip(own, other.own[key], strict=True)]
+        for kind, share in other.typical.items():
+            self.typical[kind] = max(self.typical.get(kind, 0.0), share)
 
 
 class Judged(NamedTuple):

@@ -25,7 +25,8 @@ from runner.run import Run
 from runner.step import backward, make_step
 
 OVERFLOWS = 20  # in a row, while a loss scale settles; 65536 halved as often is 0.06
-OUTPUTS = 2**24  # numbers of evaluation outputs to keep; then no further validation batch
+OUTPUTS = 2**24  # numbers of evaluation outputs to keep; then no further validation batch …
+BATCHES = 8  # … and no more of them than this
 
 Tensors = dict[str, Tensor]
 """By the name of the parameter or buffer; on the host, in the type they were computed in."""
@@ -254,13 +255,13 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
 
 
 def _evaluated(run: Run, batches: int | None, in_double: bool) -> EvaluationRecord:
-    """The run's own evaluation; without a number of batches until their outputs are many."""
+    """The run's own evaluation of so many batches; None: until their outputs are many."""
     kept: list[Any] = []
     size = [0]
 
     def several(start: int) -> Iterator[Batch]:
         for number, batch in enumerate(whole(start)):
-            if number == batches or (batches is None and size[0] > OUTPUTS):
+            if number == (batches or BATCHES) or (batches is None and size[0] > OUTPUTS):
                 return
             yield double(batch) if in_double else batch
 

@@ -67,6 +67,7 @@ are off by sqrt(n / log2 n) times what a tree of sums is (Higham 1993), 64 for n
 AGAIN = 2  # further seeds with which a small failure has to repeat
 METRIC = 1e-4  # relative: what summing over samples in fp32 may change of a metric
 COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a word
+DRAWN = (Kind.loss, Kind.grad_norm, Kind.gradient, Kind.buffer)  # what other draws change
 PRECISION = ("tf32", "amp")  # techniques that are there to round more
 
 
@@ -146,7 +147,8 @@ class Yardstick:
         # a slip smaller than 16-bit rounding shows once that is away
         precise = self._judge(only(config, rest))
         if precise.verdict is not Agreement.fail:
-            return replace(found, notes=[*found.notes, f"passes in {precise.precision}, too"])
+            note = f"passes in {precise.precision}, too"
+            return replace(found, notes=[*found.notes, note], not_judged=precise.not_judged)
         without = " and ".join(name for name in found.techniques if name in PRECISION)
         note = f"seen without {without}, in {precise.precision}"
         return replace(
@@ -173,6 +175,9 @@ class Yardstick:
         self, config: RunConfig, micro: int | None, loud: _Made, heard: Parity
     ) -> Parity:
         """The arithmetic with dropout off in both; then dropout by itself."""
+        certain = [r for r in heard.rows if not r.within and Kind[r.kind] not in DRAWN]
+        if certain:
+            return replace(heard, first=min(certain, key=_when))
         found = self._compare(self._make(config, NOWHERE), NOWHERE, micro)
         silent = not self._is_random(NOWHERE)
         if found.verdict is Agreement.fail and silent:
@@ -181,7 +186,7 @@ class Yardstick:
             parts = self._compare(loud, None, loud.micro_batch)
             if parts.verdict is not Agreement.fail:
                 note = f"dropout is that of a plain run in micro-batches of {loud.micro_batch}"
-                return replace(found, verdict=parts.verdict, notes=[*heard.notes, note])
+                return replace(found, verdict=Agreement.explained, notes=[*found.notes, note])
         return self._by_draws(config, micro, found if silent else heard, silent)
 
     def _by_draws(self, config: RunConfig, micro: int | None, found: Parity, silent: bool) -> Parity:

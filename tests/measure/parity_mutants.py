@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from runner.batch import count
+from runner.optim.update import Update
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 
@@ -104,19 +108,276 @@ class MoreDropout(Mutant):
                 module.p = 0.8
 
 
+def changed_options(draft: Draft, change: Callable[[dict[str, Any]], None]) -> None:
+    """The optimizer gets other options than were asked for, in each of its groups."""
+    original = draft.optimizer_class
+
+    class Changed(original):  # type: ignore[misc, valid-type]
+        def __init__(self, groups: Any, **options: Any) -> None:
+            super().__init__(groups, **options)
+            for group in self.param_groups:
+                change(group)
+
+    Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    draft.optimizer_class = Changed
+
+
 @dataclass
 class NoDecay(Mutant):
     def apply(self, draft: Draft) -> None:
-        original = draft.optimizer_class
+        changed_options(draft, lambda group: group.update(weight_decay=0.0))
 
-        class Undecayed(original):  # type: ignore[misc, valid-type]
-            def __init__(self, groups: Any, **options: Any) -> None:
-                for group in groups:
-                    group["weight_decay"] = 0.0
-                super().__init__(groups, **options)
 
-        Undecayed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        draft.optimizer_class = Undecayed
+@dataclass
+class DecayOnBiases(Mutant):
+    def apply(self, draft: Draft) -> None:
+        changed_options(draft, lambda group: group.update(weight_decay=0.01))
+
+
+@dataclass
+class CoupledDecay(Mutant):
+    """Decay as a term of the gradient, which Adam then divides by its size."""
+
+    def apply(self, draft: Draft) -> None:
+        changed_options(draft, lambda group: group.update(decoupled_weight_decay=False))
+
+
+@dataclass
+class ShortSecondMoment(Mutant):
+    def apply(self, draft: Draft) -> None:
+        changed_options(draft, lambda group: group.update(betas=(0.9, 0.99)))
+
+
+@dataclass
+class ShortFirstMoment(Mutant):
+    def apply(self, draft: Draft) -> None:
+        changed_options(draft, lambda group: group.update(betas=(0.89, 0.999)))
+
+
+@dataclass
+class LargeEps(Mutant):
+    def apply(self, draft: Draft) -> None:
+        changed_options(draft, lambda group: group.update(eps=1e-3))
+
+
+@dataclass
+class Dampened(Mutant):
+    """SGD whose momentum takes in half of each gradient."""
+
+    def apply(self, draft: Draft) -> None:
+        changed_options(draft, lambda group: group.update(dampening=0.5))
+
+
+def changed_steps(draft: Draft, after: Callable[[Any, dict[Any, Tensor]], None]) -> None:
+    """Something happens after each step of the optimizer; it gets the weights before it."""
+    original = draft.optimizer_class
+
+    class Changed(original):  # type: ignore[misc, valid-type]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            before = {p: p.clone() for group in self.param_groups for p in group["params"]}
+            super().step()
+            after(self, before)
+
+    Changed.__init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    draft.optimizer_class = Changed
+
+
+@dataclass
+class LargerRate(Mutant):
+    """The learning rate is 2 % too large."""
+
+    def apply(self, draft: Draft) -> None:
+        def more(optimizer: Any, before: dict[Any, Tensor]) -> None:
+            for p, old in before.items():
+                p.add_(p - old, alpha=0.02)
+
+        changed_steps(draft, more)
+
+
+@dataclass
+class Frozen(Mutant):
+    """One layer gets its gradient, and no update."""
+
+    def apply(self, draft: Draft) -> None:
+        def undo(optimizer: Any, before: dict[Any, Tensor]) -> None:
+            p = optimizer.param_groups[0]["params"][0]
+            p.copy_(before[p])
+
+        changed_steps(draft, undo)
+
+
+@dataclass
+class NoBiasCorrection(Mutant):
+    """Adam that always believes to have made many steps."""
+
+    def apply(self, draft: Draft) -> None:
+        def age(optimizer: Any, before: dict[Any, Tensor]) -> None:
+            for state in optimizer.state.values():
+                state["step"].fill_(100_000)
+
+        changed_steps(draft, age)
+
+
+def patched(draft: Draft, name: str, method: Callable[..., Any]) -> None:
+    """Another method for `Update`, as long as the run is open."""
+    draft.scope.enter_context(mock.patch.object(Update, name, method))
+
+
+@dataclass
+class LateSchedule(Mutant):
+    """Each update has the learning rate of the one after it."""
+
+    def apply(self, draft: Draft) -> None:
+        right = Update.lr_at
+        patched(draft, "lr_at", lambda self, updates: right(self, updates + 1))
+
+
+@dataclass
+class NoClip(Mutant):
+    def apply(self, draft: Draft) -> None:
+        patched(draft, "divisor", lambda self, norm: None)
+
+
+@dataclass
+class ClipEach(Mutant):
+    """Each gradient is clipped by its own norm."""
+
+    def apply(self, draft: Draft) -> None:
+        for parameter in draft.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: None)
+
+        def divide(self: Update, norm: Tensor) -> None:
+            for p in self.parameters:
+                if p.grad is not None and self.clip_norm is not None:
+                    p.grad.div_((p.grad.norm() / self.clip_norm).clamp(min=1.0))
+
+        patched(draft, "divisor", divide)
+
+
+@dataclass
+class StaleAverage(Mutant):
+    """The average of the weights stays where it began."""
+
+    def apply(self, draft: Draft) -> None:
+        patched(draft, "_follow", lambda self, weight: None)
+
+
+@dataclass
+class TripledEvaluation(Mutant):
+    """Logits are three times as large in evaluation mode."""
+
+    def apply(self, draft: Draft) -> None:
+        model, forward = draft.model, draft.forward
+
+        def tripled(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            return output if model.training else tree_map(lambda t: t * 3, output)
+
+        draft.forward = tripled
+
+
+@dataclass
+class DropoutInEvaluation(Mutant):
+    def apply(self, draft: Draft) -> None:
+        for module in draft.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.forward = lambda x, m=module: nn.functional.dropout(x, m.p)  # type: ignore[method-assign]
+
+
+@dataclass
+class BatchStatisticsInEvaluation(Mutant):
+    """BatchNorm goes by the batch in evaluation mode, too."""
+
+    def apply(self, draft: Draft) -> None:
+        for module in draft.model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                right = module.forward
+
+                def forward(x: Tensor, module: Any = module, right: Any = right) -> Tensor:
+                    if module.training:
+                        return right(x)  # type: ignore[no-any-return]
+                    return nn.functional.batch_norm(
+                        x, None, None, module.weight, module.bias, True, 0.0, module.eps
+                    )
+
+                module.forward = forward  # type: ignore[method-assign]
+
+
+@dataclass
+class NoDropoutInLSTM(Mutant):
+    def apply(self, draft: Draft) -> None:
+        for module in draft.model.modules():
+            if isinstance(module, nn.LSTM):
+                module.dropout = 0.0
+
+
+@dataclass
+class NoDropoutInAttention(Mutant):
+    def apply(self, draft: Draft) -> None:
+        for module in draft.model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+
+
+@dataclass
+class UnscaledDropoutInAttention(Mutant):
+    """What attention keeps is not divided by the share that it keeps."""
+
+    def apply(self, draft: Draft) -> None:
+        right = nn.functional.scaled_dot_product_attention
+
+        def unscaled(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool) -> Tensor:
+            return right(q, k, v, mask, p, causal) * (1 - p)
+
+        patch = mock.patch.object(nn.functional, "scaled_dot_product_attention", unscaled)
+        draft.scope.enter_context(patch)
+
+
+@dataclass
+class PeeksOneAhead(Mutant):
+    """The causal mask is off by one: each token sees the next one."""
+
+    def apply(self, draft: Draft) -> None:
+        right = nn.functional.scaled_dot_product_attention
+
+        def peeking(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+            if kwargs.pop("is_causal", False):
+                length = query.shape[-2]
+                kwargs["attn_mask"] = torch.ones(length, length, dtype=torch.bool).tril(1)
+            return right(query, key, value, **kwargs)
+
+        patch = mock.patch.object(nn.functional, "scaled_dot_product_attention", peeking)
+        draft.scope.enter_context(patch)
+
+
+@dataclass
+class TiredAfterThirty(Mutant):
+    """From the 31st forward on the outputs are 1 % too small."""
+
+    def apply(self, draft: Draft) -> None:
+        model, forward, made = draft.model, draft.forward, [0]
+
+        def tired(*args: Any, **kwargs: Any) -> Any:
+            made[0] += model.training
+            output = forward(*args, **kwargs)
+            return output if made[0] <= 30 else tree_map(lambda t: t * 0.99, output)
+
+        draft.forward = tired
+
+
+@dataclass
+class SumOnTheLast(Mutant):
+    """The smaller last batch of an epoch counts as if it were a full one."""
+
+    def apply(self, draft: Draft) -> None:
+        right, size = type(draft.objective).__call__, draft.batch_size
+
+        def loss(self: Any, output: Any, target: Any) -> Tensor:
+            return right(self, output, target) * (count(target) / size)  # type: ignore[no-any-return]
+
+        patch = mock.patch.object(type(draft.objective), "__call__", loss)
+        draft.scope.enter_context(patch)
 
 
 @dataclass
@@ -151,3 +412,38 @@ class WrittenInFp32(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1).float() @ self.layer.weight.t()
+
+
+class Recurrent(nn.Module):
+    """A language model with dropout inside its LSTM, and around it."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 24)
+        self.lstm = nn.LSTM(24, 24, num_layers=2, dropout=0.2, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.output = nn.Linear(24, vocab)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.output(self.dropout(self.lstm(self.embedding(input_ids))[0]))  # type: ignore[no-any-return]
+
+
+class Attentive(nn.Module):
+    """A language model with dropout inside torch's own attention, and after it."""
+
+    def __init__(self, vocab: int, sequence: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 32)
+        self.attention = nn.MultiheadAttention(32, 2, dropout=0.1, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(32)
+        self.output = nn.Linear(32, vocab)
+        mask = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        length = x.shape[1]
+        mask = self.mask[:length, :length]
+        y = self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return self.output(self.norm(x + self.dropout(y)))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What is held against what: the parts of the verdict, with traces made by hand."""
+"""What is held against what: the parts of the verdict, with numbers made by hand."""
 
 from __future__ import annotations
 
@@ -9,59 +9,121 @@ import torch
 from torch import Tensor
 
 from runner.measure.chance import mean_differs, spread_differs
-from runner.measure.distance import distances, held, same
-from runner.measure.trace import Kind, Spot, Trace
+from runner.measure.distance import (
+    KINK,
+    Distances,
+    Key,
+    Kind,
+    Tolerance,
+    compare_changes,
+    compare_steps,
+    judge,
+    same,
+)
+from runner.measure.stretch import first_update
+from runner.measure.trace import State, StepRecord
+from runner.optim.config import ScheduleConfig, ScheduleKind
+from runner.optim.schedule import factors
 
-START = Spot(0, Kind.parameter, "w")
-END = Spot(1, Kind.parameter, "w")
-GRADIENT = Spot(1, Kind.gradient, "w")
-
-
-def beyond(trace: Trace, reference: Trace, allowed: dict[Spot, float]) -> list[Spot]:
-    return [spot for spot, error, bound, _ in held(trace, reference, allowed) if error > bound]
-
-
-def updated(change: Tensor) -> Trace:
-    return {START: torch.ones(100), END: torch.ones(100) + change}
-
-
-def test_one_weight_may_go_the_other_way_but_not_ten_and_not_further_than_its_update() -> None:
-    step = torch.full((100,), 0.01)
-    reference = {spot: tensor.double() for spot, tensor in updated(step).items()}
-    allowed = {START: 0.0, END: 1e-5}
-    for turned, factor, found in ((1, -1, []), (10, -1, [END]), (1, -4, [END]), (0, 1, [])):
-        change = step.clone()
-        change[:turned] *= factor
-        assert beyond(updated(change), reference, allowed) == found
+STEPS = 40
+GRADIENT, LOSS = Key(Kind.gradient, "w"), Key(Kind.loss, "loss")
 
 
-def test_an_update_left_out_is_beyond() -> None:
-    reference = updated(torch.full((100,), 0.01).double())
-    assert beyond(updated(torch.zeros(100)), reference, {START: 0.0, END: 1e-5}) == [END]
+def series(key: Key, errors: list[float]) -> Distances:
+    """A tensor of norm 1 that is off by so much at each step."""
+    found = Distances()
+    for error in errors:
+        found.add(key, torch.tensor([1.0, error]), torch.tensor([1.0, 0.0]), floor=0.0)
+    return found
+
+
+def beyond(key: Key, errors: list[float], plain: float = 1e-7) -> list[int]:
+    """The step that is called wrong, where one is."""
+    tolerance = Tolerance(series(key, [plain] * len(errors)), 64.0)
+    return [one.step for one in judge(series(key, errors), tolerance) if one.error > one.bound]
+
+
+def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_is_not() -> None:
+    few, many = STEPS // 5, STEPS // 5 + 1
+    small, large = KINK / 2, KINK * 2
+    assert beyond(GRADIENT, [small] * few + [1e-7] * (STEPS - few)) == []
+    assert beyond(GRADIENT, [1e-7] * (STEPS - many) + [small] * many) == [STEPS - many + 1]
+    assert beyond(GRADIENT, [1e-7] * (STEPS - 1) + [large]) == [STEPS]
+    assert beyond(LOSS, [1e-7] * (STEPS - 1) + [1e-4]) == [STEPS]  # which has no kink
+
+
+def test_what_the_plain_run_is_off_by_at_a_step_explains_the_same_there_alone() -> None:
+    plain = [1e-7] * STEPS
+    plain[4] = 0.5
+    tolerance = Tolerance(series(LOSS, plain), 64.0)
+    for at, wrong in ((4, False), (5, True)):
+        errors = [1e-7] * STEPS
+        errors[at] = 0.5
+        (found,) = judge(series(LOSS, errors), tolerance)
+        assert (found.error > found.bound) is wrong
+
+
+def test_an_update_is_held_against_the_update_and_not_against_the_weight() -> None:
+    found, key = Distances(), Key(Kind.update, "w")
+    start, step = torch.ones(100), torch.full((100,), 1e-4)
+    compare_changes(found, key, start + step * 1.02, start + step, start)
+    compare_changes(found, key, start, start + step, start)
+    first, second = (e / s for e, s in zip(found.error[key], found.size[key], strict=True))
+    assert first == pytest.approx(0.02, rel=0.1)
+    assert second == pytest.approx(1.0)
+
+
+def record(gradients: dict[str, Tensor], **buffers: Tensor) -> StepRecord:
+    return StepRecord(torch.ones(()), torch.ones(()), gradients, State({}, buffers, {}))
 
 
 def test_a_gradient_that_is_not_there_counts_as_zero() -> None:
-    other = Spot(1, Kind.gradient, "v")
-    reference = {GRADIENT: torch.ones(4), other: torch.ones(4)}
-    allowed = dict.fromkeys(reference, 1e-6)
-    assert beyond({other: torch.ones(4)}, reference, allowed) == [GRADIENT]
-    assert beyond({}, reference, allowed) == []  # a whole step: nobody sees any
+    whole, part = record({"w": torch.ones(4), "v": torch.ones(4)}), record({"v": torch.ones(4)})
+    for ours, theirs in ((part, whole), (whole, part)):
+        found = compare_steps([ours], [theirs], [{}])
+        assert found.error[GRADIENT] == [2.0]
+        assert found.error[Key(Kind.gradient, "v")] == [0.0]
 
 
 def test_a_count_has_to_be_the_same() -> None:
-    spot = Spot(1, Kind.buffer, "num_batches_tracked")
-    reference, allowed = {spot: torch.tensor(1)}, {spot: 5.0}
-    assert beyond({spot: torch.tensor(2)}, reference, allowed) == [spot]
-    assert beyond({spot: torch.tensor(1)}, reference, allowed) == []
+    one, two = (record({}, seen=torch.tensor(n)) for n in (1, 2))
+    key = Key(Kind.buffer, "seen")
+    assert compare_steps([two], [one], [{}]).error[key] == [math.inf]
+    assert compare_steps([one], [one], [{}]).error[key] == [0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_beyond_unless_the_reference_is_so_too(bad: float) -> None:
     good, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
-    assert beyond({GRADIENT: broken}, {GRADIENT: good}, {GRADIENT: 1.0}) == [GRADIENT]
-    assert beyond({GRADIENT: broken}, {GRADIENT: broken.double()}, {GRADIENT: 0.0}) == []
-    assert distances({GRADIENT: broken}, {GRADIENT: good}) == {GRADIENT: math.inf}
+    tolerance = Tolerance(series(GRADIENT, [1.0]), 1.0)
+    for truth, wrong in ((good, True), (broken.double(), False)):
+        found = Distances()
+        found.add(GRADIENT, broken, truth)
+        (judged,) = judge(found, tolerance)
+        assert (not judged.error <= judged.bound) is wrong
     assert same(broken, broken.clone())
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "first"),
+    [("constant", 0.0, 0), ("constant", 100.0, 100), ("linear", 0.1, 100), ("step", 0.0, 291)],
+)
+def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(
+    kind: str, warmup: float, first: int
+) -> None:
+    assert first_update(factors(ScheduleConfig(ScheduleKind(kind), warmup), 1000), STEPS) == first
+
+
+@pytest.mark.parametrize("kind", ["cosine", "onecycle"])
+def test_a_cosine_is_compared_about_its_middle(kind: str) -> None:
+    rates = factors(ScheduleConfig(ScheduleKind(kind), 0.1), 1000)
+    start = first_update(rates, STEPS)
+    assert 500 < start < 600
+    assert 0.4 < rates[start] < 0.6
+
+
+def test_a_schedule_shorter_than_the_steps_begins_at_its_peak() -> None:
+    assert first_update(factors(ScheduleConfig(ScheduleKind.cosine, 4), 20), STEPS) == 4
 
 
 def test_statistics_of_draws_tell_a_mean_and_a_spread_apart_from_chance() -> None:

@@ -1,0 +1,171 @@
+"""Every planted fault is caught, and nothing that is right is called wrong.
+
+    python tests/measure/test_mutants.py
+
+makes all of them, and prints how many were caught and how many alarms were false.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from runner import compose
+from runner.measure.parity import Agreement, Parity, Yardstick, parity, without_techniques
+
+QUIET = ["device=cpu", "device.threads=1", "monitoring.progress=false"]
+TEXT = ["data=stdlib_text", "data.sequence=32", "training.batch_size=8"]
+PARTS = ["data=stdlib_parts", "data.sequence=32", "training.batch_size=8"]
+HUGGING_FACE = [
+    "security.trusted=[transformers,parity_mutants]", "+model.config.num_hidden_layers=2",
+    "+model.config.hidden_size=32", "+model.config.num_attention_heads=2",
+]  # fmt: skip
+OWN = ["security.trusted=[parity_mutants]"]
+MODELS = {
+    "mlp": ["model.width=32", *OWN],
+    "dropping": ["model.width=32", "model.dropout=0.2", *OWN],
+    "cnn": ["model=cnn", "model.width=8", "model.stages=2", "model.blocks=1", *OWN],
+    "gpt": [*TEXT, "model=gpt", "model.width=32", "model.depth=2", "model.heads=2", *OWN],
+    "classifier": [*PARTS, "model=classifier", "model.width=32", "model.heads=2", *OWN],
+    "lstm": [*TEXT, "model._target_=parity_mutants.Recurrent", *OWN],
+    "attention": [*TEXT, "model._target_=parity_mutants.Attentive", *OWN],
+    "gpt2": [
+        *TEXT, "model._target_=transformers.GPT2LMHeadModel",
+        "+model.config._target_=transformers.GPT2Config", "+model.config.vocab_size=256",
+        "+model.config.n_positions=32", "+model.config.use_cache=false", *HUGGING_FACE,
+    ],
+    "bert": [
+        *PARTS, "model._target_=transformers.BertForSequenceClassification",
+        "+model.config._target_=transformers.BertConfig", "+model.config.vocab_size=258",
+        "+model.config.intermediate_size=64", "+model.config.max_position_embeddings=32",
+        "+model.config.id2label={0:a,1:b,2:c,3:d,4:e,5:f}", *HUGGING_FACE,
+    ],
+}  # fmt: skip
+NONE = "optimization=none"
+MICRO = "optimization.accumulation.enabled=true optimization.accumulation.micro_batch=6"
+
+
+class Fault(NamedTuple):
+    """A mutant, the run that it is planted in, and the kind of tensor that it is first seen in."""
+
+    mutant: str
+    model: str
+    kind: str
+    overrides: str = NONE
+
+
+FAULTS = [
+    Fault("NotCausal", "gpt", "loss"),
+    Fault("BlindToPadding", "classifier", "loss"),
+    Fault("DroppedGradient", "mlp", "grad_norm"),
+    Fault("StaleBuffer", "cnn", "buffer"),
+    Fault("SumOfParts", "mlp", "loss", f"{NONE} {MICRO}"),
+    Fault("MeanOfMeans", "mlp", "loss", f"{NONE} {MICRO}"),
+    Fault("NoDropout", "dropping", "draw"),
+    Fault("MoreDropout", "dropping", "draw"),
+    Fault("NoDecay", "mlp", "update"),
+    Fault("OneInAThousand", "mlp", "grad_norm"),
+    Fault("TripledEvaluation", "mlp", "output"),
+    Fault("DropoutInEvaluation", "dropping", "output"),
+    Fault("BatchStatisticsInEvaluation", "cnn", "output"),
+    Fault("DecayOnBiases", "mlp", "update"),
+    Fault("CoupledDecay", "mlp", "update"),
+    Fault("ShortSecondMoment", "mlp", "update"),
+    Fault("ShortFirstMoment", "mlp", "update"),
+    Fault("LargeEps", "mlp", "update"),
+    Fault("LargerRate", "mlp", "update"),
+    Fault("LateSchedule", "mlp", "update"),
+    Fault("NoClip", "mlp", "update", f"{NONE} stability.clip_norm=0.1"),
+    Fault("ClipEach", "mlp", "update", f"{NONE} stability.clip_norm=0.1"),
+    Fault("Dampened", "mlp", "update", f"{NONE} optimizer=sgd optimizer.options.nesterov=false"),
+    Fault("StaleAverage", "mlp", "average", f"{NONE} optimizer.ema=0.99"),
+    Fault("NoDropoutInLSTM", "lstm", "draw"),
+    Fault("NoDropoutInAttention", "attention", "draw"),
+    Fault("UnscaledDropoutInAttention", "attention", "draw"),
+    Fault("TiredAfterThirty", "mlp", "loss"),
+    Fault("Frozen", "mlp", "update"),
+    Fault("SumOnTheLast", "mlp", "loss"),
+    Fault("PeeksOneAhead", "gpt", "loss"),
+]
+QUICK = ("mlp", "dropping")
+LEVELS = ("basic", "advanced", "memory_efficient")
+RIGHT = [(model, level) for model in MODELS for level in LEVELS]
+
+
+@pytest.fixture(autouse=True)
+def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def judged_fault(fault: Fault) -> Parity:
+    extra = f"optimization.extra=[parity_mutants.{fault.mutant}]"
+    config = compose([*QUIET, *MODELS[fault.model], *fault.overrides.split(), extra])
+    return parity(config, without_techniques(config))
+
+
+def judged_right(model: str, levels: Sequence[str] = LEVELS) -> dict[str, Parity]:
+    """All levels by one yardstick, with amp in 16 bits where a level chooses none."""
+    yardstick, amp = None, ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+    found = {}
+    for level in levels:
+        more = amp if level == "advanced" else []
+        config = compose([*QUIET, *MODELS[model], f"optimization={level}", *more])
+        yardstick = yardstick or Yardstick(without_techniques(config))
+        found[level] = yardstick.judge(config)
+    return found
+
+
+def _cost(fault: Fault) -> pytest.Mark | object:
+    marks = [] if fault.model in QUICK else [pytest.mark.slow]
+    return pytest.param(fault, marks=marks, id=fault.mutant)
+
+
+@pytest.mark.parametrize("fault", map(_cost, FAULTS))
+def test_a_planted_fault_is_caught_in_what_it_spoils(fault: Fault) -> None:
+    found = judged_fault(fault)
+    assert found.verdict is Agreement.fail, found.rows
+    assert found.first is not None
+    assert found.first.kind == fault.kind
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=[] if m in ("mlp", "lstm") else [pytest.mark.slow]) for m in MODELS],
+)
+def test_what_is_right_raises_no_alarm(model: str) -> None:
+    if model in ("gpt2", "bert"):
+        pytest.importorskip("transformers")
+    for level, found in judged_right(model, LEVELS if model != "mlp" else LEVELS[:1]).items():
+        assert found.verdict is not Agreement.fail, (level, found.first)
+
+
+def main(names: Sequence[str]) -> int:
+    """Print a line for each, and the two counts."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    caught, alarms, right = 0, 0, 0
+    faults = [f for f in FAULTS if not names or f.mutant in names]
+    for fault in faults:
+        start, found = time.perf_counter(), judged_fault(fault)
+        caught += found.verdict is Agreement.fail
+        first = found.first
+        where = "" if first is None else f"{first.kind} {first.name} at {first.step}: "
+        size = "" if first is None else f"{first.error:.1e}, explained {first.bound:.1e}"
+        seconds = time.perf_counter() - start
+        print(f"{fault.mutant:28} {fault.model:10} {found.verdict.value:22} {where}{size} "
+              f"({seconds:.0f} s)", flush=True)  # fmt: skip
+    for model in [m for m in MODELS if not names or m in names]:
+        for level, found in judged_right(model).items():
+            right, alarms = right + 1, alarms + (found.verdict is Agreement.fail)
+            print(f"{model:28} {level:17} {found.verdict.value} "
+                  f"{found.first if found.verdict is Agreement.fail else ''}", flush=True)  # fmt: skip
+    print(f"{caught} of {len(faults)} caught, {alarms} false alarms of {right}")
+    return 0 if caught == len(faults) and not alarms else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
