@@ -199,6 +199,7 @@ def _verdict(
             f"explains {first.bound:.1e}"
         )
     reason += "".join(f"; {note}" for note in found.notes)
+    reason += "".join(f"; not judged: {omission}" for omission in found.not_judged)
     return found.verdict.value, f"{reason}; judged in {time.monotonic() - started:.0f} s"
 
 

@@ -57,7 +57,7 @@ class VerifyConfig:
     """What job=verify compares, and for how long."""
 
     what: VerifyKind = VerifyKind.parity
-    steps: int | None = None  # None: 6 for parity, 20 for resume
+    steps: int | None = None  # None: 40 for parity or what a large model affords, 20 for resume
     attribute: bool = True  # parity: look for the technique that a failure is due to
 
     def __post_init__(self) -> None:

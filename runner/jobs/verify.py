@@ -67,7 +67,11 @@ def _place(row: Row) -> str:
     what = row.kind if row.name == row.kind else f"{row.kind} of {row.name}"
     if row.kind == "draw":
         return f"{row.name} over draws of dropout"
-    return f"{what} at step {row.step}"
+    if row.kind == "output":
+        return f"{row.name} in evaluation mode, of validation batch {row.step}"
+    if row.kind == "metric":
+        return f"{row.name}, computed from outputs that are right"
+    return f"{what} at step {row.step}" if row.kind != "parameter" else f"{what} before step 1"
 
 
 def _off(row: Row) -> str:
@@ -108,27 +112,24 @@ def show_parity(found: Parity) -> RenderableType:
     for note in found.notes:
         line("note", note)
 
+    for omission in found.not_judged:
+        line("not judged", omission)
+
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("step", "kind", "tensors", "worst error", "explained", "in"):
+    for heading in ("kind", "tensors", "step", "worst error", "explained", "in"):
         right = heading in ("step", "tensors", "worst error", "explained")
         table.add_column(heading, justify="right" if right else "left", overflow="fold")
-    for group in _grouped(found.rows):
+    for kind in dict.fromkeys(row.kind for row in found.rows):
+        group = [row for row in found.rows if row.kind == kind]
         worst = max(group, key=lambda row: row.error / row.bound if row.bound else row.error)
         style = "" if all(row.within for row in group) else "bold red"
         cells = (
-            str(worst.step), worst.kind, str(len(group)), f"{worst.error:.1e}",
-            f"{worst.bound:.1e}", worst.name,
+            kind, str(len(group)), str(worst.step), f"{worst.error:.1e}", f"{worst.bound:.1e}",
+            worst.name,
         )  # fmt: skip
         table.add_row(*(Text(cell, style=style) for cell in cells))
     title = Text(f"parity over {found.steps} steps", style="bold cyan")
     return Group(title, about, Text(), table)
-
-
-def _grouped(rows: list[Row]) -> list[list[Row]]:
-    groups: dict[tuple[int, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.step, row.kind), []).append(row)
-    return list(groups.values())
 
 
 def show_continuation(found: Continuation) -> RenderableType:

@@ -17,7 +17,6 @@ from runner.measure import chance
 from runner.run import Run
 from runner.techniques.config import Optimization
 
-
 NOWHERE = ""
 """No site of dropout."""
 

@@ -101,7 +101,7 @@ def silence(model: nn.Module, but: str | None = None) -> None:
 
 
 def _sites(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    found = []
+    found: list[tuple[str, nn.Module, str]] = []
     for path, module in model.named_modules():
         place = re.sub(r"\b\d+\b", "*", path)
         if isinstance(module, nn.modules.dropout._DropoutNd):

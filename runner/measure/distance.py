@@ -148,17 +148,15 @@ def compare_steps(steps: list[StepRecord], truth: list[StepRecord], starts: list
         found.add(Key(Kind.loss, "loss"), ours.loss, theirs.loss)
         found.add(Key(Kind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
         for name in theirs.gradients.keys() | ours.gradients.keys():
-            a, b = ours.gradients.get(name), theirs.gradients.get(name)
-            like = a if a is not None else b
-            zero = torch.zeros_like(dense(like)) if like is not None else torch.zeros(())
-            pair = (zero if one is None else dense(one) for one in (a, b))
-            found.add(Key(Kind.gradient, name), *pair)
+            a, b = (_dense(one.gradients.get(name)) for one in (ours, theirs))
+            zero = torch.zeros_like(a if b is None else b)  # type: ignore[arg-type]
+            found.add(Key(Kind.gradient, name), zero if a is None else a, zero if b is None else b)
         compare_buffers(found, ours.after.buffers, theirs.after.buffers, start)
     return found
 
 
 def compare_buffers(found: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
-    """Change against change; of a count, and of a buffer that is new or of another shape, values."""
+    """Change against change; of counts, and of buffers that are new or of another shape, values."""
     for name, value in theirs.items():
         key, before, mine = Key(Kind.buffer, name), start.get(name), ours.get(name)
         if mine is None:
@@ -169,7 +167,9 @@ def compare_buffers(found: Distances, ours: Tensors, theirs: Tensors, start: Ten
             compare_changes(found, key, mine, value, before)
 
 
-def compare_changes(found: Distances, key: Key, ours: Tensor, theirs: Tensor, start: Tensor) -> None:
+def compare_changes(
+    found: Distances, key: Key, ours: Tensor, theirs: Tensor, start: Tensor
+) -> None:
     """How far a tensor went, against how far it should have gone, both from `start`."""
     if ours.shape != theirs.shape:
         found.add(key, ours, theirs)
@@ -210,6 +210,10 @@ def norm(tensor: Tensor) -> float:
 def dense(tensor: Tensor) -> Tensor:
     """The same, with its zeros written out."""
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else dense(tensor)
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -267,7 +267,9 @@ def _evaluated(run: Run, batches: int | None, in_double: bool) -> EvaluationReco
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        kept.append(tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, output))
+        kept.append(
+            tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, output)
+        )
         size[0] += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         return output
 
@@ -296,6 +298,7 @@ def metrics_of(run: Run, outputs: list[Any]) -> dict[str, float]:
     """The metrics that the run's own objective computes from outputs, in fp64."""
     totals: dict[str, Tensor] = {}
     batches = run.validation.batches(0)
+
     def placed(leaf: Any) -> Any:
         return double(leaf.to(run.device.torch)) if isinstance(leaf, Tensor) else leaf
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 from runner.batch import largest_part
@@ -114,6 +115,7 @@ class Yardstick:
     ) -> None:
         self.baseline, self.asked, self.given = quiet(baseline), steps, given
         self.choices: Mapping[str, Any] = {}
+        self.clip_norm: float | None = None  # in place of one that no gradient reaches
         self._plain: dict[tuple[str | None, int | None], _Plain] = {}
         self._random: dict[str | None, bool] = {}
         self._others: dict[int, Yardstick] = {}  # by seed, where one candidate needed them
@@ -189,7 +191,9 @@ class Yardstick:
                 return replace(found, verdict=Agreement.explained, notes=[*found.notes, note])
         return self._by_draws(config, micro, found if silent else heard, silent)
 
-    def _by_draws(self, config: RunConfig, micro: int | None, found: Parity, silent: bool) -> Parity:
+    def _by_draws(
+        self, config: RunConfig, micro: int | None, found: Parity, silent: bool
+    ) -> Parity:
         """Dropout by its statistics: one site after another, the others off, and all together."""
         with self._opened(self.baseline) as run:
             sites = chance.dropout_sites(run.model) if silent else []
@@ -229,6 +233,9 @@ class Yardstick:
         dropout: str | None = None,
         choices: Mapping[str, Any] | None = None,
     ) -> Iterator[Run]:
+        if self.clip_norm is not None:
+            stability = replace(config.stability, clip_norm=self.clip_norm)
+            config = replace(config, stability=stability)
         with opened(config, dropout, fresh(self.given, choices)) as run:
             yield run
 
@@ -266,13 +273,22 @@ class Yardstick:
 
     @cached_property
     def path(self) -> Record:
-        """The steps of the baseline itself."""
+        """The steps of the baseline; some are clipped, where it has a norm to clip by."""
+        record = self._follow_baseline()
+        norms, limit = [float(s.grad_norm) for s in record.steps], self.baseline.stability.clip_norm
+        if limit is not None and 0 < max(norms) <= limit:
+            self.clip_norm = median(norms)
+            record = self._follow_baseline()
+        return record
+
+    def _follow_baseline(self) -> Record:
         with self._opened(self.baseline) as run:
             self.says = numerics(run)
             record = follow(run, self.stretch)
             self.validation, whole = len(record.evaluation.outputs), run.validation.steps_per_epoch
-            if self.validation < whole:
-                self._chosen[1].append(f"validation batches after the first {self.validation}")
+        self.left_out = [f"validation batches after the first {self.validation}"]
+        if self.validation == whole:
+            self.left_out.clear()
         return record
 
     @cached_property
@@ -319,7 +335,7 @@ class Yardstick:
     def _measure(self, dropout: str | None, micro: int | None) -> _Plain:
         usual = cut(self.baseline, micro)
         plain = without_techniques(usual)
-        own = self.path
+        own, _ = self.path, self.noise
         if dropout is not None or micro is not None:
             own = self._follow(usual, dropout)
         truth = self._truth(plain, dropout)
@@ -334,6 +350,10 @@ class Yardstick:
         if truth is None:
             errors = self._distances(self._follow(plain, dropout, self.says, ulps=1), own)
         tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
+        if truth is not None:
+            for ours, right in zip(own.steps, truth.steps, strict=True):
+                ours.gradients = {}  # nobody needs them again, and they are large
+                right.gradients = {n: g.float() for n, g in right.gradients.items()}
         return _Plain(truth or own, truth is not None, own, tolerances)
 
     def _truth(self, plain: RunConfig, dropout: str | None) -> Record | None:
@@ -390,9 +410,17 @@ class Yardstick:
             noise=self.noise,
             first=first,
             rows=rows,
-            notes=_notes(seen),
-            not_judged=[*self._chosen[1], *_not_judged(made, seen)],
+            notes=[*self._clipped(), *_notes(seen)],
+            not_judged=[*self._chosen[1], *self.left_out, *_not_judged(made, seen)],
         )
+
+    def _clipped(self) -> Iterator[str]:
+        if self.clip_norm is not None:
+            limit = self.baseline.stability.clip_norm
+            yield (
+                f"clipped at {self.clip_norm:.2g}, the median norm: no gradient of these steps "
+                f"is above stability.clip_norm={limit:g}"
+            )
 
     def _compare_start(self, made: _Made, found: Distances) -> None:
         """The first weights and buffers: those of the baseline, to the bit."""

@@ -1,0 +1,52 @@
+"""Plants faults and looks for false alarms of job=verify: how many of each it finds.
+
+    python scripts/parity_mutants.py [mutant or model …]
+
+A mutant is a technique with one fault (tests/measure/parity_mutants.py). What is right are the
+levels of `tests/measure/test_mutants.py` on nine models, those of transformers among them. Exit
+code 1 where a fault is missed or an alarm is false. All of them take some 15 minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "measure")]
+
+from runner.measure.parity import Agreement, Parity  # noqa: E402
+from tests.measure.test_mutants import FAULTS, MODELS, judged_fault, judged_right  # noqa: E402
+
+
+def described(found: Parity) -> str:
+    first = found.first
+    if found.verdict is not Agreement.fail or first is None:
+        return found.verdict.value
+    return (
+        f"FAIL: {first.kind} {first.name} at {first.step}: {first.error:.1e}, "
+        f"explained {first.bound:.1e}"
+    )
+
+
+def main(names: Sequence[str]) -> int:
+    """Print a line for each, and the two counts."""
+    caught, alarms, right = 0, 0, 0
+    faults = [fault for fault in FAULTS if not names or fault.mutant in names]
+    for fault in faults:
+        start, found = time.perf_counter(), judged_fault(fault)
+        caught += found.verdict is Agreement.fail
+        took = f"({time.perf_counter() - start:.0f} s)"
+        print(f"{fault.mutant:28} {fault.model:10} {described(found)} {took}", flush=True)
+    for model in [name for name in MODELS if not names or name in names]:
+        for level, found in judged_right(model).items():
+            right, alarms = right + 1, alarms + (found.verdict is Agreement.fail)
+            print(f"{model:28} {level:16} {described(found)}", flush=True)
+    print(f"{caught} of {len(faults)} caught, {alarms} false alarms of {right}")
+    return 0 if caught == len(faults) and not alarms else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
