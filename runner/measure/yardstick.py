@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -234,8 +235,8 @@ class Yardstick:
         choices: Mapping[str, Any] | None = None,
     ) -> Iterator[Run]:
         if self.clip_norm is not None:
-            stability = replace(config.stability, clip_norm=self.clip_norm)
-            config = replace(config, stability=stability)
+            config = copy(config)  # not checked again, as a plain run asks for nothing
+            config.stability = replace(config.stability, clip_norm=self.clip_norm)
         with opened(config, dropout, fresh(self.given, choices)) as run:
             yield run
 

@@ -38,9 +38,13 @@ def test_a_level_that_is_right_passes_and_is_recorded(
     assert found["techniques"] == ["system", "fused_optimizer"]
     assert found["steps"] == 3
     kinds = {row["kind"] for row in found["rows"]}
-    assert kinds == {"loss", "grad_norm", "gradient", "parameter"}
+    assert kinds == {
+        "loss", "grad_norm", "gradient", "update", "parameter", "output", "metric",
+    }  # fmt: skip
+    assert "what begins after 3 steps" in found["not_judged"]
     out = capsys.readouterr().out
     assert "explained by precision" in out
+    assert "not judged" in out
     assert "verify.json" in out
 
 

@@ -17,10 +17,7 @@ from runner.measure.parity import Agreement, Parity, Yardstick, parity, without_
 QUIET = ["device=cpu", "device.threads=1", "monitoring.progress=false"]
 TEXT = ["data=stdlib_text", "data.sequence=32", "training.batch_size=8"]
 PARTS = ["data=stdlib_parts", "data.sequence=32", "training.batch_size=8"]
-HUGGING_FACE = [
-    "security.trusted=[transformers,parity_mutants]", "+model.config.num_hidden_layers=2",
-    "+model.config.hidden_size=32", "+model.config.num_attention_heads=2",
-]  # fmt: skip
+HUGGING_FACE = "security.trusted=[transformers,parity_mutants]"
 OWN = ["security.trusted=[parity_mutants]"]
 MODELS = {
     "mlp": ["model.width=32", *OWN],
@@ -33,13 +30,16 @@ MODELS = {
     "gpt2": [
         *TEXT, "model._target_=transformers.GPT2LMHeadModel",
         "+model.config._target_=transformers.GPT2Config", "+model.config.vocab_size=256",
-        "+model.config.n_positions=32", "+model.config.use_cache=false", *HUGGING_FACE,
+        "+model.config.n_positions=32", "+model.config.use_cache=false", "+model.config.n_layer=2",
+        "+model.config.n_embd=32", "+model.config.n_head=2", HUGGING_FACE,
     ],
     "bert": [
         *PARTS, "model._target_=transformers.BertForSequenceClassification",
         "+model.config._target_=transformers.BertConfig", "+model.config.vocab_size=258",
         "+model.config.intermediate_size=64", "+model.config.max_position_embeddings=32",
-        "+model.config.id2label={0:a,1:b,2:c,3:d,4:e,5:f}", *HUGGING_FACE,
+        "+model.config.num_hidden_layers=2", "+model.config.hidden_size=32",
+        "+model.config.num_attention_heads=2", "+model.config.id2label={0:a,1:b,2:c,3:d,4:e,5:f}",
+        HUGGING_FACE,
     ],
 }  # fmt: skip
 NONE = "optimization=none"

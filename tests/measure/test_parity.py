@@ -12,6 +12,7 @@ import torch
 
 from runner import compose
 from runner.config import RunConfig
+from runner.measure import stretch
 from runner.measure.parity import Agreement, Parity, Row, Yardstick, parity, without_techniques
 
 QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
@@ -130,7 +131,7 @@ def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
     ("model", "technique", "mutant", "kind"),
     [
         (MODELS["gpt"], BF16, "NotCausal", "loss"),
-        (MODELS["mlp"], BF16, "DroppedGradient", "grad_norm"),
+        (MODELS["mlp"], BF16, "DroppedGradient", "gradient"),
         (MODELS["cnn"], FUSED, "StaleBuffer", "buffer"),
         (MODELS["cnn"], FP16, "StaleBuffer", "buffer"),
         (DROPPING, BF16, "NoDropout", "draw"),
@@ -191,7 +192,7 @@ def test_a_gradient_is_missed_in_the_tensor_that_lacks_it() -> None:
 def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way() -> None:
     found = judged(MODELS["cnn"], PARTS)
     assert found.verdict is Agreement.exact
-    assert "micro-batches of 6" in found.notes[0]
+    assert any("micro-batches of 6" in note for note in found.notes)
 
 
 def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> None:
@@ -200,6 +201,28 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
     assert fused.verdict is Agreement.explained
     assert fused.reference == "the baseline itself"
     assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
+
+
+def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = compose([*QUIET, *MODELS["mlp"], *FUSED])
+    for name, value, reason in (
+        ("WEIGHTS", 12 * 3_466, "3,466 weights, of which every step is held"),
+        ("FLOPS", {"cpu": 12 * 600_000.0}, "a step computes 0.0 GFLOP"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(stretch, name, value)
+            found = parity(small, without_techniques(small))
+        assert found.verdict is Agreement.explained
+        assert 6 <= found.steps <= 12
+        assert f"what begins after {found.steps} steps: {reason}" in found.not_judged
+    assert parity(small, without_techniques(small)).steps == 40
+
+
+def test_rounding_to_16_bits_is_named_as_a_place_for_faults_to_hide_in() -> None:
+    alone = judged(MODELS["mlp"], BF16)
+    assert any("amp is judged with itself" in omission for omission in alone.not_judged)
+    both = judged(MODELS["mlp"], [*BF16, *FUSED])
+    assert not any("gradients" in omission for omission in both.not_judged)
 
 
 def test_parity_leaves_no_global_switch_behind() -> None:
