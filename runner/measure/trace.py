@@ -223,18 +223,18 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
     """The gradients of a step, from how it changed the optimizer's first moment.
 
     Adam's is beta1 * m + (1 - beta1) * g, SGD's is momentum * m + (1 - dampening) * g, with g
-    after clipping, which the norm undoes; without momentum the weight changes by -lr * g.
-    Coupled weight decay is in g. Clipping by anything but one norm cannot be undone.
+    after clipping, which the norm undoes. Coupled weight decay is in g. None where there is no
+    moment, or clipping by anything but one norm, which cannot be undone.
     """
     update = run.update
-    if update.clip is not None:
+    groups = update.optimizer.param_groups
+    if update.clip is not None or not all(g.get("betas") or g.get("momentum") for g in groups):
         return {}
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     clip = update.clip_norm
     excess = 1.0 if clip is None else max(float(step.grad_norm) / clip, 1.0)
-    rate = update.lr_at(int(update.updates) - 1)
     found: Tensors = {}
-    for group in update.optimizer.param_groups:
+    for group in groups:
         adam = "betas" in group
         kept = float(group["betas"][0]) if adam else float(group["momentum"])
         share = 1 - kept if adam else 1 - float(group["dampening"])
@@ -243,10 +243,7 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
         for p in group["params"]:
             weight, moment = (t.double() for t in before[p])
             now = _moment(update.optimizer.state.get(p, {}), p.detach()).double()
-            if adam or kept:
-                value = (now - kept * moment) / share
-            else:
-                value = (weight - now) / rate
+            value = (now - kept * moment) / share
             found[names[p]] = _copy(sign * excess * (value - decay * weight))
     return found
 
