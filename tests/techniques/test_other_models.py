@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import build, check_model, compose, train
+from runner.build import Given
 from runner.errors import ConfigError, RunnerError
 from runner.summary import Summary
 from runner.technique import Engagement
@@ -140,6 +141,71 @@ def test_no_compiler_on_the_path_leaves_the_rest_of_ultra_in_force(
     assert "no C++ compiler" in found["compile"].reason
     assert "no C++ compiler" in found["whole_step"].reason
     assert found["fused_optimizer"].engaged
+
+
+RECOMPUTE = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
+WRAPPERS = {
+    "forward": [
+        *RECOMPUTE, "optimization.attention.enabled=true", "optimization.attention.kernel=plain",
+        "optimization.channels_last.enabled=true", "optimization.amp.enabled=true",
+        "optimization.amp.dtype=bf16", "optimization.chunked_loss.enabled=true",
+        "optimization.chunked_loss.chunk=8", "optimization.chunked_loss.min_mb=0",
+    ],
+    "selective": ["optimization.recompute.enabled=true", "optimization.recompute.what=selective"],
+    "debug": ["debug=full"],
+    "compile": ["optimization.compile.enabled=true"],
+}  # fmt: skip
+SLOW = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="compiling needs g++")]
+
+
+def foreign_code(model: torch.nn.Module, *overrides: str) -> list[str]:
+    """What the model check says of patches and hooks of a model that the caller has made."""
+    few = [*QUIET, "data.validation_samples=8"]
+    with build(compose([*few, *overrides]), given=Given(model=model)) as run:
+        train(run)
+        report = check_model(run.model)
+        seen = {*run.history.counts, *(finding.code for finding in report.findings)}
+    return sorted(c for c in seen if c.startswith(("structure.patched", "hooks.")))
+
+
+def own_model(name: str) -> tuple[torch.nn.Module, list[str]]:
+    """A model that no package in `security.trusted` is named for, and what to train it on."""
+    if name == "decorated":
+        import my_package
+
+        return my_package.DecoratedBlocks(16, 10), [*TABLE[:3]]
+    transformers = pytest.importorskip("transformers")
+    if name == "bert":
+        config = transformers.BertConfig(
+            num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64,
+            vocab_size=258, max_position_embeddings=32, num_labels=6,
+        )  # fmt: skip
+        return transformers.BertForSequenceClassification(config), [*BERT[:3], "model=classifier"]
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=256, n_positions=32,
+                                     bos_token_id=0, eos_token_id=0)  # fmt: skip
+    return transformers.GPT2LMHeadModel(config), [*GPT2[:3], "model=gpt"]
+
+
+@pytest.mark.parametrize(
+    "wrapper", [pytest.param(w, marks=SLOW if w == "compile" else []) for w in WRAPPERS]
+)
+@pytest.mark.parametrize("name", ["decorated", "gpt2", "bert"])
+def test_the_model_check_does_not_take_a_wrapper_of_ours_for_foreign_code(
+    name: str, wrapper: str
+) -> None:
+    model, data = own_model(name)
+    assert not foreign_code(model, *data, "optimization=none", *WRAPPERS[wrapper])
+
+
+def test_a_foreign_patch_below_a_wrapper_of_ours_is_still_named() -> None:
+    import my_package
+
+    model = my_package.DecoratedBlocks(16, 10)
+    block = model.blocks[1]
+    block.forward = my_package.logged(type(block).forward).__get__(block)
+    assert foreign_code(model, *TABLE[:3], "optimization=none", *RECOMPUTE) == [
+        "structure.patched_method"
+    ]
 
 
 def test_an_error_of_the_users_model_stays_the_users_error() -> None:

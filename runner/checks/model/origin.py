@@ -7,7 +7,7 @@ it under its name, and a function only if the module's names are what it looks i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -51,24 +51,27 @@ def of_function(function: FunctionType) -> str:
     return name if module is not None and vars(module) is function.__globals__ else NOWHERE
 
 
-def functions(code: Any, depth: int = 0) -> Iterator[Any]:
-    """The functions that a callable comes to: those inside wrappers, partials and closures too."""
-    if depth > DEEPEST:
+def functions(code: Any, own: Collection[int] = frozenset(), depth: int = 0) -> Iterator[Any]:
+    """The functions that a callable comes to: those inside wrappers, partials and closures too.
+
+    Those in `own`, by id, are left out with all that is inside them.
+    """
+    if depth > DEEPEST or id(code) in own:
         return
     if isinstance(code, partial):
         for part in (code.func, *code.args, *code.keywords.values()):
             if callable(part):
-                yield from functions(part, depth + 1)
+                yield from functions(part, own, depth + 1)
     elif isinstance(code, MethodType):
-        yield from functions(code.__func__, depth + 1)
+        yield from functions(code.__func__, own, depth + 1)
     elif isinstance(code, FunctionType):
         yield code
         inner = [vars(code).get("__wrapped__"), *(_held(cell) for cell in code.__closure__ or ())]
         for part in inner:
             if isinstance(part, FunctionType | MethodType | partial):
-                yield from functions(part, depth + 1)
+                yield from functions(part, own, depth + 1)
     elif type(code).__name__ == "_WrappedHook" and of_class(type(code)).startswith("torch."):
-        yield from functions(code.hook, depth + 1)
+        yield from functions(code.hook, own, depth + 1)
     else:
         yield code
 
@@ -80,9 +83,9 @@ def _held(cell: Any) -> Any:
         return None
 
 
-def homes(code: Callable[..., Any]) -> Iterator[str]:
-    """The modules that a callable's code comes from."""
-    for one in functions(code):
+def homes(code: Callable[..., Any], own: Collection[int] = frozenset()) -> Iterator[str]:
+    """The modules that a callable's code comes from; functions in `own` are left out, by id."""
+    for one in functions(code, own):
         if isinstance(one, FunctionType):
             yield of_function(one)
         elif isinstance(one, BuiltinFunctionType):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -92,9 +92,11 @@ def _class_forward(kind: type) -> tuple[type, Any] | None:
     return None
 
 
-def _strangers(code: Any, trusted: Sequence[str]) -> Iterator[str]:
-    """The modules that code comes from and that are not known; the first is enough."""
-    yield from [home for home in origin.homes(code) if not origin.known(home, trusted)][:1]
+def _strangers(
+    code: Any, trusted: Sequence[str], own: Collection[int] = frozenset()
+) -> Iterator[str]:
+    """The first module that code comes from and that is not known; `own` are left out, by id."""
+    yield from [home for home in origin.homes(code, own) if not origin.known(home, trusted)][:1]
 
 
 def _patched(modules: Sequence[tuple[str, nn.Module]], trusted: Sequence[str]) -> Iterator[Reason]:
@@ -103,18 +105,15 @@ def _patched(modules: Sequence[tuple[str, nn.Module]], trusted: Sequence[str]) -
         for name, value in vars(module).items():
             if not callable(value) or not callable(getattr(type(module), name, None)):
                 continue
-            own = _functions_of(type(module))
-            codes = [code for code in origin.functions(value) if id(code) not in own]
-            for odd in (home for code in codes for home in _strangers(code, trusted)):
+            for odd in _strangers(value, trusted, _functions_of(type(module))):
                 yield Reason(
                     "structure.patched_method", Severity.WARNING, f"{path}.{name}".lstrip("."),
                     f"replaced in this {type(module).__qualname__} alone, by code of {odd}", REMOVE,
                 )  # fmt: skip
-                break
 
 
 def _functions_of(kind: type) -> set[int]:
-    """What its class and bases define: a model may well choose one of its own methods."""
+    """What its class and bases define: a method it chooses itself, or that a wrapper calls."""
     return {id(f) for owner in kind.__mro__ for f in vars(owner).values() if callable(f)}
 
 
