@@ -20,13 +20,14 @@ import numpy as np
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Turn
-from runner.benchmark.claims.gauges import GAUGES, INT8
+from runner.benchmark.claims.gauges import GAUGES, INT8, LATENCY
 from runner.benchmark.claims.statements import (
     BETTER,
     FAILS,
     HOLDS,
     PLAIN,
     TRIALS,
+    UNDECIDED,
     UNKNOWN,
     ClaimResult,
     Claims,
@@ -100,6 +101,11 @@ def _all(
         if told is not None:
             names = ", ".join(statement.name for statement in trial.statements)
             told(f"{names} ({number + 1} of {len(trials)})")
+        if trial.gpus:
+            reason = _no_gpus(trial.gpus)
+            found.rows += [_row(trial, statement, reason) for statement in trial.statements]
+            yield
+            continue
         budget = left * trial.share / sum(later.share for later in trials[number:])
         try:
             heat = _tried(trial, config, budget, folder, how, number, told)
@@ -138,6 +144,7 @@ def _tried(
     metrics = {
         **(GAUGES if quantities & set(SAVES) else {}),
         **(INT8 if Quantity.inference in quantities else {}),
+        **(LATENCY if Quantity.latency in quantities else {}),
     }
     how = replace(how, settings=settings, metrics=metrics)
     return run_heat(arms, PLAIN, budget_s, seed, how, told)
@@ -203,7 +210,17 @@ def verdict(statement: Statement, seen: Estimate, noise: float) -> tuple[str, st
         return BETTER, ""
     if reached or missed:
         return (HOLDS if reached else FAILS), ""
-    return UNKNOWN, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"
+    return UNDECIDED, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"
+
+
+def _no_gpus(needed: int) -> str:
+    """Why a claim about several GPUs is not tried."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < needed:
+        return f"it takes {needed} GPUs or more, and torch sees {there} here"
+    return f"torch sees {there} GPUs, and a run uses one: training on several is not built yet"
 
 
 def _seen(statement: Statement, heat: Heat) -> Estimate | None:
@@ -214,6 +231,8 @@ def _seen(statement: Statement, heat: Heat) -> Estimate | None:
         return _cost(statement, heat, ours)
     if statement.quantity is Quantity.inference:
         return _spread(_readings(ours, "int8_speedup"), [1.0])
+    if statement.quantity is Quantity.latency:
+        return _spread(_readings(ours, "compiled_latency"), [1.0])
     whole = statement.quantity is Quantity.memory
     return _spread(*(_held(finished, whole) for finished in (ours, plain)))
 
@@ -259,8 +278,9 @@ def _missing(statement: Statement, heat: Heat) -> str:
 
 def _row(trial: Trial, statement: Statement, reason: str) -> ClaimResult:
     shown = ["data.path=FOLDER"] if trial.images else []
-    words = [*trial.work, *shown, *trial.arms[statement.arm]]
+    words = [*trial.work, *shown, *trial.arms.get(statement.arm, ())]
     return ClaimResult(
         statement.name, statement.said, trial.about, statement.quantity.value, UNKNOWN,
-        reason=reason, why=statement.why, command=shlex.join(["python", "-m", "runner", *words]),
+        reason=reason, why=statement.why,
+        command=shlex.join(["python", "-m", "runner", *words]) if words else "",
     )  # fmt: skip

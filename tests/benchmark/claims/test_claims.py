@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -8,19 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from runner import build, compose, train
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.claims.claims import measure_claims, verdict
-from runner.benchmark.claims.gauges import TIMES, int8_speedup, state_bytes, step_bytes
+from runner.benchmark.claims.gauges import (
+    TIMES,
+    compiled_latency,
+    int8_speedup,
+    state_bytes,
+    step_bytes,
+)
 from runner.benchmark.claims.statements import (
     BETTER,
     FAILS,
     HOLDS,
     PLAIN,
     TRIALS,
+    UNDECIDED,
     UNKNOWN,
     ClaimResult,
     Claims,
@@ -32,6 +41,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.crew.crew import Finished, Ready
 from runner.benchmark.heat import With
 from runner.benchmark.statistics import Estimate
+from runner.compiler import facts
 from runner.config import JobKind
 from runner.errors import Interrupted
 from runner.report import claims as report
@@ -54,6 +64,7 @@ class Planned:
 
     speedup: float = 1.0
     step_bytes: float = 1e8
+    latency: float = 1.0  # of a compiled forward over an eager one
     dies: str = ""
     refuses: str = ""  # why the technique does not take hold
     stops_at: int = 10**9  # turns until Ctrl-C
@@ -96,7 +107,10 @@ class Planned:
         rows = [{"name": "amp", "requested": True, "engaged": not self.refuses,
                  "reason": self.refuses}]  # fmt: skip
         summary = {"techniques": rows, "tools": self.tools, "steps": 1000}
-        readings = {key: held * (1 + 0.01 * i) for i, key in enumerate(self.metrics)}
+        readings = {
+            key: (self.latency if key.startswith("compiled_latency") else held) * (1 + 0.01 * i)
+            for i, key in enumerate(self.metrics)
+        }
         return Finished(summary, [], [], readings)
 
 
@@ -123,8 +137,8 @@ def test_what_lies_past_the_far_end_of_a_range_is_better_than_said() -> None:
         (Quantity.speed, 1.2, (1.25, 1.3), 0.01, HOLDS),
         (Quantity.speed, 1.2, (2.5, 2.6), 0.01, HOLDS),  # more than claimed
         (Quantity.speed, 1.2, (1.05, 1.1), 0.01, FAILS),
-        (Quantity.speed, 1.2, (1.15, 1.25), 0.01, UNKNOWN),
-        (Quantity.speed, 1.2, (1.21, 1.25), 0.05, UNKNOWN),  # the noise is larger than the margin
+        (Quantity.speed, 1.2, (1.15, 1.25), 0.01, UNDECIDED),
+        (Quantity.speed, 1.2, (1.21, 1.25), 0.05, UNDECIDED),  # the noise is larger than the margin
         (Quantity.cost, 1.2, (1.1, 1.15), 0.01, HOLDS),
         (Quantity.cost, 1.2, (1.9, 2.1), 0.01, FAILS),
         (Quantity.memory, 0.55, (0.5, 0.52), 0.0, HOLDS),
@@ -138,7 +152,7 @@ def test_a_claim_holds_or_does_not_where_all_of_the_interval_is_on_one_side(
     seen = Estimate(sum(interval) / 2, *interval)
     found, reason = verdict(statement(quantity, bar), seen, noise)
     assert found == expected
-    assert bool(reason) is (expected == UNKNOWN)
+    assert bool(reason) is (expected == UNDECIDED)
 
 
 @pytest.mark.parametrize(("speedup", "expected"), [(1.5, HOLDS), (1.05, FAILS), (0.8, FAILS)])
@@ -168,6 +182,76 @@ def test_memory_is_compared_by_six_readings_of_each() -> None:
     for row in found:
         assert row.interval is not None and row.interval[0] < 0.4 < row.interval[1]
         assert (row.verdict, row.noise) == (HOLDS, None)
+
+
+RANGES = [s for tried in TRIALS for s in tried.statements if s.most is not None]
+GAINS = (Quantity.speed, Quantity.inference)
+
+
+@pytest.mark.parametrize("said", RANGES, ids=lambda said: said.name)
+def test_each_range_that_is_claimed_is_judged_by_where_the_interval_lies(said: Statement) -> None:
+    assert said.most is not None
+    gain, bar, most = said.quantity in GAINS, said.bar, said.most
+    assert (most > bar) is gain
+    middle, short, beyond = (bar + most) / 2, bar - (most - bar) / 2, most + (most - bar) / 2
+
+    def judged(center: float, half: float) -> str:
+        return verdict(said, Estimate(center, center - half, center + half), 0.0)[0]
+
+    narrow = abs(most - bar) / 8
+    assert [judged(x, narrow) for x in (middle, short, beyond)] == [HOLDS, FAILS, BETTER]
+    assert judged(bar, narrow) == UNDECIDED
+    assert judged(most, narrow) == HOLDS  # all of it reaches what is claimed at least
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "expected"),
+    [("torch.compile: training", {"speedup": 2.5}, HOLDS),
+     ("torch.compile: training", {"speedup": 1.3}, FAILS),
+     ("torch.compile: training", {"speedup": 2.01}, UNDECIDED),
+     ("mixed precision: training", {"speedup": 2.2}, HOLDS),
+     ("mixed precision: training", {"speedup": 0.7}, FAILS),
+     ("compiled inference", {"latency": 0.5}, HOLDS),
+     ("compiled inference", {"latency": 0.95}, FAILS),
+     ("compiled inference", {"latency": 0.59}, UNDECIDED),
+     ("compiled inference", {"latency": 0.2}, BETTER),
+     ("recompute: memory", {"step_bytes": 7e7}, HOLDS),
+     ("recompute: memory", {"step_bytes": 3.5e7}, BETTER),
+     ("recompute: memory", {"step_bytes": 9.5e7}, FAILS),
+     ("micro-batches: memory", {"step_bytes": 6.8e7}, HOLDS),
+     ("memory_efficient: memory", {"step_bytes": 7.9e7}, UNDECIDED)],
+)  # fmt: skip
+def test_a_planted_effect_gets_the_verdict_of_its_claim(
+    name: str, planted: dict[str, float], expected: str
+) -> None:
+    said = next(s for tried in TRIALS for s in tried.statements if s.name == name)
+    (row,) = measured(Planned(**planted), trial(replace(said, arm="arm", needs=""))).rows
+    assert (row.name, row.verdict) == (name, expected)
+    assert row.ratio is not None and row.interval is not None
+
+
+def test_what_takes_two_gpus_is_not_measurable_here_and_says_so_without_a_trial() -> None:
+    (scaling,) = [tried for tried in TRIALS if tried.gpus]
+    (row,) = measured(Planned(), scaling).rows
+    assert (row.verdict, row.ratio, row.command) == (UNKNOWN, None, "")
+    there = torch.cuda.device_count()
+    assert f"torch sees {there}" in row.reason
+    assert ("takes 2 GPUs" in row.reason) is (there < 2)
+
+
+def test_the_latency_of_compiled_inference_is_that_of_a_compiled_model() -> None:
+    with trained(*MLP, "optimization=none") as run, pytest.raises(ValueError, match="not compiled"):
+        compiled_latency(run)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
+def test_compiled_and_eager_forwards_are_timed_in_turn() -> None:
+    asked = ("optimization=custom", "optimization.compile.enabled=true")
+    with trained(*MLP, *asked) as run:
+        before = facts()["graphs"]
+        assert 0.01 < compiled_latency(run) < 100
+        assert facts()["graphs"] >= before  # of inference, or that of validation again
 
 
 def test_a_technique_that_does_not_take_hold_is_not_measurable_and_says_why() -> None:
@@ -201,6 +285,9 @@ def test_ctrl_c_keeps_the_rows_that_are_done() -> None:
 
 @pytest.mark.parametrize("tried", TRIALS, ids=lambda t: t.statements[0].name)
 def test_every_trial_is_a_config_with_what_it_needs_switched_on(tried: Trial) -> None:
+    if tried.gpus:
+        assert not tried.arms  # nothing here could be run
+        return
     folder = ["data.path=images"] if tried.images else []
     plain = compose([*tried.work, *folder, *tried.plain]).optimization
     for said in tried.statements:
@@ -220,7 +307,10 @@ def test_the_statements_that_people_make_are_all_there() -> None:
     for part in (
         "torch.compile: 20–30 % faster", "1.5–2× faster", "half the memory", "2–3×", "80 %",
         "tuned loader: 20–30 %", "channels-last: faster", "+10–20 %", "+50–100 %", "below +5 %",
-        "40–60 % faster", "5× faster", "90 % less",
+        "40–60 % faster", "5× faster", "90 % less", "torch.compile: training: 2–3× faster",
+        "compiled inference: 40–60 % less latency", "recompute: memory: 20–40 % less memory",
+        "micro-batches: memory: 20–40 %", "memory_efficient: memory: 20–40 %", "1.5–3× faster",
+        "linear scaling",
     ):  # fmt: skip
         assert part in said
 
