@@ -87,6 +87,9 @@ class Loader(Protocol):
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds."""
 
+    def ready(self) -> tuple[int, int]:
+        """How many batches workers had fetched when they were asked for, and how many were."""
+
     def close(self) -> None:
         """End every worker, at once."""
 

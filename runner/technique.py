@@ -37,6 +37,16 @@ class Evidence:
     reason: str
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of_share(cls, part: int, whole: int, of: str, /, **facts: Any) -> Evidence:
+        """Engaged where more than half of the `whole` is; the share is a fact in any case.
+
+        `of` starts with what is counted, in the plural: "layers in 16 bits".
+        """
+        share = f"{part:,} of {whole:,}"
+        reason = "" if 0 < part == whole else f"{share} {of}"
+        return cls(2 * part > whole, reason, {of.partition(" ")[0]: share, **facts})
+
 
 @dataclass
 class Technique(ABC):

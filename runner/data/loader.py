@@ -162,6 +162,10 @@ class BatchLoader:
         size = self.fetch.order.batch_size
         return min(size, self.n - step % self.steps_per_epoch * size)
 
+    def ready(self) -> tuple[int, int]:
+        """How many batches workers had fetched when they were asked for, and how many were."""
+        return (0, 0) if self.pool is None else (self.pool.ready, self.pool.asked)
+
     def close(self) -> None:
         """Kill every worker, at once."""
         if self.pool is not None:

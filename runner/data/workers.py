@@ -49,6 +49,7 @@ class Workers:
         self.pipes: list[Connection] = []
         self.round = 0  # tells what was asked for before a restart from what was asked after
         self.at_exit: multiprocessing.util.Finalize | None = None
+        self.asked = self.ready = 0  # batches the loop asked for; those that were fetched by then
 
     def batches(self, keys: Iterator[Key]) -> Iterator[Batch]:
         """The batches of these keys, in their order; each worker has up to `ahead` in hand.
@@ -114,6 +115,8 @@ class Workers:
 
     def _receive(self, worker: int, key: Key) -> Batch:
         pipe, process = self.pipes[worker], self.processes[worker]
+        self.asked += 1
+        self.ready += pipe.poll()
         while True:
             # the host waits here; a signal handler that raises is not held up
             ready = wait([pipe, process.sentinel], self.timeout_s)

@@ -30,7 +30,8 @@ def seen(row: ClaimResult) -> str:
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
     if row.quantity == Quantity.cost.value:
         return f"{_signed(row.ratio)} % time ({_signed(low)} to {_signed(high)})"
-    return f"{_signed(row.ratio)} % memory ({_signed(low)} to {_signed(high)})"
+    what = "latency" if row.quantity == Quantity.latency.value else "memory"
+    return f"{_signed(row.ratio)} % {what} ({_signed(low)} to {_signed(high)})"
 
 
 def about(found: Claims) -> str:
@@ -47,9 +48,9 @@ def about(found: Claims) -> str:
 def remarks(found: Claims) -> list[str]:
     """What to know of how it was measured."""
     said = [
-        "An interval is of 95 % and through the stopping rule; of memory and int8 it is the range "
-        "of six readings. A claim holds or does not where all of the interval, with the noise at "
-        "both ends, is on one side of what is claimed at least."
+        "An interval is of 95 % and through the stopping rule; of memory, latency and int8 it is "
+        "the range of six readings. A claim holds or does not where all of the interval, with the "
+        "noise at both ends, is on one side of what is claimed at least; else it is undecided."
     ]
     others = found.load.get("others")
     if others is not None and others > LOADED:
@@ -116,7 +117,7 @@ def _item(row: ClaimResult) -> str:
 
 
 def _commands(rows: Sequence[ClaimResult]) -> list[str]:
-    return list(dict.fromkeys(row.command for row in rows))
+    return list(dict.fromkeys(row.command for row in rows if row.command))
 
 
 def _noise(row: ClaimResult) -> str:

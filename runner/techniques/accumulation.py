@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.batch import largest_part
+from runner.batch import count, largest_part
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
@@ -62,10 +62,10 @@ class Accumulation(Technique):
 
     def engaged(self, run: Run) -> Evidence:
         """The number of backward passes that one update is made of."""
-        parts = -(-run.train.samples(0) // run.micro_batch)
-        return Evidence(
-            parts > 1, "", {"micro_batch": run.micro_batch, "backward_per_update": parts}
-        )
+        parts = -(-count(run.train.peek()[1]) // run.micro_batch)
+        reason = "" if parts > 1 else f"a batch is no larger than {run.micro_batch} samples"
+        facts = {"micro_batch": run.micro_batch, "backward_per_update": parts}
+        return Evidence(parts > 1, reason, facts)
 
 
 def fitting(draft: Draft, share: float) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -13,7 +14,7 @@ from runner.errors import ConfigError
 from runner.run import Run
 from runner.technique import Choice, Draft, Evidence, Technique
 from runner.techniques.flops import product_mflop
-from runner.techniques.probe import outputs
+from runner.techniques.probe import outputs, rehearse
 
 if TYPE_CHECKING:
     import torch
@@ -95,18 +96,54 @@ class Amp(Technique):
         return None
 
     def engaged(self, run: Run) -> Evidence:
-        """The types that come out of linear and convolution layers, and those of the weights."""
+        """Layers whose products are in 16 bits in a step; types of layer outputs and weights.
+
+        A layer is the innermost module of a product of matrices, a convolution or attention.
+        """
         import torch
 
         kinds = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
         layers = [m for m in run.model.modules() if isinstance(m, kinds)]
         seen = Counter(_name(output.dtype) for output in outputs(run, layers))
-        low = seen["bfloat16"] + seen["float16"]
+        low, whole = low_precision_layers(run)
         weights = Counter(_name(p.dtype) for p in run.model.parameters())
         facts: dict[str, Any] = {"layer_outputs": dict(seen), "weights": dict(weights)}
         if run.update.scale is not None:
             facts["loss_scale"] = float(run.update.scale.value)
-        return Evidence(low > 0, "" if low else "no layer's product came out in 16 bits", facts)
+        return Evidence.of_share(low, whole, "layers with all products in 16 bits", **facts)
+
+
+def low_precision_layers(run: Run) -> tuple[int, int]:
+    """How many layers have only 16-bit products in the forward of a step, and how many have any."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    from runner.techniques.operators import OperatorObserver
+
+    active: list[nn.Module] = []
+    types: dict[nn.Module, set[torch.dtype]] = {}
+
+    def note(operator: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        product = operator._overloadpacket in flop_registry or "rnn" in operator.__name__
+        if product and active and isinstance(first, torch.Tensor):
+            types.setdefault(active[-1], set()).add(first.dtype)
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        active.append(module)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        active.pop()
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in run.model.modules():
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(OperatorObserver(note))
+        rehearse(run)
+    low = {torch.float16, torch.bfloat16}
+    return sum(seen <= low for seen in types.values()), len(types)
 
 
 def pure(model: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

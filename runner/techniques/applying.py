@@ -55,6 +55,10 @@ def _extra(
             technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
         if not isinstance(technique, Technique):
             raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")
+        if technique.enabled and not type(technique).__module__.startswith("runner."):
+            from runner.techniques.fingerprint import MeasuredTechnique
+
+            technique = MeasuredTechnique(True, technique=technique)
         found.append((target.rpartition(".")[2], technique))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 from statistics import median
@@ -92,6 +92,7 @@ class Attention(Technique):
                 else:
                     name = self._choose(draft, first, calls, draft.micro_batch / samples)
                     reason = None  # what cannot take a call leaves it to the next
+        draft.remarks["attention"] = {"calls": sum(call.times for call in calls)}
         if reason is None and (self.kernel is not Kernel.auto or name != first):
             strictly = self.kernel is not Kernel.auto
             draft.scope.enter_context(kernels.use(name, draft.model, strictly))
@@ -134,15 +135,21 @@ class Attention(Technique):
         ran = {name: n for name, n in ran.items() if n}
         products = sum(seen.get(name, 0) for name in PRODUCTS)
         facts: dict[str, Any] = {"kernel": wanted, "ran": ran or {"bmm": products}}
+        calls = int(run.remarks["attention"]["calls"])
         if wanted == "default":
-            return Evidence(bool(ran), "" if ran else "no attention kernel was seen", facts)
+            return _share(sum(ran.values()), calls, facts)
         others = [name for name in ran if name != wanted]
         if others:
             return Evidence(False, f"{' and '.join(others)} ran in its place", facts)
-        # compiled, math and plain are taken apart, and only the products keep their names
-        apart = wanted in ("math", "plain") and products > 0
-        took = wanted in ran or apart
-        return Evidence(took, "" if took else "no attention kernel was seen", facts)
+        # compiled, math and plain are taken apart, and only their two products keep their names
+        apart = products // 2 if wanted in ("math", "plain") else 0
+        return _share(ran.get(wanted, apart), calls, facts)
+
+
+def _share(ran: int, calls: int, facts: dict[str, Any]) -> Evidence:
+    """Of the calls that the model made when it was built; recomputed ones run twice a step."""
+    shown = Evidence.of_share(min(ran, calls), calls, "calls ran in an attention kernel", **facts)
+    return shown if ran else replace(shown, reason="no attention kernel was seen")
 
 
 def _count(seen: Any, start: str) -> int:

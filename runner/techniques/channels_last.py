@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runner.batch import Batch
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.probe import outputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -31,11 +36,36 @@ class ChannelsLast(Technique):
         return None
 
     def engaged(self, run: Run) -> Evidence:
-        """The memory order behind the first and the last convolution."""
+        """Convolutions that read and write NHWC order; those where both orders are one count out.
+
+        With its weights in NHWC a convolution writes that order whatever it reads, and copies
+        an input in NCHW first.
+        """
         import torch
 
         layers = [m for m in run.model.modules() if isinstance(m, torch.nn.Conv2d)]
-        seen = [o.is_contiguous(memory_format=torch.channels_last) for o in outputs(run, layers)]
-        facts = {"nhwc_after_first": seen[:1] == [True], "nhwc_after_last": seen[-1:] == [True]}
-        took = all(facts.values())
-        return Evidence(took, "" if took else "some convolution puts out NCHW", facts)
+        read: dict[torch.nn.Module, torch.Tensor] = {}
+
+        def note(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            read.setdefault(layer, inputs[0])
+
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.callback(layer.register_forward_pre_hook(note).remove)
+            written = outputs(run, layers)
+        orders = [[o for o in map(_is_nhwc, pair) if o is not None]
+                  for pair in zip(read.values(), written, strict=False)]  # fmt: skip
+        known = [order for order in orders if order]
+        seen = [o.is_contiguous(memory_format=torch.channels_last) for o in written]
+        return Evidence.of_share(
+            sum(map(all, known)), len(known), "convolutions read and write NHWC",
+            nhwc_after_first=seen[:1] == [True], nhwc_after_last=seen[-1:] == [True],
+        )  # fmt: skip
+
+
+def _is_nhwc(tensor: Tensor) -> bool | None:
+    """Whether it lies in NHWC order; None where that is the same as NCHW."""
+    import torch
+
+    nhwc = tensor.is_contiguous(memory_format=torch.channels_last)
+    return None if nhwc and tensor.is_contiguous() else nhwc

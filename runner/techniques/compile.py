@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks
 from runner.techniques.break_even import not_worth_it
+from runner.techniques.probe import rehearse
 from runner.techniques.whole_step import kept_out
 
 if TYPE_CHECKING:
@@ -95,7 +97,33 @@ class Compile(Technique):
         if not facts["graphs"]:
             why = facts.get("failed") or [told for told in [kept_out(run, eager=True)] if told]
             return Evidence(False, shorten("; ".join(["no graph", *why]), 300), facts)
-        return Evidence(True, reason, facts)
+        compiled, layers = _compiled_layers(run)
+        shown = Evidence.of_share(compiled, layers, "layers in compiled graphs", **facts)
+        return replace(shown, reason="; ".join(filter(None, (reason, shown.reason))))
+
+
+def _compiled_layers(run: Run) -> tuple[int, int]:
+    """How many layers of a step ran in compiled graphs, and how many ran.
+
+    Compiled code does not call the hooks that a module was given later; a layer that the compiler
+    left out, or took to pieces at a graph break, does.
+    """
+    import torch
+
+    called: set[nn.Module] = set()
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        called.add(module)
+
+    with ExitStack() as stack:
+        for module in run.model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                stack.callback(module.register_forward_pre_hook(note).remove)
+        rehearse(run)
+        eager, called = called, set()
+        with torch.compiler.set_stance("force_eager"):
+            rehearse(run)
+    return len(called - eager), len(called)
 
 
 class Compilation:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from runner.optim.optimizer import Optimizer
     from runner.optim.update import Update
 
 Options = dict[str, bool]
@@ -29,18 +31,49 @@ class FusedOptimizer(Technique):
         return reason
 
     def engaged(self, run: Run) -> Evidence:
-        """The implementation that ran, and where clipping and the guard are done."""
-        group = run.update.optimizer.param_groups[0]
-        ran = "fused" if group.get("fused") else "foreach" if group.get("foreach") else "loop"
-        facts = {
-            "implementation": ran,
-            "guard": _guard(run.update),
-        }
-        reason = ""
-        if ran != "fused":
-            name = type(run.update.optimizer).__name__
-            reason = f"{name} has no fused kernel that fits how it is set and called: {ran}"
-        return Evidence(ran == "fused", reason, facts)
+        """The operators of an update by each group, and where clipping and guard are done."""
+        optimizer = run.update.optimizer
+        weights: Counter[str] = Counter()
+        for group in optimizer.param_groups:
+            own_call = run.update.kernel is not None  # the kernel is called past the class's step
+            ran = "fused" if own_call else implementation(optimizer, group)
+            weights[ran] += len(group["params"])
+        ran = weights.most_common(1)[0][0]
+        facts = {"implementation": ran, "guard": _guard(run.update)}
+        shown = Evidence.of_share(
+            weights["fused"], weights.total(), "weights updated by a fused kernel", **facts
+        )
+        if weights["fused"]:
+            return shown
+        name = type(optimizer).__name__
+        reason = f"{name} has no fused kernel that fits how it is set and called: {ran}"
+        return replace(shown, reason=reason)
+
+
+def implementation(optimizer: Optimizer, group: dict[str, Any]) -> str:
+    """Which one the class's `step` takes with this group's options: fused, foreach or loop.
+
+    Seen in an update of a weight of a few numbers, by an optimizer of its own that shares nothing
+    with the run's but plain attributes.
+    """
+    import torch
+
+    from runner.techniques.operators import OperatorObserver
+
+    names: set[str] = set()
+
+    first = group["params"][0].detach()
+    weight = first.new_zeros((2,) * first.ndim).requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    trial: Any = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))
+    trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [weight]}]
+    with torch.no_grad(), OperatorObserver(lambda operator, _: names.add(operator.__name__)):
+        inspect.unwrap(type(optimizer).step)(trial)
+    for kind in ("fused", "foreach"):
+        if any(name.startswith(f"_{kind}") for name in names):
+            return kind
+    return "loop"
 
 
 def _guard(update: Update) -> str:

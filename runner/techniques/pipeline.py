@@ -74,13 +74,28 @@ class Pipeline(Technique):
         return best, f"a batch takes {said}; a step computes about {1e3 * step:.1f} ms"
 
     def engaged(self, run: Run) -> Evidence:
-        """The share of a step that the loop waits for data, and what was measured before."""
+        """Batches that were fetched when the loop asked for them; the time it waited for others."""
         values = {choice.key: choice.value for choice in run.choices}
         facts: dict[str, Any] = {
             "workers": values.get("data.workers", run.settings["data.workers"]),
             "wait_share": round(run.watch.throughput(None).split.get("data", 0.0), 4),
         }
-        return Evidence(True, "", facts | run.remarks.get("pipeline", {}))
+        facts |= run.remarks.get("pipeline", {})
+        ready, asked = run.train.ready()
+        if asked:
+            return Evidence.of_share(
+                ready, asked, "batches ready when they were asked for", **facts
+            )
+        if facts.setdefault("copied_aside", _copies_aside(run)):
+            return Evidence(True, "", facts)
+        return Evidence(False, "no worker fetches ahead: they would not pay for themselves", facts)
+
+
+def _copies_aside(run: Run) -> bool:
+    """Whether the loader copies beside the step, which `apply` asks for."""
+    refused = any(c.key == "data.device_prefetch" and not c.value for c in run.choices)
+    off = run.settings.get("data.device_prefetch") is False
+    return run.device.kind == "cuda" and not refused and not off
 
 
 def _fetch_seconds(draft: Draft, workers: int, budget_s: float) -> float:

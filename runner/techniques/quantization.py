@@ -124,9 +124,13 @@ class Quantization(Technique):
         told = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
         if not drop <= self.max_drop:  # NaN too
             return Evidence(False, f"{told}: more is lost than max_drop={self.max_drop:g}", facts)
-        run.quantized = Quantized(model, evaluation)
         share = facts["int8_bytes"] / bytes_before
         told += f"; {share:.0%} of the bytes, {facts['latency_ratio']:.2f} of the time"
+        quantized = sum((kinds - kinds_before).values())
+        told += f"; {quantized} of {quantized + facts['left_float']} linear layers"
+        if share >= 1:
+            return Evidence(False, f"{told}: the int8 copy is no smaller", facts)
+        run.quantized = Quantized(model, evaluation)
         return Evidence(True, told, facts)
 
     def _decide(self, kind: str) -> tuple[str, str]:

@@ -161,11 +161,11 @@ class Recompute(Technique):
             saved = recomputed.held_without - recomputed.held
             took = 0 < held < recomputed.held_without - saved / 4
             return Evidence(took, "" if took else "the compiled graph holds no less", facts)
-        recomputed.again = 0
+        recomputed.again.clear()
         rehearse(run)
-        facts["recomputed_blocks"] = recomputed.again
-        took = recomputed.again > 0
-        return Evidence(took, "" if took else "no block ran again in the backward", facts)
+        facts["recomputed_blocks"] = again = len(recomputed.again)
+        whole = len(recomputed.blocks)
+        return Evidence.of_share(again, whole, "blocks ran again in the backward", **facts)
 
 
 @dataclass
@@ -177,7 +177,7 @@ class Recomputed:
     of: int  # blocks that there are
     held: int = 0  # bytes between forward and backward, predicted for an eager step
     held_without: int = 0
-    again: int = field(default=0, compare=False)  # times that a block ran for the backward
+    again: set[nn.Module] = field(default_factory=set, compare=False)  # ran for the backward too
 
     def wrap(self, scope: ExitStack) -> None:
         """Put a forward in place of each block's own, until `scope` closes."""
@@ -213,7 +213,7 @@ class Recomputed:
     @contextmanager
     def _again(self, block: nn.Module, around: AbstractContextManager[Any]) -> Iterator[None]:
         """The second run of a block: BatchNorm has counted this batch already."""
-        self.again += 1
+        self.again.add(block)
         owners = [(m._buffers, dict(m._buffers)) for m in block.modules() if m._buffers]
         for now, before in owners:
             now.update({name: b if b is None else b.clone() for name, b in before.items()})

@@ -104,7 +104,7 @@ class System(Technique):
         return threads, reason
 
     def engaged(self, run: Run) -> Evidence:
-        """What is set, read back; page faults are those of a rehearsed step."""
+        """What is set, read back from the process; page faults are those of a rehearsed step."""
         from runner.device import allocator, denormals
 
         settings = run.device.settings
@@ -114,12 +114,21 @@ class System(Technique):
         facts["waiting"] = {key: os.environ[key] for key in WAITING if key in os.environ} or "spin"
         facts["allocator"] = allocator.name()
         facts |= run.remarks.get("system", {})
-        missing = []
+        missing, in_force = [], []
         if run.device.kind == "cpu":
+            for choice in run.choices:
+                if choice.key == "device.threads":
+                    in_force.append("threads")
+                    if choice.value != facts["threads"]:
+                        missing.append(f"{facts['threads']} threads, not the {choice.value} chosen")
             if self.flush_denormals:
                 facts["denormals_are_zero"] = denormals.flushed()
-                if not (facts["denormals_are_zero"] or "denormals_left_alone" in facts):
+                if facts["denormals_are_zero"]:
+                    in_force.append("denormals")
+                elif "denormals_left_alone" not in facts:
                     missing.append("denormals are not zero in every thread")
+            if self.keep_memory and "allocator_left_alone" not in facts:
+                in_force.append("memory")
             for _ in range(2):  # what is kept settles
                 rehearse(run)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -128,9 +137,17 @@ class System(Technique):
             facts["page_faults_per_step"] = after - before
         else:
             facts["cudnn_benchmark"] = settings["cudnn_benchmark"]
+            if self.cudnn_benchmark and "cudnn_benchmark_left_alone" not in facts:
+                in_force.append("cudnn_benchmark")
+                if not facts["cudnn_benchmark"]:
+                    missing.append("cudnn.benchmark is off")
             facts["memory_fraction"] = settings["memory_fraction"]
             growing, segments = allocator.expandable_segments()
             facts["expandable_segments"], facts["segments"] = growing, segments
+            if growing:
+                in_force.append("expandable_segments")
+        if not in_force:
+            missing.append("none of its settings is in force")
         return Evidence(not missing, "; ".join(missing), facts)
 
 

@@ -69,9 +69,11 @@ class WholeStep(Technique):
         whole = run.whole
         if whole is None:
             return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
+        made = max(len(run.watch.steps), whole.steps)  # a loop of the user's own is not timed
         facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.facts()}
-        reason = "" if whole.steps else kept_out(run) or "no full batch came"
-        return Evidence(whole.steps > 0, reason, facts)
+        if not whole.steps:
+            return Evidence(False, kept_out(run) or "no full batch came", facts)
+        return Evidence.of_share(whole.steps, made, "steps made in one graph", **facts)
 
 
 def kept_out(run: Run, eager: bool = False) -> str:

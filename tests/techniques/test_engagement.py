@@ -52,7 +52,9 @@ def test_fp16_runs_with_a_loss_scale() -> None:
 )  # fmt: skip
 def test_the_fused_optimizer_says_what_ran(optimizer: str, ran: str, guard: str) -> None:
     fused = row(trained("optimization=basic", f"optimizer.name={optimizer}"), "fused_optimizer")
-    assert fused.evidence == {"implementation": ran, "guard": guard}
+    assert fused.evidence["implementation"] == ran
+    assert fused.evidence["guard"] == guard
+    assert fused.evidence["weights"] == ("6 of 6" if ran == "fused" else "0 of 6")
     assert fused.engaged is (ran == "fused")
     assert ran == "fused" or "no fused kernel" in fused.reason
 
@@ -61,6 +63,8 @@ def test_channels_last_holds_to_the_last_convolution() -> None:
     flag = "optimization.channels_last.enabled=true"
     held = row(trained("model=cnn", "model.width=8", flag), "channels_last")
     assert held.engaged
+    convolutions = held.evidence.pop("convolutions")
+    assert convolutions == "15 of 15"
     assert held.evidence == {"nhwc_after_first": True, "nhwc_after_last": True}
     without = row(trained("model=mlp", flag), "channels_last")
     assert not without.engaged

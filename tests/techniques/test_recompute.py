@@ -54,7 +54,7 @@ def row(overrides: list[str]) -> Engagement:
 def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what: str) -> None:
     plain, without = step(data)
     same, run = step([*data, *recomputing(what)])
-    assert run.recompute is not None and run.recompute.again > 0
+    assert run.recompute is not None and run.recompute.again
     assert plain.keys() == same.keys()
     assert [n for n in plain if not torch.equal(plain[n], same[n])] == []
     assert run.model.state_dict().keys() == without.model.state_dict().keys()
@@ -224,7 +224,7 @@ def test_a_third_partys_gpt_is_bit_equal(tmp_path: Path, monkeypatch: pytest.Mon
            "model._target_=third_party.Net", "security.trusted=[third_party]"]  # fmt: skip
     plain, _ = step(own)
     same, run = step([*own, *recomputing("full")])
-    assert run.recompute is not None and run.recompute.again == 2
+    assert run.recompute is not None and len(run.recompute.again) == 2
     assert [n for n in plain if not torch.equal(plain[n], same[n])] == []
 
 

@@ -1,0 +1,478 @@
+"""Each technique's evidence says no where it was asked for, and did not take hold."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from runner import build, compose, train
+from runner.build import Given
+from runner.errors import ConfigError
+from runner.hook import Hook, Step
+from runner.outcome import engagements, look
+from runner.run import Run
+from runner.technique import Draft, Engagement, Evidence, Technique
+from runner.techniques.cuda_graphs import CudaGraphs
+from runner.techniques.pipeline import Pipeline
+from runner.techniques.tf32 import Tf32
+
+QUICK = [
+    "training.steps=4", "monitoring.progress=false", "checkpoint=off", "device=cpu",
+    "device.threads=1", "optimization=none", "data.validation_samples=8", "checks=off",
+]  # fmt: skip
+TABLE = ["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=400"]
+IMAGES = ["data=synthetic", "data.form=images", "data.samples=200", "data.channels=3"]
+COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
+
+
+def on(name: str, *knobs: str) -> list[str]:
+    switches = ["enabled=true", *knobs]
+    return [f"optimization.{name}.{switch}" for switch in switches]
+
+
+def row(run: Run, name: str) -> Engagement:
+    return next(row for row in engagements(run) if row.name == name)
+
+
+def trained(name: str, overrides: list[str], **given: Any) -> Engagement:
+    with build(compose([*QUICK, *overrides]), given=Given(**given)) as run:
+        train(run)
+        return row(run, name)
+
+
+class Layer(nn.Module):
+    """A product that is no nn.Linear, in 32 bits where it is `exact`."""
+
+    def __init__(self, exact: bool, only_training: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.exact, self.only_training = exact, only_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = self.exact and (self.training or not self.only_training)
+        with torch.autocast("cpu", enabled=False) if exact else nullcontext():
+            return F.linear(x.float() if exact else x, self.weight).relu()
+
+
+def layers(count: int, exact: int, only_training: bool = False) -> nn.Module:
+    return nn.Sequential(
+        *(Layer(i < exact, only_training) for i in range(count - 1)), nn.Linear(16, 10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("exact", "only_training", "engaged"),
+    [(0, False, True), (1, False, True), (9, False, False), (9, True, False), (17, False, False)],
+)
+def test_mixed_precision_is_engaged_by_the_share_of_layers_in_16_bits(
+    exact: int, only_training: bool, engaged: bool
+) -> None:
+    amp = trained("amp", [*TABLE, *on("amp", "dtype=bf16")], model=layers(18, exact, only_training))
+    assert amp.evidence["layers"] == f"{18 - exact} of 18"
+    assert amp.engaged is engaged
+    assert amp.reason == (
+        "" if not exact else f"{18 - exact} of 18 layers with all products in 16 bits"
+    )
+
+
+class Convolutions(nn.Module):
+    """`sorted_back` of its eight convolutions get their input in NCHW order."""
+
+    def __init__(self, sorted_back: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.rest = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(7))
+        self.head, self.sorted_back = nn.Linear(8, 10), sorted_back
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i, layer in enumerate(self.rest):
+            x = layer(x.contiguous() if i < self.sorted_back else x).relu()
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("sorted_back", "engaged"), [(0, True), (1, True), (4, False), (7, False)])
+def test_channels_last_is_engaged_by_the_share_of_convolutions_that_copy_nothing(
+    sorted_back: int, engaged: bool
+) -> None:
+    given = {"model": Convolutions(sorted_back)}
+    layout = trained("channels_last", [*IMAGES, *on("channels_last")], **given)
+    assert layout.evidence["convolutions"] == f"{8 - sorted_back} of 8"
+    assert layout.engaged is engaged
+    assert bool(layout.reason) is (sorted_back > 0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).relu()
+
+
+class Blocks(nn.Module):
+    """Calls the first `past` of its blocks by their class, past what is put in the instances."""
+
+    def __init__(self, past: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.past = nn.Linear(16, 10), past
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = Block.forward(block, x) if i < self.past else block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("past", [0, 1, 2, 3])
+def test_recompute_is_engaged_by_the_share_of_blocks_that_ran_again(past: int) -> None:
+    again = trained("recompute", [*TABLE, *on("recompute", "what=full")], model=Blocks(past))
+    assert again.evidence["recomputed_blocks"] == 3 - past
+    assert again.engaged is (past < 2)
+    assert again.reason == ("" if not past else f"{3 - past} of 3 blocks ran again in the backward")
+
+
+class Uncompiled(Block):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Chain(nn.Module):
+    """Three blocks, of which the compiler is kept out of the first so many."""
+
+    def __init__(self, left_out: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = ((Uncompiled if i < left_out else Block)() for i in range(3))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = self.b(x)
+        return self.head(self.c(x))
+
+
+@COMPILES
+@pytest.mark.parametrize("left_out", [1, 3])
+def test_compile_is_engaged_by_the_share_of_layers_in_compiled_graphs(left_out: int) -> None:
+    compiled = trained("compile", [*TABLE, *on("compile")], model=Chain(left_out))
+    assert compiled.evidence["graphs"] >= 1
+    assert compiled.evidence["layers"] == f"{4 - left_out} of 4"
+    assert compiled.engaged is (left_out == 1)
+    assert compiled.reason == f"{4 - left_out} of 4 layers in compiled graphs"
+
+
+@COMPILES
+@pytest.mark.slow
+@pytest.mark.parametrize(("samples", "made"), [(70, 3), (40, 2)])
+def test_the_whole_step_is_engaged_by_the_share_of_steps_in_one_graph(
+    samples: int, made: int
+) -> None:
+    data = [*TABLE[:3], f"data.samples={samples}", "data.validation=0.1", "training.batch_size=24"]
+    whole = trained("whole_step", [*data, *on("whole_step")], model=nn.Linear(16, 10))
+    assert whole.evidence["steps"] == f"{made} of 4"
+    assert whole.engaged is (made == 3)
+
+
+class Attending(nn.Module):
+    """Attention by torch's function in all but `written_out` of four layers."""
+
+    written_out = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.head = nn.Linear(16, 4 * 8), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.inputs(x).view(-1, 1, 4, 8)
+        for i in range(4):
+            if i < self.written_out:
+                weights = (tokens @ tokens.transpose(-1, -2) / 8**0.5).softmax(-1)
+                tokens = tokens + weights @ tokens
+            else:
+                tokens = tokens + F.scaled_dot_product_attention(tokens, tokens, tokens)
+        return self.head(tokens.flatten(1))
+
+
+@pytest.mark.parametrize("written_out", [0, 1, 2, 4])
+def test_attention_is_engaged_by_the_share_of_calls_that_reach_the_kernel(written_out: int) -> None:
+    asked = [*QUICK, *TABLE, *on("attention", "kernel=flash")]
+    with build(compose(asked), given=Given(model=Attending())) as run:
+        run.model.written_out = written_out  # decided by the user's code later on
+        train(run)
+        kernel = row(run, "attention")
+    assert kernel.engaged is (written_out < 2)
+    if written_out < 4:
+        assert kernel.evidence["calls"] == f"{4 - written_out} of 4"
+    assert bool(kernel.reason) is (written_out > 0)
+
+
+def test_attention_of_a_models_own_cannot_take_a_kernel() -> None:
+    model = Attending()
+    model.written_out = 4
+    kernel = trained("attention", [*TABLE, *on("attention")], model=model)
+    assert not kernel.engaged
+    assert "does not call scaled_dot_product_attention" in kernel.reason
+
+
+class Patient(Hook):
+    """Goes on once every worker has the batch that it owes."""
+
+    def on_step(self, run: Run, step: Step) -> None:
+        pipes = run.train.pool.pipes  # type: ignore[attr-defined]
+        assert all(pipe.poll(30) for pipe in pipes)
+
+
+@pytest.mark.parametrize("patient", [True, False])
+@pytest.mark.usefixtures("my_package")
+def test_the_pipeline_is_engaged_by_the_share_of_batches_that_were_ready(patient: bool) -> None:
+    seconds = 0.0 if patient else 0.02  # a sample; a step takes far less
+    data = ["data._target_=my_package.Noisy", f"+data.seconds={seconds}", "data.validation=0.1",
+            "security.trusted=[my_package]", "model=mlp", "model.width=8",
+            "training.batch_size=16", "training.steps=12"]  # fmt: skip
+    asked = [*QUICK, *data, *on("pipeline", "budget_s=0.0001")]
+    with build(compose(asked)) as run:
+        if run.train.pool is None:  # type: ignore[attr-defined]
+            pytest.skip("no worker was worth it here")
+        if patient:
+            run.hooks.append(Patient())
+        train(run)
+        pipeline = row(run, "pipeline")
+    ready, asked_for = map(int, pipeline.evidence["batches"].split(" of "))
+    assert asked_for == 12
+    assert pipeline.engaged is patient
+    assert ready >= 11 if patient else ready <= 6
+    assert patient or "batches ready when they were asked for" in pipeline.reason
+
+
+def test_a_pipeline_that_chose_no_worker_is_not_engaged() -> None:
+    with build(compose([*QUICK, *TABLE, "model=mlp"])) as run:
+        train(run)
+        found = Pipeline(True).engaged(run)
+    assert not found.engaged
+    assert found.reason == "no worker fetches ahead: they would not pay for themselves"
+
+
+def test_system_settings_that_the_users_code_takes_back_are_named() -> None:
+    quick = [word for word in QUICK if not word.startswith("device.threads")]
+    threads = torch.get_num_threads()
+    with build(compose([*quick, *TABLE, *on("system", "neighbours=false"), "model=mlp"])) as run:
+        chosen = next(c.value for c in run.choices if c.key == "device.threads")
+        look(run)
+        assert row(run, "system").engaged
+        torch.set_num_threads(chosen + 1)
+        look(run)
+        assert not row(run, "system").engaged
+        assert row(run, "system").reason == f"{chosen + 1} threads, not the {chosen} chosen"
+    torch.set_num_threads(threads)
+
+
+class OwnStep(torch.optim.AdamW):
+    """Takes all of AdamW's options, and heeds none."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=float(group["lr"]))
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_not_fused_whatever_its_options_say() -> None:
+    model = nn.Linear(16, 10)
+    optimizer = OwnStep(model.parameters(), lr=0.01, fused=True)
+    found = trained("fused_optimizer", [*TABLE, *on("fused_optimizer")], model=model,
+                    optimizer=optimizer)  # fmt: skip
+    assert not found.engaged
+    assert found.reason
+
+
+def test_accumulation_says_no_once_a_batch_fits_into_one_part() -> None:
+    asked = [*TABLE, "model=mlp", "training.batch_size=32", *on("accumulation", "micro_batch=8")]
+    with build(compose([*QUICK, *asked])) as run:
+        look(run)
+        assert row(run, "accumulation").evidence["backward_per_update"] == 4
+        run.micro_batch = 64
+        look(run)
+        assert not row(run, "accumulation").engaged
+        assert row(run, "accumulation").reason == "a batch is no larger than 64 samples"
+
+
+def test_a_chunked_loss_says_no_once_the_layer_makes_whole_logits() -> None:
+    text = ["data=stdlib_text", "data.sequence=32", "training.batch_size=4", "model=gpt",
+            "model.width=32", "model.depth=1"]  # fmt: skip
+    with build(compose([*QUICK, *text, *on("chunked_loss", "chunk=16", "min_mb=0")])) as run:
+        look(run)
+        assert row(run, "chunked_loss").engaged
+        for module in run.model.modules():
+            vars(module).pop("forward", None)
+        look(run)
+        assert not row(run, "chunked_loss").engaged
+        assert row(run, "chunked_loss").reason == "no layer put off its logits"
+
+
+def test_what_needs_a_gpu_says_no_where_its_switch_changes_nothing() -> None:
+    with build(compose([*QUICK, *TABLE, "model=mlp"])) as run:
+        rounded, graphs = Tf32(True).engaged(run), CudaGraphs(True).engaged(run)
+    assert not rounded.engaged and rounded.reason == "fp32 products keep their whole mantissa"
+    assert not graphs.engaged and "needs a compiled model" in graphs.reason
+
+
+# -- techniques of the user's own -------------------------------------------------------------
+
+
+@dataclass
+class Claimed(Technique):
+    """Says that it is engaged, whatever it did."""
+
+    def apply(self, draft: Draft) -> str | None:
+        return None
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(True, "twice as fast")
+
+
+class Attribute(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.model.fast = True  # type: ignore[assignment]
+        draft.remarks["mine"] = {"speed": 2}
+
+
+class Context(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.contexts.append(nullcontext)
+
+
+class Wrapper(Claimed):
+    def apply(self, draft: Draft) -> None:
+        forward = draft.forward
+        draft.forward = lambda *inputs: forward(*inputs)
+        draft.model.register_forward_hook(lambda *_: None)
+        draft.placements.append(lambda batch: batch)
+
+
+class Undone(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.scope.callback(torch.set_float32_matmul_precision, "highest")
+        torch.set_float32_matmul_precision("medium")
+
+    def engaged(self, run: Run) -> Evidence:
+        torch.set_float32_matmul_precision("highest")
+        return super().engaged(run)
+
+
+class Autocast(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.contexts.append(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+
+
+class Remember(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.forward = partial(checkpoint, draft.forward, use_reentrant=False)
+
+
+class Doubled(Claimed):
+    def apply(self, draft: Draft) -> None:
+        for parameter in draft.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
+class Unfused(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.optimizer_options["foreach"] = False
+
+
+class Precision(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.scope.callback(torch.set_float32_matmul_precision, "highest")
+        torch.set_float32_matmul_precision("medium")
+
+
+class Modest(Claimed):
+    def apply(self, draft: Draft) -> None:
+        Autocast.apply(self, draft)  # type: ignore[arg-type]
+
+    def engaged(self, run: Run) -> Evidence:
+        return Evidence(False, "it came to nothing")
+
+
+def own(technique: Technique, *overrides: str, model: nn.Module | None = None) -> Engagement:
+    config = compose([*QUICK, *TABLE, *overrides])
+    config.optimization.extra = ["mine.Own"]
+    model = model or Blocks()
+    given = Given(model=model, techniques={"mine.Own": technique})
+    with build(config, given=given) as run:
+        train(run)
+        return row(run, "Own")
+
+
+class Noise(Blocks):
+    """No two forwards are alike: a count of calls is one of its factors."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Noise.calls += 1
+        return super().forward(x) * (1 + 0.1 * (Noise.calls % 7))
+
+
+@pytest.mark.parametrize("technique", [Claimed, Attribute, Context, Wrapper])
+@pytest.mark.parametrize("model", [Blocks, Noise])
+def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
+    technique: type[Claimed], model: type[nn.Module]
+) -> None:
+    found = own(technique(True), model=model())
+    assert not found.engaged
+    assert found.reason == "claims to be engaged; nothing measurable changed"
+    assert found.evidence["measured"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("technique", "measured"),
+    [(Autocast, "operators of a step"), (Remember, "memory for the backward"),
+     (Doubled, "numbers of a step"), (Unfused, "optimizer"),
+     (Precision, "switches of the process")],
+)  # fmt: skip
+def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
+    technique: type[Claimed], measured: str
+) -> None:
+    found = own(technique(True))
+    assert found.engaged
+    assert measured in found.evidence["measured"]
+    assert found.reason == "claimed by the technique itself; twice as fast"
+
+
+def test_changes_that_were_undone_later_and_a_technique_that_says_no_are_not_engaged() -> None:
+    undone, modest = own(Undone(True)), own(Modest(True))
+    assert undone.reason == "claims to be engaged; its changes were undone"
+    assert modest.reason == "it came to nothing"
+    assert not undone.engaged and not modest.engaged
+
+
+def test_under_strict_an_unmeasurable_claim_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match="nothing measurable changed"):
+        own(Claimed(True), "optimization.strict=true", "training.steps=20")
+
+
+def test_measuring_a_technique_leaves_the_training_as_it_is() -> None:
+    def weights(*technique: Technique) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = compose([*QUICK, *TABLE])
+        config.optimization.extra = ["mine.Own"] * len(technique)
+        given = Given(
+            model=Blocks(), techniques=dict.fromkeys(["mine.Own"] * len(technique), *technique[:1])
+        )
+        with build(config, given=given) as run:
+            train(run)
+            return [p.detach().clone() for p in run.model.parameters()]
+
+    assert all(map(torch.equal, weights(), weights(Claimed(True))))
