@@ -241,7 +241,7 @@ def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitS
         predicted_bytes=draft.predicted_bytes,
         remarks=draft.remarks,
         recoveries=[use_less_memory, *draft.recoveries],
-        hooks=[*table_report, *watchers(replace(config, debug=debug), settings, folder, look_up)],
+        hooks=[*table_report, *watchers(config, debug, settings, folder, look_up)],
         techniques=applied,
         engagements=engagements,
         choices=draft.choices + train.choices,

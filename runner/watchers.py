@@ -16,6 +16,7 @@ from runner.checks.model.hook import ModelCheck
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors
+from runner.debug.config import DebugConfig
 from runner.debug.memory.shortage import Shortage
 from runner.device.resources import Machine
 from runner.errors import ConfigError
@@ -34,13 +35,17 @@ OWN = "debug.hooks"
 
 def watchers(
     config: RunConfig,
+    debug: DebugConfig,
     settings: Mapping[str, Any],
     folder: Path | None,
     look_up: Callable[[str, str], Any],
 ) -> list[Hook]:
-    """The hooks of a run in `folder`; `settings` is the config, flat. Raises ConfigError."""
+    """The hooks of a run in `folder`; `settings` is the config, flat. Raises ConfigError.
+
+    `debug` is the config's, with an `every` that fits the length of the run.
+    """
     hooks: list[Hook] = []
-    tools = _tools(config)
+    tools = _tools(debug)
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None:
         check(config.monitoring.export)
@@ -52,12 +57,12 @@ def watchers(
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
     if (limits := Limits(config.security.limits)).wanted:
         hooks.append(limits)
-    if not config.debug.memory.enabled:  # which does the same, and knows more
+    if not debug.memory.enabled:  # which does the same, and knows more
         hooks.append(Shortage())
     if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
         hooks.append(ModelCheck(config.checks.model, config.security))
     hooks += tools
-    hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(config.debug.hooks)]
+    hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
     if config.monitoring.progress:
         hooks.append(Progress(config.monitoring))
     return hooks
@@ -87,9 +92,8 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | No
     return inputs
 
 
-def _tools(config: RunConfig) -> list[Hook]:
+def _tools(debug: DebugConfig) -> list[Hook]:
     """The debug tools asked for; each is imported only then, since most runs have none."""
-    debug = config.debug
     tools: list[Hook] = []
     if debug.gradcheck.enabled:
         from runner.debug.gradcheck.tool import Gradcheck

@@ -71,7 +71,7 @@ def ask(*typed: str) -> Request:
         ("seed=${", "cannot be read"),
         ("name=a b=c", "cannot be read"),
         ("optimizer.options.amsgrad=true", "add it: +optimizer.options.amsgrad=true"),
-        ("hydra.run.dirr=x", "did you mean hydra.run.dir?"),
+        ("hydra.run.dirr=x", "did you mean hydra.run.dir=x?"),
         ("hydra/launcher=slrum", "slrum"),
         ("+model.width=64", "drop the +: model.width=64"),
         ("+model.wdith=64", "model=mlp has no such key"),

@@ -157,7 +157,9 @@ def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame(
     found = judged(model, PARTS, mutant)
     assert found.verdict is Agreement.fail
     assert found.first is not None
-    assert (found.first.step, found.first.kind) == (1, "loss")
+    assert found.first.kind == "loss"
+    if mutant == "SumOfParts":  # parts of 6, 5 and 5 with losses alike hide a mean of their means
+        assert found.first.step == 1
     assert found.culprits == ["accumulation", mutant]
     assert "FAIL" not in found.alone.values()
 

@@ -273,7 +273,9 @@ def test_system_settings_that_the_users_code_takes_back_are_named() -> None:
         torch.set_num_threads(chosen + 1)
         look(run)
         assert not row(run, "system").engaged
-        assert row(run, "system").reason == f"{chosen + 1} threads, not the {chosen} chosen"
+        # what a thread that has started since then does with denormals may be told after it
+        reason = row(run, "system").reason
+        assert reason.partition("; ")[0] == f"{chosen + 1} threads, not the {chosen} chosen"
     torch.set_num_threads(threads)
 
 

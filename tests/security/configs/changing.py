@@ -57,7 +57,8 @@ CHANGING = [
     by_file("a level", "hydra: {job_logging: {lv: standard}}\n"
             "security: {level: \"${oc.select:hydra.job_logging.lv,'off'}\"}\n", "security.level"),
     by_file("a level, by group", "optimizer: {options: {s: {level: 'off'}}}\n"
-            "security: ${optimizer.options.s}\n", "SecurityConfig", mistake=True),
+            "security: ${optimizer.options.s}\n", "an option is named in the defaults",
+            mistake=True),
     by_file("a class", "hydra: {job_logging: {tg: torch.nn.Linear}}\n"
             "model: {_target_: '${oc.select:hydra.job_logging.tg,os.makedirs}'}\n",
             "model._target_"),
