@@ -103,7 +103,7 @@ def test_a_worker_that_exits_is_an_error_and_no_short_epoch(load: Load) -> None:
         list(zip(range(10), workers(load, lambda i: os._exit(3)).batches(0), strict=False))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR2])
 def test_a_killed_worker_is_named_with_its_signal(
     load: Load, children: Callable[[], list[psutil.Process]], number: signal.Signals
 ) -> None:
