@@ -20,10 +20,11 @@ from typing import Any, final
 from runner.storage import read_record
 
 TIMEOUT_S = 3.0  # for all questions: a repository on a slow disk must not hold up the run
-LINKED = ("objects", "refs", "packed-refs", "reftable", "info")
+LINKED_FOLDERS = ("objects", "refs", "reftable", "info")
 KEYS = (
-    r"^(core\.(autocrlf|eol|filemode|ignorecase|symlinks)|extensions\.(objectformat|refstorage))$"
-)
+    "core.autocrlf", "core.eol", "core.filemode", "core.ignorecase", "core.symlinks",
+    "extensions.objectformat", "extensions.refstorage",
+)  # fmt: skip
 """The settings that decide how data are read and compared; their values are words, not programs."""
 
 
@@ -118,15 +119,21 @@ def _fill(git: _Git, folder: Path) -> None:
     if (folder / "commondir").is_file():  # a linked worktree shares all but HEAD and index
         common = folder / _read_line(folder / "commondir")
     (git.folder / "HEAD").write_text(_read_line(folder / "HEAD") + "\n")
-    shared = [common / name for name in LINKED]
-    for path in (*shared, folder / "index", *folder.glob("sharedindex.*")):
+    shared = [common / name for name in LINKED_FOLDERS if (common / name).is_dir()]
+    files = [common / "packed-refs", folder / "index", *folder.glob("sharedindex.*")]
+    for path in (*shared, *files):
         (git.folder / path.name).symlink_to(path.absolute())
-    keys = git.ask("config", "--get-regexp", KEYS)  # the user's; theirs count after them
-    theirs = ["config", "--no-includes", "--file", str((common / "config").absolute())]
-    keys += git.ask(*theirs, "--get-regexp", KEYS)
+    wanted = ("-z", "--get-regexp", f"^({'|'.join(KEYS)})$")
+    theirs = ("--no-includes", "--file", str((common / "config").absolute()))
+    # the user's keys first; those of the repository count after them
+    entries = git.ask("config", *wanted) + git.ask("config", *theirs, *wanted)
     lines = ["[core]", "repositoryformatversion = 1", "bare = false"]
-    for section, key, value in re.findall(r"^(\w+)\.(\w+) (\w+)$", keys, re.MULTILINE):
-        lines += [f"[{section}]", f"{key} = {value}"]
+    for entry in entries.split("\0"):
+        key, _, value = entry.partition("\n")
+        # one word only: a value may have line breaks, and the next line would be another key
+        if key in KEYS and re.fullmatch(r"\w+", value):
+            section, name = key.split(".")
+            lines += [f"[{section}]", f"{name} = {value}"]
     (git.folder / "config").write_text("\n".join(lines) + "\n")
     git.environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
