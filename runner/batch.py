@@ -117,6 +117,8 @@ def split(samples: int, most: int) -> list[slice]:
 
     Even parts, since BatchNorm cannot train on a remainder of one sample. The first is a largest.
     """
+    if not samples:
+        return []
     parts = -(-samples // most)
     ends = [-(-samples * i // parts) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
@@ -124,7 +126,7 @@ def split(samples: int, most: int) -> list[slice]:
 
 def largest_part(samples: int, most: int) -> int:
     """Samples in the largest part of so many that are split into parts of at most `most`."""
-    return int(split(samples, most)[0].stop)
+    return -(-samples // max(1, -(-samples // most)))
 
 
 def rows(value: Any, which: slice) -> Any:

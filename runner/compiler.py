@@ -77,10 +77,10 @@ def prepare(scope: ExitStack) -> None:
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    condense_warnings(scope)  # before the context below, which puts `showwarning` back
     scope.enter_context(warnings.catch_warnings())
     for message in OF_THE_TRACER:
         warnings.filterwarnings("ignore", message=message)
-    condense_warnings(scope)
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     count_anew()
@@ -165,13 +165,32 @@ def summarize_message(text: str) -> str:
     return f"{shorten(first, 200)}{where}"
 
 
+_condensed = ExitStack()  # undoes it
+_condensing = 0  # runs that are open, which may close in any order
+
+
 def condense_warnings(scope: ExitStack) -> None:
     """Until the run closes: one line on the screen of what the compiler warns of, all in run.log.
 
     TORCH_LOGS, which asks for its messages as they are, leaves them so.
     """
+    global _condensing
     if "TORCH_LOGS" in os.environ:
         return
+    _condensing += 1
+    scope.callback(_stop_condensing)
+    if _condensing == 1:
+        _start_condensing(_condensed)
+
+
+def _stop_condensing() -> None:
+    global _condensing
+    _condensing -= 1
+    if not _condensing:
+        _condensed.close()
+
+
+def _start_condensing(scope: ExitStack) -> None:
     before, theirs = warnings.showwarning, f"{os.sep}torch{os.sep}_dynamo{os.sep}"
 
     def show(message: Any, category: Any, filename: str, *rest: Any, **more: Any) -> None:
@@ -180,11 +199,13 @@ def condense_warnings(scope: ExitStack) -> None:
         else:
             before(message, category, filename, *rest, **more)
 
-    warnings.showwarning = show  # `prepare` entered the context that puts it back
+    scope.callback(setattr, warnings, "showwarning", before)
+    warnings.showwarning = show
     for name in ("torch", "torch._dynamo", "torch._inductor", "torch._functorch"):
         logger = logging.getLogger(name)
         scope.callback(setattr, logger, "handlers", logger.handlers)
-        logger.handlers = [_Condensed()]
+        # one that propagates is shown by the logger above it
+        logger.handlers = [] if logger.propagate and name != "torch" else [_Condensed()]
 
 
 class _Condensed(logging.Handler):

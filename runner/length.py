@@ -63,8 +63,9 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
 def resolve_every(debug: DebugConfig, steps: int) -> tuple[DebugConfig, list[Choice]]:
     """`debug` with an `every` that makes six looks in a run of so many steps, and why if changed.
 
-    What was typed holds. In a run of less than twelve steps every second step is looked at, as long
-    as these are three: what looks at each step leaves nothing to a graph.
+    An `every` that is not the default was typed, and holds. In a run of less than twelve steps
+    every second step is looked at, as long as these are three: what looks at each step leaves
+    nothing to a graph.
     """
     span = min(steps, debug.max_iterations or steps)
     every, own = max(1, span // LOOKS, min(2, span // FEWEST)), debug.anomaly

@@ -31,6 +31,10 @@ SMALLER_MODEL = (
     "smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null, "
     "checkpoint.enabled=false)"
 )
+NOTHING_SMALLER = (
+    "make the model smaller, or keep less for each weight (optimizer=sgd, optimizer.ema=null); if "
+    "the weights fit, lower training.micro_batch"
+)
 FEWER_ACTIVATIONS = (
     "use optimization=memory_efficient or optimization.recompute.enabled=true, or make the samples "
     "or the model smaller"
@@ -138,7 +142,7 @@ def in_plain_words(doing: str) -> Iterator[None]:
         let_go(error)
     else:
         return
-    raise OutOfMemory(f"out of memory{asked} {doing}; {SMALLER_MODEL}")
+    raise OutOfMemory(f"out of memory{asked} {doing}; {NOTHING_SMALLER}")
 
 
 def _advice(run: Run) -> str:

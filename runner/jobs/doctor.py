@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -138,12 +139,12 @@ def show(report: Report) -> RenderableType:
     no = [name for name, value in able.items() if value is False]
     parts: list[RenderableType] = []
 
-    def section(heading: str, rows: list[tuple[str, Text | str]]) -> None:
+    def section(heading: str, rows: Sequence[tuple[str, RenderableType]]) -> None:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
         table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
-            table.add_row(plain_text(name), value if isinstance(value, Text) else plain_text(value))
+            table.add_row(plain_text(name), plain_text(value) if isinstance(value, str) else value)
         parts.extend([Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))])
 
     section(
@@ -183,9 +184,9 @@ def _outlook_line(row: Outlook) -> Text:
     return Text.assemble(("not here", "yellow"), f": {row.reason}", (f", {asked}", "dim"))
 
 
-def _check_line(check: Check) -> Text:
+def _check_line(check: Check) -> RenderableType:
     status = check.status.value
     line = Text.assemble((f"{status:4}", STYLES[status]), f"  {one_line(check.found)}")
-    if check.fix:
-        line.append(f"\n      fix: {one_line(check.fix)}", style="italic")
-    return line
+    if not check.fix:
+        return line
+    return Group(line, Padding(Text(f"fix: {one_line(check.fix)}", "italic"), (0, 0, 0, 6)))

@@ -164,7 +164,7 @@ def _leaves(body: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _typed(value: object) -> str:
     """A value as it is typed."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def in_yaml(overrides: Sequence[str], groups: Mapping[str, object]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.batch import Batch
 from runner.run import Run
@@ -46,12 +46,12 @@ class ChannelsLast(Technique):
         layers = [m for m in run.model.modules() if isinstance(m, torch.nn.Conv2d)]
         read: dict[torch.nn.Module, torch.Tensor] = {}
 
-        def note(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            read.setdefault(layer, inputs[0])
+        def note(layer: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            read.setdefault(layer, inputs[0] if inputs else named["input"])
 
         with ExitStack() as stack:
             for layer in layers:
-                stack.callback(layer.register_forward_pre_hook(note).remove)
+                stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
             written = outputs(run, layers)
         orders = [[o for o in map(_is_nhwc, pair) if o is not None]
                   for pair in zip(read.values(), written, strict=False)]  # fmt: skip

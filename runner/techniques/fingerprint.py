@@ -40,10 +40,15 @@ def fingerprint(draft: Draft) -> dict[str, Any]:
         "data loading": (draft.data, draft.loader),
         "batch sizes and steps": (draft.batch_size, draft.micro_batch, draft.total_steps),
         "average of the weights": draft.ema,
+        "recoveries": list(draft.recoveries),
         "compiler": (draft.whole_step, draft.compilation is None, draft.cuda_graphs,
                      hasattr(draft.forward, "_orig_mod"),
                      hasattr(draft.forward, "_torchdynamo_orig_callable"),
-                     [m._compiled_call_impl is None for m in draft.model.modules()]),
+                     draft.index_limit),
+        "compiled modules": {
+            path: module._compiled_call_impl is None
+            for path, module in draft.model.named_modules()
+        },
     }  # fmt: skip
 
 
@@ -64,10 +69,10 @@ def state(model: nn.Module, contexts: Contexts, kind: str) -> dict[str, Any]:
             for path, module in model.named_modules()
             for name, value in _attributes(module).items()
         },
-        "hooks on gradients": [
-            tuple(getattr(p, "_post_accumulate_grad_hooks", None) or ())
-            for p in model.parameters()
-        ],
+        "hooks on gradients": {
+            name: tuple(getattr(p, "_post_accumulate_grad_hooks", None) or ())
+            for name, p in model.named_parameters()
+        },
         "switches of the process": switches,
     }  # fmt: skip
 
@@ -163,8 +168,13 @@ def _attributes(owner: Any) -> dict[str, Any]:
 def _differ(before: Any, after: Any) -> bool:
     """Whether a value is another; of a table only entries of before count: more have no effect."""
     if isinstance(before, dict):
-        return any(name not in after or after[name] != value for name, value in before.items())
-    return bool(before != after)
+        return any(
+            name not in after or _differ(value, after[name]) for name, value in before.items()
+        )
+    try:
+        return bool(before != after)
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays have no one answer
+        return before is not after
 
 
 def _switches(kind: str) -> dict[str, Any]:
@@ -177,7 +187,9 @@ def _switches(kind: str) -> dict[str, Any]:
         "precision": (torch.get_float32_matmul_precision(), cuda.matmul.allow_tf32,
                       cuda.matmul.allow_fp16_reduced_precision_reduction, cudnn.allow_tf32),
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "attention": torch._C._get_flash_sdp_enabled() + 2 * torch._C._get_math_sdp_enabled(),
+        "attention": (torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(),
+                      torch._C._get_mem_efficient_sdp_enabled(),
+                      torch._C._get_cudnn_sdp_enabled()),
         "mkldnn": torch.backends.mkldnn.enabled,
         "denormals": denormals.flushed(),
         "garbage collection": (gc.isenabled(), gc.get_threshold()),

@@ -74,7 +74,11 @@ class Pipeline(Technique):
         return best, f"a batch takes {said}; a step computes about {1e3 * step:.1f} ms"
 
     def engaged(self, run: Run) -> Evidence:
-        """Batches that were fetched when the loop asked for them; the time it waited for others."""
+        """Batches that were fetched when the loop asked for them; the time it waited for others.
+
+        Workers that are slower than the step help, too: then the loop waits a smaller share of
+        its time than it would without them.
+        """
         values = {choice.key: choice.value for choice in run.choices}
         facts: dict[str, Any] = {
             "workers": values.get("data.workers", run.settings["data.workers"]),
@@ -83,9 +87,11 @@ class Pipeline(Technique):
         facts |= run.remarks.get("pipeline", {})
         ready, asked = run.train.ready()
         if asked:
-            return Evidence.of_share(
+            shown = Evidence.of_share(
                 ready, asked, "batches ready when they were asked for", **facts
             )
+            alone = facts.get("wait_share_without_workers", 1.0)
+            return replace(shown, engaged=ready > 0 or facts["wait_share"] < alone)
         if facts.setdefault("copied_aside", _copies_aside(run)):
             return Evidence(True, "", facts)
         return Evidence(False, "no worker fetches ahead: they would not pay for themselves", facts)

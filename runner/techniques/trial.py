@@ -10,6 +10,7 @@ from typing import Any
 
 from runner import untouched as state
 from runner.batch import Batch, Inputs, call
+from runner.recovery import is_out_of_memory, let_go
 from runner.technique import Draft
 from runner.untouched import NotRestorable
 
@@ -59,7 +60,13 @@ def model_copy(draft: Draft) -> Iterator[Draft]:
         except Exception as error:  # a lock, a tensor that is no leaf, too little memory
             gist = " ".join(str(error).split())[:100]
             raise NotRestorable(f"it cannot be copied ({type(error).__name__}: {gist})") from None
-        yield replace(draft, model=model, forward=forward, objective=objective)
+        try:
+            yield replace(draft, model=model, forward=forward, objective=objective)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go(error)
+            raise NotRestorable("a copy of it and a step do not fit in memory") from None
 
 
 def forward(draft: Draft, inputs: Inputs) -> Any:

@@ -154,6 +154,7 @@ def test_what_is_not_there_is_answered_with_what_there_is(typed: str, says: str)
         (["# mine", "# @package _global_", "seed: 3"], "has `# @package _global_` in line 2"),
         (["# @package _global_", "trainer: {max_epochs: 3}"], "`training: {epochs: 3}`?"),
         (["# @package _global_", "training: {steps: many}"], "training.steps: 'many' is not an"),
+        (["# @package _global_", "name: 2024-01-01", "training: {stpes: 3}"], "`training: {steps"),
         (["# @package _global_", "optimizer.lr: 0.1"], "did you mean `optimizer: {lr: 0.1}`?"),
         (["# @package _global_", "optimization: basic"],
          "did you mean `override /optimization: basic` in its defaults list?"),

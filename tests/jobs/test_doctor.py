@@ -17,6 +17,7 @@ from runner.doctor import environment, packages
 from runner.doctor.environment import GIB, MIB, Check, Status
 from runner.errors import StorageError
 from runner.jobs.doctor import Report, examine, main, show
+from runner.record.console import print_stdout
 from runner.techniques.config import Optimization
 
 
@@ -231,6 +232,14 @@ def test_an_outputs_folder_that_cannot_be_written_fails(tmp_path):
 def test_a_check_that_is_not_ok_brings_a_fix(check, status):
     assert check.status is status
     assert (check.fix == "") is (status is Status.ok)
+
+
+def test_a_fix_is_on_a_line_of_its_own(report, tmp_path, capsys):
+    shown = replace(report, checks=[Check("load", Status.warn, "load 9.0", "wait")])
+    print_stdout(show(shown))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    at = next(i for i, line in enumerate(lines) if "load 9.0" in line)
+    assert lines[at + 1].strip() == "fix: wait"
 
 
 def test_a_busy_machine_with_passive_waiting_is_not_told_to_set_it():

@@ -121,7 +121,7 @@ def _cost(fault: Fault) -> pytest.Mark | object:
     return pytest.param(fault, marks=marks, id=fault.mutant)
 
 
-@pytest.mark.parametrize("fault", map(_cost, FAULTS))
+@pytest.mark.parametrize("fault", [_cost(fault) for fault in FAULTS])
 def test_a_planted_fault_is_caught_in_what_it_spoils(fault: Fault) -> None:
     found = judged_fault(fault)
     assert found.verdict is Agreement.fail, found.rows

@@ -235,7 +235,7 @@ class Patient(Hook):
 
 @pytest.mark.parametrize("patient", [True, False])
 @pytest.mark.usefixtures("my_package")
-def test_the_pipeline_is_engaged_by_the_share_of_batches_that_were_ready(patient: bool) -> None:
+def test_the_pipeline_states_how_many_batches_were_ready(patient: bool) -> None:
     seconds = 0.0 if patient else 0.02  # a sample; a step takes far less
     data = ["data._target_=my_package.Noisy", f"+data.seconds={seconds}", "data.validation=0.1",
             "security.trusted=[my_package]", "model=mlp", "model.width=8",
@@ -250,9 +250,24 @@ def test_the_pipeline_is_engaged_by_the_share_of_batches_that_were_ready(patient
         pipeline = row(run, "pipeline")
     ready, asked_for = map(int, pipeline.evidence["batches"].split(" of "))
     assert asked_for == 12
-    assert pipeline.engaged is patient
+    assert pipeline.engaged  # workers that are slower than the step help, too
     assert ready >= 11 if patient else ready <= 6
     assert patient or "batches ready when they were asked for" in pipeline.reason
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_pipeline_whose_loop_waits_as_long_as_without_workers_is_not_engaged() -> None:
+    data = ["data._target_=my_package.Noisy", "+data.seconds=0.002", "data.workers=1",
+            "security.trusted=[my_package]", "model=mlp"]  # fmt: skip
+    with build(compose([*QUICK, *data, *on("pipeline")])) as run:
+        train(run)
+        assert Pipeline(True).engaged(run).engaged
+        waited = Pipeline(True).engaged(run).facts["wait_share"]
+        run.train.pool.ready = 0  # type: ignore[attr-defined]
+        run.remarks["pipeline"] = {"wait_share_without_workers": waited}
+        evidence = Pipeline(True).engaged(run)
+    assert not evidence.engaged
+    assert evidence.reason == "0 of 4 batches ready when they were asked for"
 
 
 def test_a_pipeline_that_chose_no_worker_is_not_engaged() -> None:
@@ -399,6 +414,21 @@ class Precision(Claimed):
         torch.set_float32_matmul_precision("medium")
 
 
+class UnusedModule(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.model.unused = nn.Identity()
+
+
+class Recovery(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.recoveries.append(lambda run, error: False)
+
+
+class TensorOption(Claimed):
+    def apply(self, draft: Draft) -> None:
+        draft.optimizer_options["weight_decay"] = torch.tensor(0.1)
+
+
 class Modest(Claimed):
     def apply(self, draft: Draft) -> None:
         Autocast.apply(self, draft)  # type: ignore[arg-type]
@@ -427,7 +457,7 @@ class Noise(Blocks):
         return super().forward(x) * (1 + 0.1 * (Noise.calls % 7))
 
 
-@pytest.mark.parametrize("technique", [Claimed, Attribute, Context, Wrapper])
+@pytest.mark.parametrize("technique", [Claimed, Attribute, Context, Wrapper, UnusedModule])
 @pytest.mark.parametrize("model", [Blocks, Noise])
 def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
     technique: type[Claimed], model: type[nn.Module]
@@ -442,7 +472,8 @@ def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
     ("technique", "measured"),
     [(Autocast, "operators of a step"), (Remember, "memory for the backward"),
      (Doubled, "numbers of a step"), (Unfused, "optimizer"),
-     (Precision, "switches of the process")],
+     (Precision, "switches of the process"), (Recovery, "recoveries"),
+     (TensorOption, "optimizer")],
 )  # fmt: skip
 def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
     technique: type[Claimed], measured: str

@@ -39,6 +39,28 @@ LEVELS = {
 calls = 0  # forwards of all models and their copies: no copy and no restoring hides any
 
 
+class Large(nn.Module):
+    """Stands for a model of whose activations those of eight samples fit into memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.layer(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def test_a_trial_that_runs_out_of_memory_does_not_end_the_run() -> None:
+    with build(compose([*QUICK, "optimization=advanced"]),
+               given=Given(model=Large())) as run:  # fmt: skip
+        (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
+        assert "a copy of it and a step do not fit in memory" in choice.reason
+        train(run)
+        assert run.micro_batch == 8
+
+
 class Slots:
     __slots__ = ("count",)
 

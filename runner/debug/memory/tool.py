@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class MemoryTool(Tool):
         self.samples, begun, last = run.train.samples, run.progress.step, run.total_steps
         due = (begun // self.every + 1) * self.every
         later, earlier = range(due, last + 1), range(min(due, last), begun, -1)
-        first = next((step for step in (*later, *earlier) if self._full(step)), None)
+        first = next((step for step in chain(later, earlier) if self._full(step)), None)
         if first is None:
             rows = f"{self.samples(last - 1)} of {self.samples(0)} samples"
             self.partial = f"of a partial batch, {rows}: the run has no full one"
