@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.batch import Batch
 from runner.captures.manifest import captures
 from runner.captures.opening import Capture
+from runner.config import RunConfig
+from runner.errors import CheckpointError
 from runner.replay import script
 from runner.replay.attempt import is_spike, same
 from runner.replay.attribution import COMPILING, Search
@@ -71,22 +74,48 @@ class Look:
     def _weights(self) -> Found | None:
         """What was bad before the step, which makes looking further pointless."""
         off = self._named() if not self.techniques else self.techniques
-        with reopened(self.capture, trusted=self.trusted, without=off) as (run, _):
+        with self._reopened(off) as (run, _):
             return weights(run.model)
+
+    @contextmanager
+    def _reopened(self, without: Collection[str]) -> Iterator[tuple[Run, Batch]]:
+        """The run without these techniques, as far as its optimizer's state fits one without them.
+
+        A technique of the user's own may decide which weights are trained, and then stays on.
+        """
+        own = {t.rpartition(".")[2] for t in self._config().optimization.extra}
+        with ExitStack() as stack:
+            try:
+                yielded = stack.enter_context(
+                    reopened(self.capture, trusted=self.trusted, without=without)
+                )
+            except CheckpointError as error:
+                if not own & set(without):
+                    raise
+                log.info("replay: with %s left on: %s", ", ".join(sorted(own)), error)
+                rest = [name for name in without if name not in own]
+                yielded = stack.enter_context(
+                    reopened(self.capture, trusted=self.trusted, without=rest)
+                )
+            yield yielded
+
+    def _config(self) -> RunConfig:
+        return config_of(self.capture, self.trusted)
 
     def _named(self) -> list[str]:
         """Every technique that the config asks for."""
-        config = config_of(self.capture, self.trusted)
-        return [name for name, technique in config.optimization.techniques() if technique.enabled]
+        techniques = self._config().optimization.techniques()
+        return [name for name, technique in techniques if technique.enabled]
 
     def _trace(self, replay: Replay, known: bool) -> None:
         """Look in the plainest run that is still bad, and write the script of that one."""
         plans = self._plans(replay.blame)
         for i, (without, compiled) in enumerate(plans):
-            with reopened(self.capture, trusted=self.trusted, without=without) as (run, batch):
+            with self._reopened(without) as (run, batch):
                 if not known:
                     replay.found = self._look(run, batch, compiled)
-                    left = [name for name in self.techniques if name not in without]
+                    applied = {name for name, _ in run.techniques}
+                    left = [name for name in self.techniques if name in applied]
                     replay.seen = "the step " + (
                         f"with {', '.join(left)}" if left else "without any technique"
                     )
@@ -134,7 +163,7 @@ class Look:
 
     def _script(self, run: Run, replay: Replay, compiled: bool) -> None:
         """Write it, and run it, to say whether it does what it is for."""
-        config = config_of(self.capture, self.trusted)
+        config = self._config()
         cause = "" if replay.found.phase is Phase.nowhere else replay.found.cause
         try:
             path = script.write(run, self.capture, config, self.folder, cause, compiled)

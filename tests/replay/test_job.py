@@ -176,3 +176,17 @@ def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     assert found.found.line is not None
     assert found.found.line.number == marked("COMPILED")
     assert found.script_agrees
+
+
+def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(
+    captured: Any, tmp_path: Path
+) -> None:
+    trusted = "security.trusted=[faulty_models,faulty_techniques]"
+    path = captured(
+        POISON, "+model.part=log", "optimization.extra=[faulty_techniques.LastLayer]", trusted
+    )
+    found = replay(path, tmp_path / "replay", trusted)
+    assert found.reproduced
+    assert found.found.module == "part"
+    assert found.blame is not None
+    assert "not known: with all techniques off" in found.blame.verdict
