@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from runner.checks.config import OutputsConfig
 from runner.checks.model.hook import ModelCheck
 from runner.checks.outputs import Changes, Watched, described, sanitise
 from runner.config import RunConfig
+from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
 from runner.evaluation import evaluate
 from runner.hook import Evaluation
@@ -37,6 +39,8 @@ def main(config: RunConfig, folder: Path) -> Summary:
             "job=evaluate needs to know which model",
             "name a run's folder or one of its checkpoints/step_… folders",
         )
+    config = copy(config)  # debug tools look at steps, of which there are none
+    config.debug = DebugConfig(hooks=config.debug.hooks)
     given = None
     if config.optimization.level == "auto":  # what the model was trained with, or nothing
         from runner.benchmark.auto.choose import resolved

@@ -32,13 +32,14 @@ def test_an_evaluation_speaks_of_itself_lies_apart_and_leads_back_to_the_run(
     # on other samples than those of the training, so that the two values differ
     done = subprocess.run(
         [sys.executable, "-m", "runner", *QUICK, "job=evaluate", f"checkpoint.resume={RUN}",
-         "data.validation=0.4", "data.split_seed=5"],
+         "data.validation=0.4", "data.split_seed=5", "debug=full"],
         env={**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "evaluated" in done.stdout and "weights of step 40" in done.stdout
     assert "trained" not in done.stdout and "best" not in done.stdout
+    assert "debug tools" not in done.stdout and "debug.every" not in done.stdout
     assert [path.name for path in Path("outputs/runs/digits-mlp").iterdir()] == ["one"]
     (folder,) = Path("outputs/evaluations/digits-mlp").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
