@@ -18,7 +18,11 @@ from runner.library.step import Loss
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.outcome import summarise
-from runner.random_state import exclusive_random_state
+from runner.random_state import (
+    claim_random_state,
+    exclusive_random_state,
+    release_random_state,
+)
 from runner.run import Run
 from runner.step import make_step
 from runner.summary import Summary
@@ -80,6 +84,7 @@ class TrainingLoop:
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
         """One step over (inputs, target); what it returns is on the device, and not waited for."""
+        claim_random_state(self, "optimize_training_loop")
         inputs, target = batches.as_batch(batch, self.assembly.who)
         run = self.assembly.assemble(inputs, target)
         if not run.watch.running:
@@ -128,6 +133,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Undo every global switch; the model and its optimizer are as if they were never here."""
+        release_random_state(self)
         self.assembly.close()
 
     def _running(self) -> Run:
