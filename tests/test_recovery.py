@@ -49,7 +49,7 @@ def test_another_error_is_not_taken_for_it(error: Exception) -> None:
 
 
 def test_a_real_allocation_that_fails_is_recognised_and_told_in_plain_words() -> None:
-    with pytest.raises(OutOfMemory, match=r"more\) here; weights and what") as caught:
+    with pytest.raises(OutOfMemory, match=r"more\) here; make the model smaller") as caught:
         with in_plain_words("here"):
             torch.empty(2**50)
     assert caught.value.exit_code == 2
