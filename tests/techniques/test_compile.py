@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.variables.tensor import TensorVariable
 
 from runner import build, compiler, compose, train
 from runner.errors import DataError
@@ -72,6 +73,8 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
     set_up_logging("info", tmp_path)
     with ExitStack() as scope:
         compiler.prepare(scope)
+        # torch says it once a process, and another test may have had it said
+        TensorVariable._warn_capture_scalar_outputs.cache_clear()
         torch.compile(item, backend="eager")(torch.ones(3))
         with pytest.raises(Exception, match="branching") as failed:
             torch.compile(branch, backend="eager", fullgraph=True)(torch.ones(3))
