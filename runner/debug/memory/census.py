@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from runner.device.memory import anonymous_bytes
@@ -50,7 +51,9 @@ def take(collect: bool = True) -> Census:
         kind = type(thing)
         if kind not in MACHINERY:
             kinds[kind] += 1
-        if issubclass(kind, Tensor) and not is_lazy(thing):  # what is lazy has no shape yet
+        # a lazy parameter has no shape yet; the compiler's fake tensors hold no memory, and their
+        # sizes may be symbols
+        if issubclass(kind, Tensor) and kind is not FakeTensor and not is_lazy(thing):
             found.tensors[_shape(thing)] += 1
         elif kind in CONTAINERS and len(thing) >= LONG:
             found.containers[id(thing)] = len(thing)
