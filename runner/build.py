@@ -1,4 +1,4 @@
-"""From a config to a run, a line for each decision; comments say why one comes after another."""
+"""From a config to a run: a class whose steps `_Build.run` makes in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain
-from runner.data.loader import make_loader, mover
+from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.paths import existing
@@ -26,6 +26,7 @@ from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
+from runner.hook import Hook
 from runner.length import batches, length, micro_batch, resolve_every
 from runner.models.build import build_model, refuse_lazy
 from runner.models.stored import KEY as WEIGHTS
@@ -86,201 +87,288 @@ def build(config: RunConfig, folder: str | Path | None = None, given: Given | No
     given, folder = given or Given(), None if folder is None else Path(folder)
     config = rechecked(config, given.techniques)
     with ExitStack() as scope, in_plain_words("while the run was put together"):
-        run = _assemble(config, folder, given, scope)
+        run = _Build(config, folder, given, scope).run()
         run.scope = scope.pop_all()  # nothing failed: the run now owns what must be undone
     return run
 
 
-def _assemble(config: RunConfig, folder: Path | None, given: Given, scope: ExitStack) -> Run:
-    started, settings, known_as = time.monotonic(), flat(config), config_hash(config)
-    if given.optimization is not None:  # the run stays known by what was asked for
+class _Build:
+    """The steps of one build, in the order of `run`; each needs the results of those before."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path | None, given: Given, scope: ExitStack
+    ) -> None:
+        self.started, self.settings = time.monotonic(), flat(config)
+        self.config_hash = config_hash(config)  # of what was asked for, before `auto` is resolved
+        self.folder, self.given, self.scope = folder, given, scope
+        self.config = _resolve_auto(config, given)
+        if folder is not None:
+            _claim_folder(folder, config.checkpoint.resume, scope)
+        self.device = select(config.device, scope)
+        memory.keep_to_one_heap(scope)
+        if given.model is None:  # initial weights come from here; steps are seeded one by one
+            seed_everything(config.seed)
+        self.look_up = partial(resolve, trusted=config.security.names)
+        self.policy = Policy.of(config.security, own_trees(folder))
+        self.choices = list(given.chosen)
+
+    def run(self) -> Run:
+        """The steps in order; comments say why one comes after another."""
+        self.load_data()
+        self.resolve_steps()
+        self.open_checkpoints()
+        self.make_model()
+        self.make_objective()
+        self.start_draft()
+        self.apply_techniques()
+        self.make_update()  # techniques may have moved weights, and chosen how they are updated
+        self.make_loaders()
+        run = self.make_run()
+        run.inputs = batch_checks(self.config, run, self.train)
+        self.scope.callback(run.recorder.close)
+        self.scope.callback(run.checkpointer.wait)
+        self.scope.callback(run.validation.close)
+        self.scope.callback(run.train.close)
+        _resume(run, self.config.checkpoint.resume)
+        warn_kept_out(run)
+        run.captures = self.make_captures()  # last: what a resume reads is no bad step
+        return run
+
+    def load_data(self) -> None:
+        """The data, checked as a table where it is one; that may leave out columns and rows."""
+        config = self.config
+        data = self.given.data or open_data(config.data, self.look_up, self.policy)
+        self.data, self.table_report = look_at(data, config.checks.table)
+
+    def resolve_steps(self) -> None:
+        """Batch size, length of the run, and how often debug tools look at it."""
+        config = self.config
+        self.batch_size, self.steps_per_epoch = batches(config, len(self.data.train))
+        self.total_steps, choices = length(config, self.steps_per_epoch)
+        self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
+        self.choices += [*choices, *debug_choices]
+
+    def open_checkpoints(self) -> None:
+        """The checkpointer, and what the run continued here chose automatically: that wins."""
+        checkpoint = self.config.checkpoint
+        self.checkpointer = Checkpointer(
+            self.folder if checkpoint.enabled else None,
+            checkpoint.keep,
+            self.config_hash,
+            self.policy,
+        )
+        self.continued = _recorded(self.checkpointer, checkpoint.resume)
+        self.recorded = {**self.continued, **self.given.choices}
+
+    def make_model(self) -> None:
+        """The model on its device, with its first weights: techniques and the average see them."""
+        model = self.given.model
+        if model is None:
+            model = build_model(self.config.model, self.data.sizes, self.look_up)
+        refuse_lazy(model)
+        self.choices += _first_weights(
+            self.config, model, self.policy, self.checkpointer, self.continued
+        )
+        self.model = model.to(self.device.torch)
+
+    def make_objective(self) -> None:
+        """What is minimised, and the metric that decides which checkpoint is best."""
+        config = self.config
+        self.objective = self.given.objective or build_objective(
+            config.objective, self.data.sizes, self.look_up, config.data.as_classes
+        )
+        self.monitor = monitored(self.objective, config.training.monitor)
+
+    def loader(self, **how: Any) -> BatchLoader:
+        """Batches of some samples of the data."""
+        return make_loader(
+            self.data, batch_size=self.batch_size, seed=self.config.seed, device=self.device, **how
+        )
+
+    def training_set(self, **how: Any) -> BatchLoader:
+        """Batches of the training set, epoch after epoch."""
+        shuffle = self.config.data.shuffle
+        return self.loader(
+            indices=self.data.train, shuffle=shuffle, repeat=True, augment=True, **how
+        )
+
+    def start_draft(self) -> None:
+        """What techniques may see and change."""
+        config, data = self.config, self.data
+        to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
+        own = self.given.optimizer
+        self.draft = Draft(
+            device=self.device,
+            sizes=data.sizes,
+            model=self.model,
+            forward=self.model,
+            optimizer_class=type(own) if own else self.optimizer_class(),
+            objective=self.objective,
+            batch_size=self.batch_size,
+            micro_batch=micro_batch(config.training.micro_batch, self.batch_size, self.recorded),
+            micro_batch_asked=config.training.micro_batch,
+            tf32_asked=config.device.tf32,
+            threads_asked=config.device.threads,
+            data=config.data,
+            in_memory=data.in_memory,
+            sample=lambda count: to_device(data.fetch(data.train[:count], None)),
+            loader=lambda how: self.training_set(config=how),
+            total_steps=self.total_steps,
+            scope=self.scope,
+            make_optimizer=lambda model: self.build_optimizer(model, {}),
+            ema=config.optimizer.ema is not None,
+            choices=self.choices,
+            recorded=self.recorded,
+            recoveries=[use_less_memory],
+        )
+
+    def optimizer_class(self) -> type[Optimizer]:
+        """The class that the config names."""
+        return optimizer_class(self.config.optimizer, self.model, self.look_up)
+
+    def build_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer:
+        """A fresh optimizer over the model's weights."""
+        return build_optimizer(self.config.optimizer, self.draft.optimizer_class, model, options)
+
+    def apply_techniques(self) -> None:
+        """Each technique in order; a smaller micro-batch of the run continued here is recorded."""
+        draft, recorded = self.draft, self.recorded
+        self.techniques, self.engagements = apply_techniques(
+            self.config.optimization, draft, self.given.techniques, self.look_up
+        )
+        undecided = all(choice.key != MICRO_BATCH for choice in draft.choices)
+        if MICRO_BATCH in recorded and undecided:
+            if draft.micro_batch == micro_batch(None, self.batch_size, recorded):
+                draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
+
+    def make_update(self) -> None:
+        """The guarded update, around the optimizer that was made here or handed in."""
+        config, draft, given = self.config, self.draft, self.given.optimizer
+        optimizer = (
+            self.build_optimizer(self.model, draft.optimizer_options)
+            if given is None
+            else adopt(given, draft.optimizer_options, self.scope)
+        )
+        self.update = Update(
+            self.model,
+            optimizer,
+            config.stability,
+            None if given else config.optimizer.lr,
+            [1.0] if given else factors(config.schedule, self.total_steps),
+            loss_scale=draft.loss_scale,
+            ema=config.optimizer.ema,
+        )
+        if given is not None:
+            share_state(self.update, draft.optimizer_options, self.scope)
+        if self.update.host_waits:
+            reason = f"{type(optimizer).__name__} is not fused"
+            draft.choices.append(Choice("stability.guard", "host reads a flag", reason))
+
+    def make_loaders(self) -> None:
+        """Batches to train on, and those held out."""
+        config, data, draft = self.config.data, self.data, self.draft
+        how: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
+        self.train = self.training_set(**how)
+        # in a fixed random order, so that the first so many stand for all
+        shuffled = permutation(config.split_seed, 0, len(data.validation))
+        held_out = data.validation[shuffled][: config.validation_samples]
+        self.validation = self.loader(
+            indices=held_out, shuffle=False, repeat=False, augment=False, **how
+        )
+
+    def make_run(self) -> Run:
+        """The draft's parts become the run."""
+        config, training, folder = self.config, self.config.training, self.folder
+        every = training.validate_every or max(1, min(self.steps_per_epoch, self.total_steps // 5))
+        whole = _whole_step(self.draft, self.update)
+        self.draft.choices += self.train.choices
+        self.checkpointer.choices = {c.key: c.value for c in self.draft.choices}
+        raises = config.debug.on_anomaly is OnAnomaly["raise"]
+        return Run(
+            **self.draft.parts(),
+            name=config.name,
+            seed=config.seed,
+            config_hash=self.config_hash,
+            settings=self.settings,
+            folder=folder,
+            started=self.started,
+            update=self.update,
+            train=self.train,
+            validation=self.validation,
+            validate_every=every,
+            checkpoint_every=config.checkpoint.every or every,
+            patience=training.patience,
+            monitor=self.monitor,
+            higher_is_better=self.objective.rises(self.monitor),
+            report_every=config.monitoring.every,
+            strict=config.optimization.strict,
+            recorder=Recorder(folder, config.monitoring),
+            history=History(folder),
+            checkpointer=self.checkpointer,
+            hooks=self.build_hooks(),
+            techniques=self.techniques,
+            engagements=self.engagements,
+            watch=Stopwatch(self.device.torch),
+            reader=Reader(self.device.torch),
+            whole=whole,
+            guardian=Guardian(config.stability, self.update, self.model, raises),
+        )
+
+    def build_hooks(self) -> list[Hook]:
+        """Everything that watches the run, in the order in which it is entered."""
+        hooks = watchers(self.config, self.debug, self.settings, self.folder, self.look_up)
+        return [*self.table_report, *hooks]
+
+    def make_captures(self) -> Captures | None:
+        """What keeps bad steps for job=replay; nothing without a folder."""
+        capture, folder = self.config.debug.capture, self.folder
+        if folder is None or not capture.enabled or capture.at_most == 0:
+            return None
+        parts = ("model", "data", "objective", "optimizer")
+        made = [part for part in parts if getattr(self.given, part) is not None]
+        return Captures(capture, folder, plain(self.config), made)
+
+
+def _resolve_auto(config: RunConfig, given: Given) -> RunConfig:
+    """The config with what optimization=auto came to. Raises ConfigError where nothing has."""
+    if given.optimization is not None:
         config = replace(config, optimization=given.optimization)
     if config.optimization.level == "auto":
         raise ConfigError(
-            "optimization", "auto is found out by measuring, before a run is put together",
+            "optimization",
+            "auto is found out by measuring, before a run is put together",
             "use job=train, or from Python runner.benchmark.auto.choose.resolved(config)",
-        )  # fmt: skip
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        scope.enter_context(lock(folder))  # one run, one folder
-        if config.checkpoint.resume == "none" and any(folder.glob("checkpoints/step_*")):
-            raise UsageError(
-                f"{folder} holds the checkpoints of a run; continue it with "
-                "checkpoint.resume=auto, or use another folder"
-            )
-    device = select(config.device, scope)
-    memory.keep_to_one_heap(scope)
-    if given.model is None:  # initial weights come from here; steps are seeded one by one
-        seed_everything(config.seed)
-    look_up = partial(resolve, trusted=config.security.names)
-
-    policy = Policy.of(config.security, own_trees(folder))
-    data = given.data or open_data(config.data, look_up, policy)
-    data, table_report = look_at(data, config.checks.table)  # may leave out columns and rows
-    batch_size, steps_per_epoch = batches(config, len(data.train))
-    total_steps, choices = length(config, steps_per_epoch)
-    debug, pace = resolve_every(config.debug, total_steps)
-    choices = [*given.chosen, *choices, *pace]
-    checkpointer = Checkpointer(
-        folder if config.checkpoint.enabled else None,
-        config.checkpoint.keep,
-        known_as,
-        policy,
-    )
-    before = _recorded(checkpointer, config.checkpoint.resume)
-    recorded = {**before, **given.choices}
-    model = given.model
-    if model is None:
-        model = build_model(config.model, data.sizes, look_up)
-    refuse_lazy(model)
-    # here, so that techniques and the average see them; what stays fresh has drawn its values
-    choices += _first_weights(config, model, policy, checkpointer, before)
-    model = model.to(device.torch)
-    objective = given.objective or build_objective(
-        config.objective, data.sizes, look_up, config.data.as_classes
-    )
-
-    training = config.training
-    monitor = monitored(objective, training.monitor)
-    to_device = mover(device.torch, pin=False, aside=False) or (lambda batch: batch)
-    loader = partial(make_loader, data, batch_size=batch_size, seed=config.seed, device=device)
-    training_set = partial(
-        loader, indices=data.train, shuffle=config.data.shuffle, repeat=True, augment=True
-    )
-    draft = Draft(
-        device=device,
-        sizes=data.sizes,
-        model=model,
-        optimizer_class=type(given.optimizer)
-        if given.optimizer
-        else optimizer_class(config.optimizer, model, look_up),
-        objective=objective,
-        batch_size=batch_size,
-        micro_batch=micro_batch(training.micro_batch, batch_size, recorded),
-        micro_batch_asked=training.micro_batch,
-        tf32_asked=config.device.tf32,
-        threads_asked=config.device.threads,
-        sample=lambda count: to_device(data.fetch(data.train[:count], None)),
-        data=config.data,
-        in_memory=data.in_memory,
-        loader=lambda how: training_set(config=how),
-        total_steps=total_steps,
-        scope=scope,
-        forward=model,
-        make_optimizer=lambda model: build_optimizer(
-            config.optimizer, draft.optimizer_class, model, {}
-        ),
-        ema=config.optimizer.ema is not None,
-        choices=choices,
-        recorded=recorded,
-    )
-    applied, engagements = apply_techniques(config.optimization, draft, given.techniques, look_up)
-    goes_on = MICRO_BATCH in recorded and all(c.key != MICRO_BATCH for c in draft.choices)
-    if goes_on and draft.micro_batch == micro_batch(None, batch_size, recorded):
-        draft.choose(MICRO_BATCH, lambda: (draft.micro_batch, ""))
-
-    # after the techniques: they may have moved weights, and have a say in how these are updated
-    if given.optimizer is None:
-        optimizer = build_optimizer(
-            config.optimizer, draft.optimizer_class, model, draft.optimizer_options
         )
-    else:
-        optimizer = adopt(given.optimizer, draft.optimizer_options, scope)
-    update = Update(
-        model,
-        optimizer,
-        config.stability,
-        None if given.optimizer else config.optimizer.lr,
-        [1.0] if given.optimizer else factors(config.schedule, total_steps),
-        loss_scale=draft.loss_scale,
-        ema=config.optimizer.ema,
-    )
-    if given.optimizer is not None:
-        share_state(update, draft.optimizer_options, scope)
-    if update.host_waits:
-        name = type(optimizer).__name__
-        draft.choices.append(Choice("stability.guard", "host reads a flag", f"{name} is not fused"))
-    fetched: dict[str, Any] = {"config": draft.data, "placements": tuple(draft.placements)}
-    fallen: dict[str, str] = {}
-    train = training_set(**fetched)
-    # in a fixed random order, so that the first so many stand for all
-    shuffled = permutation(config.data.split_seed, 0, len(data.validation))
-    held_out = data.validation[shuffled][: config.data.validation_samples]
-    validation = loader(indices=held_out, shuffle=False, repeat=False, augment=False, **fetched)
-    validate_every = training.validate_every or max(1, min(steps_per_epoch, total_steps // 5))
-    run = Run(
-        name=config.name,
-        seed=config.seed,
-        config_hash=known_as,
-        settings=settings,
-        folder=folder,
-        device=device,
-        sizes=data.sizes,
-        model=model,
-        forward=draft.forward,
-        contexts=draft.contexts,
-        objective=objective,
-        update=update,
-        train=train,
-        validation=validation,
-        micro_batch=draft.micro_batch,
-        total_steps=total_steps,
-        validate_every=validate_every,
-        checkpoint_every=config.checkpoint.every or validate_every,
-        patience=training.patience,
-        monitor=monitor,
-        higher_is_better=objective.rises(monitor),
-        recorder=Recorder(folder, config.monitoring),
-        history=History(folder),
-        checkpointer=checkpointer,
-        whole=_whole_step(draft, update, fallen),
-        fallen=fallen,
-        placements=draft.placements,
-        compilation=draft.compilation,
-        recompute=draft.recompute,
-        predicted_bytes=draft.predicted_bytes,
-        remarks=draft.remarks,
-        recoveries=[use_less_memory, *draft.recoveries],
-        hooks=[*table_report, *watchers(config, debug, settings, folder, look_up)],
-        techniques=applied,
-        engagements=engagements,
-        choices=draft.choices + train.choices,
-        scope=scope,
-        started=started,
-        watch=Stopwatch(device.torch),
-        reader=Reader(device.torch),
-        guardian=Guardian(
-            config.stability, update, model, config.debug.on_anomaly is OnAnomaly["raise"]
-        ),
-        report_every=config.monitoring.every,
-        strict=config.optimization.strict,
-    )
-    run.inputs = batch_checks(config, run, train)
-    checkpointer.choices = {choice.key: choice.value for choice in run.choices}
-    scope.callback(run.recorder.close)
-    scope.callback(run.checkpointer.wait)
-    scope.callback(run.validation.close)
-    scope.callback(run.train.close)
-    _resume(run, config.checkpoint.resume)
-    warn_kept_out(run)
-    if folder is not None and config.debug.capture.enabled and config.debug.capture.at_most > 0:
-        parts = ("model", "data", "objective", "optimizer")
-        made = [part for part in parts if getattr(given, part) is not None]
-        run.captures = Captures(config.debug.capture, folder, plain(config), made)
-    return run
+    return config
 
 
-def _whole_step(draft: Draft, update: Update, fallen: dict[str, str]) -> WholeStep | None:
+def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
+    """Lock it for this run. Raises UsageError where it holds the checkpoints of another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scope.enter_context(lock(folder))  # one run, one folder
+    if resume == "none" and any(folder.glob("checkpoints/step_*")):
+        raise UsageError(
+            f"{folder} holds the checkpoints of a run; continue it with "
+            "checkpoint.resume=auto, or use another folder"
+        )
+
+
+def _whole_step(draft: Draft, update: Update) -> WholeStep | None:
     """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
     if draft.whole_step is None:
         return None
     refused = WholeStep.refuses(update)
     if refused is None:
         return WholeStep(
-            draft.forward, draft.objective, draft.contexts, update, draft.batch_size,
-            draft.whole_step, draft.index_limit,
-        )  # fmt: skip
-    fallen["whole_step"] = refused
+            draft.forward,
+            draft.objective,
+            draft.contexts,
+            update,
+            draft.batch_size,
+            draft.whole_step,
+            draft.index_limit,
+        )
+    draft.fallen["whole_step"] = refused
     if draft.compilation is not None:
         draft.compilation.start()
     return None

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import UsageError
+from runner.technique import RunParts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-    from runner.batch import Batch, Loader, Sizes
+    from runner.batch import Loader
     from runner.captures.taking import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.inputs.admission import Inputs
-    from runner.device.device import Device
     from runner.device.leaks import LeakDetector
     from runner.hook import Evaluation, Hook
-    from runner.objective import Objective
     from runner.optim.update import Update
     from runner.optim.whole import WholeStep
     from runner.reader import Reader
@@ -29,14 +27,7 @@ if TYPE_CHECKING:
     from runner.record.recorder import Recorder
     from runner.stability.guardian import Guardian
     from runner.stopwatch import Stopwatch
-    from runner.technique import (
-        Choice,
-        Compilation,
-        Engagement,
-        Evidence,
-        Technique,
-    )
-    from runner.techniques.recompute import Recomputed
+    from runner.technique import Engagement, Evidence, Technique
 
 
 @dataclass(frozen=True)
@@ -62,8 +53,8 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)  # latest, `val/…`
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(RunParts):
     """A finished run: what a job drives and a hook may read."""
 
     name: str
@@ -71,50 +62,36 @@ class Run:
     config_hash: str
     settings: Mapping[str, Any]  # the config by dotted keys, as it is typed
     folder: Path | None  # None: nothing is written
-    device: Device
-    sizes: Sizes
-    model: nn.Module  # what is saved; never wrapped, so its keys never change
-    forward: Callable[..., Any]  # what is called
-    contexts: list[Callable[[], AbstractContextManager[Any]]]  # around forward and loss
-    objective: Objective
+    started: float  # time.monotonic() when the build began
+
     update: Update
     train: Loader
     validation: Loader
-    micro_batch: int
-    total_steps: int
     validate_every: int
     checkpoint_every: int
     patience: int | None
     monitor: str
     higher_is_better: bool
+    report_every: int = 10
+    strict: bool = False  # a technique that does not take hold is an error
+
     recorder: Recorder
     history: History
     checkpointer: Checkpointer
     hooks: list[Hook]
     techniques: list[tuple[str, Technique]]  # those applied, in order
     engagements: list[Engagement]  # those that could not be, with the reason
-    choices: list[Choice]
-    scope: ExitStack
-    started: float  # time.monotonic() when the build began
     watch: Stopwatch
     reader: Reader
     guardian: Guardian
     whole: WholeStep | None = None  # makes steps in one graph
-    compilation: Compilation | None = None
-    recompute: Recomputed | None = None  # as in the draft
-    predicted_bytes: int | None = None  # as in the draft
-    remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # as in the draft
-    evaluation_batch: int | None = None  # samples per forward, once a whole batch did not fit
-    fallen: dict[str, str] = field(default_factory=dict)  # techniques given up on the way, and why
-    placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # as in the draft
-    recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
-    report_every: int = 10
-    strict: bool = False  # a technique that does not take hold is an error
-    progress: Progress = field(default_factory=Progress)
-    evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
-    operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
     inputs: Inputs | None = None  # looks at each batch before its step
     captures: Captures | None = None  # bad steps that are kept for job=replay
+
+    progress: Progress = field(default_factory=Progress)
+    evidence: dict[str, Evidence] = field(default_factory=dict)  # of techniques, by name
+    evaluation_batch: int | None = None  # samples per forward, once a whole batch did not fit
+    operators: Mapping[str, int] | None = None  # of one step, by name, once they were looked at
     quantized: Quantized | None = None  # once there is one that is worth it
     saved_step: int = -1  # of the newest checkpoint
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint that it is from

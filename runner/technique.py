@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -82,45 +82,56 @@ class Engagement:
     known: bool = True  # False: the run ended before it was looked at
 
 
-@dataclass
-class Draft:
-    """A run being built: everything a technique may see or change."""
+@dataclass(kw_only=True)
+class RunParts:
+    """What a technique may see or change while a run is built, and hooks read once it is."""
 
     device: Device
     sizes: Sizes
-    model: nn.Module  # on the device
-    optimizer_class: type[torch.optim.Optimizer]
+    model: nn.Module  # on the device; what is saved; never wrapped, so its keys never change
+    forward: Callable[..., Any]  # what is called in place of the model
     objective: Objective
-    batch_size: int
     micro_batch: int  # samples per backward
-    micro_batch_asked: int | None  # what training.micro_batch names
-    tf32_asked: bool | None  # what device.tf32 says
-    threads_asked: int | None  # what device.threads says
-    sample: Callable[[int], Batch]  # so many training samples, not augmented, on the device
-    data: DataConfig  # how batches are fetched; what is None there is decided by the loader
-    in_memory: bool  # a fetch is a copy and nothing more
-    loader: Callable[[DataConfig], Loader]  # of the training set, fetched that way
     total_steps: int
     scope: ExitStack  # undoes every global switch when the run closes
-    forward: Callable[..., Any]  # what is called in place of the model
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]  # to see what state it keeps
-    ema: bool = False  # a running average of the weights is kept
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     placements: list[Callable[[Batch], Batch]] = field(default_factory=list)  # batch, on the device
+    compilation: Compilation | None = None
+    recompute: Recomputed | None = None  # what is computed again in the backward
+    predicted_bytes: int | None = None  # peak of process or device, where one was predicted
+    recoveries: list[Recovery] = field(default_factory=list)  # tried in order when a step fails
+    remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
+    choices: list[Choice] = field(default_factory=list)
+    fallen: dict[str, str] = field(default_factory=dict)  # techniques given up on the way, and why
+
+
+@dataclass(kw_only=True)
+class Draft(RunParts):
+    """A run being built; `parts` is what becomes of it."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    batch_size: int
+    micro_batch_asked: int | None  # training.micro_batch
+    tf32_asked: bool | None  # device.tf32
+    threads_asked: int | None  # device.threads
+    sample: Callable[[int], Batch]  # so many training samples, not augmented, on the device
+    data: DataConfig  # how batches are fetched; the loader decides where a field is None
+    in_memory: bool  # a fetch is a copy and nothing more
+    loader: Callable[[DataConfig], Loader]  # of the training set, fetched that way
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]  # to see what state it keeps
+    ema: bool = False  # a running average of the weights is kept
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None  # first value of a dynamic loss scale
     whole_step: dict[str, Any] | None = None  # torch.compile's options, to make steps in one graph
-    index_limit: int | None = None  # what targets must be below, as far as a look could tell
-    compilation: Compilation | None = None
+    index_limit: int | None = None  # targets lie below it, as far as the data show
     cuda_graphs: bool = False
-    recompute: Recomputed | None = None  # what is computed again in the backward
-    predicted_bytes: int | None = None  # peak of process or device, where one was predicted
-    recoveries: list[Recovery] = field(default_factory=list)
     sample_mflop: tuple[float, int] | None = None  # of a sample's forward, and in how many products
     flops_unknown: str = ""  # why that is not known
-    remarks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by technique, for evidence
-    choices: list[Choice] = field(default_factory=list)
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here
+
+    def parts(self) -> dict[str, Any]:
+        """The fields that the finished run takes over, by name."""
+        return {part.name: getattr(self, part.name) for part in fields(RunParts)}
 
     def choose(self, key: str, decide: Callable[[], tuple[Any, str]]) -> Any:
         """What the run that this one continues had chosen, else what `decide` says, and why."""
