@@ -16,7 +16,7 @@ from torch import nn
 from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
-from runner.config import RunConfig, config_hash, flat, plain
+from runner.config import RunConfig, config_hash, flat, plain, validate_config
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
@@ -40,7 +40,6 @@ from runner.optim.update import Update
 from runner.optim.whole import WholeStep
 from runner.random_state import exclusive_random_state
 from runner.reader import Reader
-from runner.rechecking import rechecked
 from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
@@ -85,7 +84,7 @@ def build(config: RunConfig, folder: str | Path | None = None, given: Given | No
     while another thread trains.
     """
     given, folder = given or Given(), None if folder is None else Path(folder)
-    config = rechecked(config, given.techniques)
+    validate_config(config, given.techniques)
     with ExitStack() as scope, in_plain_words("while the run was put together"):
         run = _Build(config, folder, given, scope).run()
         run.scope = scope.pop_all()  # nothing failed: the run now owns what must be undone

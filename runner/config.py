@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,7 @@ from runner.data import config as data_config
 from runner.data.config import DataConfig
 from runner.debug.config import DebugConfig
 from runner.device.config import DeviceConfig
-from runner.errors import ConfigError
+from runner.errors import ConfigError, UsageError
 from runner.jobs.config import (
     EvaluateConfig,
     ExportKind,
@@ -82,6 +82,12 @@ class RunConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
+        self._check_values()
+        self._check_trust()
+        self._check_job()
+        self._check_fit()
+
+    def _check_values(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigError(
                 "name", f"{self.name!r} is no folder's name", "letters, digits, . _ + -"
@@ -89,17 +95,18 @@ class RunConfig:
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", f"{self.seed} is no seed", "use 0 or more")
         check_counts(asdict(self))
-        self._check_trust()
-        self._check_job()
-        self._check_fit()
 
-    def _check_trust(self) -> None:
-        """Every name of a class is allowed, before torch or anything of the user's is imported."""
+    def _check_trust(self, made: Collection[str] = ()) -> None:
+        """Check every name of a class, before torch or the user's code is imported.
+
+        Techniques in `made` exist already as objects of the caller's.
+        """
         groups = (*FOREIGN, "optimizer")
         named = [(f"{key}._target_", getattr(self, key)._target_) for key in groups]
         for key in FOREIGN:
             named += nested(getattr(self, key).arguments, key)
-        named += [("optimization.extra", target) for target in self.optimization.extra]
+        extra = [target for target in self.optimization.extra if target not in made]
+        named += [("optimization.extra", target) for target in extra]
         for i, hook in enumerate(self.debug.hooks):
             named += nested(
                 {"_target_": hook} if isinstance(hook, str) else hook, f"debug.hooks.{i}"
@@ -178,6 +185,31 @@ class RunConfig:
                 "model", f"{model.kind} cannot read {FITS[needed][0]}, which data={data.kind} is",
                 f"use model={needed}",
             )  # fmt: skip
+
+
+def validate_config(config: RunConfig, made: Collection[str] = ()) -> None:
+    """Run the dataclasses' checks once more on a config that a program may have changed.
+
+    What a job needs of its config is not checked: the runs that a job makes have less of it.
+    Raises ConfigError and SecurityError, and UsageError for an object that is not a RunConfig.
+    """
+    if not isinstance(config, RunConfig):
+        raise UsageError(
+            f"build: the config is a {type(config).__name__}; give what compose([…]) returns"
+        )
+    for part in vars(config).values():
+        _validate_part(part)
+    config._check_values()
+    config._check_trust(made)
+    config._check_fit()
+
+
+def _validate_part(part: Any) -> None:
+    if is_dataclass(part):
+        for inner in vars(part).values():
+            _validate_part(inner)
+        if check := getattr(part, "__post_init__", None):
+            check()
 
 
 NOT_OF_THE_RUN = ("job", "evaluate", "verify", "replay", "scan", "benchmark", "sweep", "security")

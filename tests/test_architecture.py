@@ -48,7 +48,7 @@ techniques hooks debug checks models objectives data optim loop
 overrides
 config
 composing
-length rechecking tables watchers
+length tables watchers
 build
 doctor measure
 replay benchmark

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -17,9 +19,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 import runner
 from runner.composing import compose, compose_raw, from_plain, typed
-from runner.config import RunConfig, config_hash, flat, plain
+from runner.config import RunConfig, config_hash, flat, plain, validate_config
 from runner.data import config as data_config
-from runner.errors import ConfigError, SecurityError
+from runner.errors import ConfigError, SecurityError, UsageError
 from runner.jobs import JOBS
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
@@ -331,3 +333,41 @@ def test_what_a_sweep_tells_its_jobs_for_tensorboard_is_no_part_of_a_run() -> No
     assert told.monitoring.domains["optimizer.lr"] == [0.1, None]
     assert config_hash(told) == config_hash(compose([]))
     assert from_plain(plain(told)).monitoring.domains == {}
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "error", "says"),
+    [
+        ("training", "steps", -4, ConfigError, "training.steps"),
+        ("model", "width", 0, ConfigError, "model.width"),
+        ("optimization", "extra", ["mine.Own"], SecurityError, "mine.Own is refused"),
+    ],
+)
+def test_a_value_that_a_program_sets_is_checked_by_build(
+    group: str, key: str, value: object, error: type[Exception], says: str
+) -> None:
+    config = compose(["data=cancer"])
+    setattr(getattr(config, group), key, value)
+    with pytest.raises(error, match=says):
+        runner.build(config)
+
+
+def test_the_caller_s_own_technique_objects_need_no_trust() -> None:
+    config = compose(["data=cancer"])
+    config.optimization.extra = ["mine.Own"]
+    validate_config(config, made=["mine.Own"])
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a list": (lambda: runner.build(["seed=3"]), r"build: the config is a list; give what comp"),  # type: ignore[arg-type]
+    "one text": (lambda: compose("training.steps=3"), r"compose: overrides is one string; give"),
+    "numbers": (lambda: compose([3]), r"compose: overrides is a list of texts"),  # type: ignore[list-item]
+    "no run": (lambda: runner.train(compose([])), r"train: takes a run, not a RunConfig: with bu"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_argument_of_the_wrong_kind_is_one_line(what: str) -> None:
+    call, says = WRONG[what]
+    with pytest.raises(UsageError, match=f"^{says}"):
+        call()
