@@ -187,6 +187,45 @@ class BenchmarkResult:
             raise StorageError(f"{path}: is damaged: {error}") from error
 
 
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
+UNKNOWN, BETTER = "not measurable here", "better than said"
+
+
+@dataclass
+class ClaimResult:
+    """One claim about a technique as it was measured here; ratios are to the plain run."""
+
+    name: str
+    said: str
+    work: str
+    quantity: str  # `Claim.measures`
+    verdict: str = UNKNOWN
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None  # 95 %
+    noise: float | None = None  # the plain run against itself
+    reason: str = ""  # for the verdict
+    why: str = ""
+    command: str = ""  # trains like the arm in question
+
+
+@dataclass
+class Claims:
+    """All claims that were tested, and where: `claims.json`."""
+
+    rows: list[ClaimResult] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)  # medians over all that was measured
+    command: str = ""
+    started: str = ""
+    seconds: float = 0.0
+    schema: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain values."""
+        return asdict(self)
+
+
 T = TypeVar("T")
 
 

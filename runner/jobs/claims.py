@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from runner.benchmark.claims.claims import measure_claims
-from runner.benchmark.claims.statements import Claims
+from runner.benchmark.claims import measure_claims
+from runner.benchmark.result import Claims
 from runner.config import RunConfig
 from runner.errors import StorageError
 from runner.record.console import print_stdout

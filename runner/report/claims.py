@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runner.benchmark.claims.statements import BETTER, FAILS, HOLDS, ClaimResult, Claims, Quantity
+from runner.benchmark.result import BETTER, FAILS, HOLDS, ClaimResult, Claims
 from runner.errors import StorageError
 from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
@@ -26,11 +26,11 @@ def seen(row: ClaimResult) -> str:
     if row.ratio is None or row.interval is None:
         return "–"
     low, high = row.interval
-    if row.quantity in (Quantity.speed.value, Quantity.inference.value):
+    if row.quantity in ("speed", "inference"):
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
-    if row.quantity == Quantity.cost.value:
+    if row.quantity == "cost":
         return f"{_signed(row.ratio)} % time ({_signed(low)} to {_signed(high)})"
-    what = "latency" if row.quantity == Quantity.latency.value else "memory"
+    what = "latency" if row.quantity == "latency" else "memory"
     return f"{_signed(row.ratio)} % {what} ({_signed(low)} to {_signed(high)})"
 
 

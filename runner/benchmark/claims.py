@@ -1,0 +1,382 @@
+"""Claims people make about techniques (`conf/benchmark/claims/*.yaml`), each measured here.
+
+A claim that this machine cannot test says so and why; a trial that fails costs its own rows only.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from runner import modes
+from runner.batch import call
+from runner.benchmark.arms import Arm
+from runner.benchmark.blocks import Turn
+from runner.benchmark.crew.crew import Finished
+from runner.benchmark.engine import interruptible
+from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
+from runner.benchmark.machine import machine
+from runner.benchmark.result import BETTER, FAILS, HOLDS, UNDECIDED, ClaimResult, Claims
+from runner.benchmark.rows import load_of
+from runner.benchmark.statistics import Estimate, noise_floor
+from runner.composing import compose
+from runner.config import RunConfig
+from runner.device import memory, phases
+from runner.errors import Interrupted, RunnerError
+from runner.overrides.groups import CONF
+from runner.record import provenance
+from runner.run import Run
+from runner.techniques.probe import rehearse
+from runner.techniques.quantization import latency_ratio
+
+FOLDER = CONF / "benchmark" / "claims"
+PLAIN, AGAIN = "plain", "plain, again"
+GAINS = ("speed", "inference", "scaling")  # at least the bar; everything else at most
+IMAGES, SIDE = 256, 256  # JPEG files of each of two classes, and their pixels
+ROUNDS, SETTLING = 9, 2  # forwards that are timed, and before
+READINGS = 6  # least to largest of six hold the median with 97 %
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim: the `arm` of its trial against the plain run."""
+
+    name: str
+    claimed: str
+    measures: str  # speed | cost | memory | memory of a step | inference | latency | scaling
+    bar: float
+    note: str  # why it should hold, or should not
+    arm: str = ""
+    needs: str = ""  # the technique that must have engaged
+    tool: str = ""  # the debug tool whose own seconds count
+    range_end: float | None = None  # far end of a claimed range
+    run_steps: int | None = None  # of the run over which the tool's seconds are spread
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A workload, the arms measured on it, and the claims that they test."""
+
+    about: str
+    claims: list[Claim]
+    work: list[str] = field(default_factory=list)
+    arms: dict[str, list[str]] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=lambda: ["optimization=none"])
+    block_s: float | None = None  # where turns have to be longer
+    share: float = 1.0  # of the budget, next to the other trials
+    images: bool = False  # reads image files, which are made first
+    gpus: int = 0  # GPUs it takes
+
+
+def load_trials(folder: Path = FOLDER) -> list[Trial]:
+    """The trials of every YAML file in `folder`."""
+    rows = [
+        row
+        for path in sorted(folder.glob("*.yaml"))
+        for row in yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]
+    ]
+    return [Trial(**{**row, "claims": [Claim(**claim) for claim in row["claims"]]}) for row in rows]
+
+
+def measure_claims(
+    config: RunConfig,
+    told: Told | None = None,
+    each: Callable[[Claims], None] | None = None,
+    trials: Sequence[Trial] | None = None,
+    how: With | None = None,
+) -> Claims:
+    """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
+
+    The budget is shared by `Trial.share`; starting and compiling come on top. `each` receives the
+    claims so far after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
+    """
+    trials = load_trials() if trials is None else trials
+    claims = Claims(
+        versions=provenance.versions(),
+        command=provenance.command(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    done = 0
+    with tempfile.TemporaryDirectory(prefix="runner-claims-") as folder, interruptible() as signals:
+        try:
+            how = how or With(config.benchmark)
+            for _ in _run_trials(claims, config, trials, Path(folder), how, told):
+                done += 1
+                if each is not None:
+                    each(claims)
+        except KeyboardInterrupt:
+            ended = signals[0] if signals else signal.SIGINT
+            raise Interrupted(ended, f" after {done} of {len(trials)} trials") from None
+    return claims
+
+
+def _run_trials(
+    claims: Claims,
+    config: RunConfig,
+    trials: Sequence[Trial],
+    folder: Path,
+    how: With,
+    told: Told | None,
+) -> Iterator[None]:
+    """Fill in `claims`, trial by trial."""
+    began, left, turns = how.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
+    for number, trial in enumerate(trials):
+        if told is not None:
+            names = ", ".join(claim.name for claim in trial.claims)
+            told(f"{names} ({number + 1} of {len(trials)})")
+        budget = left * trial.share / max(1e-9, sum(later.share for later in trials[number:]))
+        try:
+            if trial.gpus:
+                raise RunnerError(_explain_gpus(trial.gpus))
+            heat = _measure_trial(trial, config, budget, folder, how, number, told)
+        except RunnerError as error:  # a config that this machine or version refuses
+            claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
+            yield
+            continue
+        if heat.measured.stopped == INTERRUPTED:
+            raise KeyboardInterrupt
+        claims.rows += [judge_claim(trial, claim, heat) for claim in trial.claims]
+        left = max(left - heat.measured.seconds, 1e-3)
+        turns |= {f"{number} {name}": some for name, some in heat.measured.turns.items()}
+        for finished in heat.finished.values():
+            claims.machine = machine([finished.summary])
+        claims.load, claims.seconds = asdict(load_of(turns)), how.clock() - began
+        yield
+
+
+def _measure_trial(
+    trial: Trial,
+    config: RunConfig,
+    budget_s: float,
+    folder: Path,
+    how: With,
+    seed: int,
+    told: Told | None,
+) -> Heat:
+    """The trial's arms side by side, the plain one twice."""
+    work = [*trial.work, *_make_images(folder)] if trial.images else trial.work
+    arms = []
+    for name, overrides in {PLAIN: trial.plain, **trial.arms}.items():
+        arm_config = compose([*work, *overrides])
+        arm_config.device, arm_config.seed = config.device, config.seed
+        arms.append(Arm(name, arm_config, list(overrides)))
+    if how.settings.control:
+        arms.append(replace(arms[0], name=AGAIN))
+    settings = replace(how.settings, block_s=trial.block_s or how.settings.block_s)
+    metrics: dict[str, Callable[[Run], float]] = {}
+    for measures in {claim.measures for claim in trial.claims}:
+        metrics |= METRICS.get(measures, {})
+    how = replace(how, settings=settings, metrics=metrics)
+    return run_heat(arms, PLAIN, budget_s, seed, how, told)
+
+
+def _make_images(folder: Path) -> list[str]:
+    """JPEG files of smooth noise, which compress as photographs do."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for label in ("dark", "light"):
+        place = folder / label
+        place.mkdir(exist_ok=True)
+        for number in range(IMAGES):
+            coarse = draw.integers(0, 128, (16, 16, 3)) + (128 if label == "light" else 0)
+            picture = Image.fromarray(coarse.astype(np.uint8)).resize((SIDE, SIDE))
+            picture.save(place / f"{number}.jpg", quality=90)
+    return [f"data.path={folder}"]
+
+
+def _explain_gpus(needed: int) -> str:
+    count = torch.cuda.device_count()
+    if count < needed:
+        return f"it takes {needed} GPUs or more, and torch sees {count} here"
+    return f"torch sees {count} GPUs, and a run uses one: training on several is not built yet"
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def judge_claim(trial: Trial, claim: Claim, heat: Heat) -> ClaimResult:
+    """What the trial says of one of its claims."""
+    row = _make_row(trial, claim, heat.why_not(PLAIN, claim.arm) or _explain_missing(claim, heat))
+    if row.reason:
+        return row
+    noise = 0.0
+    if claim.measures in ("speed", "cost") and AGAIN in heat.names():
+        noise = noise_floor(heat.ratio([PLAIN], [AGAIN]))
+        row.noise = noise if math.isfinite(noise) else None
+    estimate = _estimate(claim, heat)
+    if estimate is None:
+        row.reason = "there is too little to tell: too few blocks, or no reading of the memory"
+        return row
+    row.ratio, row.interval = estimate.ratio, (estimate.low, estimate.high)
+    if math.isinf(noise):
+        row.reason = "the plain run against itself has no interval: what is noise is not known"
+        return row
+    row.verdict, row.reason = verdict(claim, estimate, noise)
+    return row
+
+
+def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
+    """Holds or fails where all of the interval, noise added at both ends, is on one side of `bar`.
+
+    An interval past the far end of a claimed range is better than said. With the reason.
+    """
+    low, high = estimate.low / (1 + noise), estimate.high * (1 + noise)
+    bar, end = claim.bar, claim.range_end
+    if claim.measures in GAINS:
+        reached, missed, past = low >= bar, high < bar, end is not None and low > end
+    else:
+        reached, missed, past = high <= bar, low > bar, end is not None and high < end
+    if past:
+        return BETTER, ""
+    if reached or missed:
+        return (HOLDS if reached else FAILS), ""
+    return UNDECIDED, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"
+
+
+def _estimate(claim: Claim, heat: Heat) -> Estimate | None:
+    ours, plain = heat.finished[claim.arm], heat.finished[PLAIN]
+    if claim.measures == "speed":
+        return heat.ratio([PLAIN], [claim.arm])
+    if claim.measures == "cost":
+        return _estimate_cost(claim, heat, ours)
+    if claim.measures in ("inference", "latency"):
+        return _range_ratio(_readings(ours, claim.measures), [1.0])
+    held = [_held_bytes(finished, claim.measures == "memory") for finished in (ours, plain)]
+    return _range_ratio(*held)
+
+
+def _estimate_cost(claim: Claim, heat: Heat, ours: Finished) -> Estimate | None:
+    """The ratio of step times, plus the seconds that the tool itself took, spread over the run."""
+    ratio = heat.ratio([claim.arm], [PLAIN])
+    if ratio is None or not claim.tool:
+        return ratio
+    step = median(turn.seconds / turn.steps for turn in heat.measured.turns[PLAIN])
+    tools = [row for row in ours.summary.get("tools") or [] if row["name"] == claim.tool]
+    steps = claim.run_steps or ours.summary["steps"]
+    more = sum(tool["seconds"] for tool in tools) / (steps * step)
+    return Estimate(ratio.ratio + more, ratio.low + more, ratio.high + more)
+
+
+def _held_bytes(finished: Finished, with_state: bool) -> list[float]:
+    state = finished.metrics.get("state_bytes", 0.0) if with_state else 0.0
+    return [state + step for step in _readings(finished, "step_bytes")]
+
+
+def _readings(finished: Finished, name: str) -> list[float]:
+    return [value for key, value in finished.metrics.items() if key.partition(" ")[0] == name]
+
+
+def _range_ratio(ours: Sequence[float], plain: Sequence[float]) -> Estimate | None:
+    """The ratio of the medians; its interval is the range of the readings."""
+    if not ours or not plain or min(plain) <= 0 or min(ours) <= 0:
+        return None
+    return Estimate(median(ours) / median(plain), min(ours) / max(plain), max(ours) / min(plain))
+
+
+def _explain_missing(claim: Claim, heat: Heat) -> str:
+    """Why the technique is not engaged; "" where it is, or none is needed."""
+    if claim.arm not in heat.finished:
+        return "was not measured"
+    for row in heat.finished[claim.arm].summary.get("techniques") or [] if claim.needs else ():
+        if row["name"] == claim.needs and not row["engaged"]:
+            return f"{claim.needs} did not take hold: {row['reason'] or 'no reason given'}"
+    return ""
+
+
+def _make_row(trial: Trial, claim: Claim, reason: str) -> ClaimResult:
+    path = ["data.path=FOLDER"] if trial.images else []
+    words = [*trial.work, *path, *trial.arms.get(claim.arm, ())]
+    return ClaimResult(
+        name=claim.name,
+        said=claim.claimed,
+        work=trial.about,
+        quantity=claim.measures,
+        reason=reason,
+        why=claim.note,
+        command=shlex.join(["python", "-m", "runner", *words]) if words else "",
+    )
+
+
+# -- measured on an arm's finished run, in its own process -----------------------------------------
+
+
+def step_bytes(run: Run) -> float:
+    """Peak memory of one forward and backward beyond what is held between steps.
+
+    Of the device, or of the process on a CPU. Free memory is given back before.
+    """
+    memory.clean(run.device)
+    with phases.peak(run.device) as peak:
+        rehearse(run)
+        run.device.synchronize()
+    if run.device.kind == "cpu":
+        return float(peak.process - peak.process_before)
+    return float(peak.on_device - peak.on_device_before)
+
+
+def state_bytes(run: Run) -> float:
+    """Weights, buffers and optimizer state: what is held between steps."""
+    tensors = [*run.model.parameters(), *run.model.buffers()]
+    for state in run.update.optimizer.state.values():
+        tensors += [value for value in state.values() if hasattr(value, "nbytes")]
+    return float(sum(tensor.nbytes for tensor in tensors))
+
+
+def int8_speedup(run: Run) -> float:
+    """Time of a float forward over an int8 one; ValueError without an int8 model."""
+    if run.quantized is None:
+        raise ValueError("there is no int8 model")
+    return 1 / latency_ratio(run, run.quantized.model)
+
+
+def compiled_latency(run: Run) -> float:
+    """Time of a compiled forward over an eager one, in turn, without gradients; medians.
+
+    ValueError where nothing is compiled.
+    """
+    if run.compilation is None or not run.compilation.mode:
+        raise ValueError("the model is not compiled")
+    seconds: dict[str, list[float]] = {"default": [], "force_eager": []}
+    with ExitStack() as stack:
+        stack.enter_context(modes.evaluating(run.model))
+        stack.enter_context(torch.no_grad())
+        for context in run.contexts:
+            stack.enter_context(context())
+        inputs = run.validation.peek()[0]
+        for number in range(ROUNDS + SETTLING):
+            for stance, times in seconds.items():
+                with torch.compiler.set_stance(stance):
+                    run.device.synchronize()
+                    begun = time.perf_counter()
+                    call(run.forward, inputs)
+                    run.device.synchronize()
+                    if number >= SETTLING:  # the first ones compile
+                        times.append(time.perf_counter() - begun)
+    return median(seconds["default"]) / median(seconds["force_eager"])
+
+
+def _repeat(name: str, metric: Callable[[Run], float]) -> dict[str, Callable[[Run], float]]:
+    return {f"{name} {number}": metric for number in range(READINGS)}
+
+
+METRICS = {
+    "memory": {"state_bytes": state_bytes, **_repeat("step_bytes", step_bytes)},
+    "memory of a step": _repeat("step_bytes", step_bytes),
+    "inference": _repeat("inference", int8_speedup),
+    "latency": _repeat("latency", compiled_latency),
+}
+"""Functions of the finished run that a claim needs, by what it measures."""

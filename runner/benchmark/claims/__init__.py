@@ -1,1 +1,0 @@
-"""What people say about techniques, and what of it holds here."""
