@@ -29,7 +29,6 @@ STYLES = {
     Trust.UNTRUSTED: "yellow",
     Trust.CHECKED: "green",
     Trust.PINNED: "green",
-    Trust.SIGNED: "green",
 }
 
 
@@ -37,7 +36,7 @@ STYLES = {
 class Row:
     """One thing that was judged."""
 
-    kind: str  # file | checkpoint | capture | run | dcp | signed | folder
+    kind: str  # file | checkpoint | capture | run | dcp | folder
     found: Assessment
 
     @property
@@ -54,8 +53,8 @@ class Row:
 
     @property
     def digest(self) -> str:
-        """What can be pinned: of a file or a folder; a run is pinned by its checkpoints."""
-        return self.found.digest if self.found.files and self.kind != "run" else ""
+        """sha256 of a single file; of a folder each file has its own."""
+        return next(iter(self.found.files.values())).sha256 if len(self.found.files) == 1 else ""
 
     @property
     def size(self) -> int:
@@ -79,7 +78,7 @@ class Scan:
     @property
     def worst_first(self) -> list[Row]:
         """In the order they are shown."""
-        return sorted(self.rows, key=lambda row: (row.found.trust, row.found.score, row.found.path))
+        return sorted(self.rows, key=_badness)
 
     @property
     def refused(self) -> list[Row]:
@@ -154,6 +153,11 @@ class Scan:
         replace_text(folder / PAGE, markdown(self))
 
 
+def _badness(row: Row) -> tuple[int, int, str]:
+    """Sort key: the least trusted first, then by the severity of the worst reason."""
+    return row.found.trust, -(row.first.severity if row.first else 0), row.found.path
+
+
 def terminal(scan: Scan, most: int) -> RenderableType:
     """The worst first, `most` of them; made for 80 columns."""
     parts: list[RenderableType] = [
@@ -164,8 +168,7 @@ def terminal(scan: Scan, most: int) -> RenderableType:
         head.overflow = "ignore"  # as for the digest: what is broken cannot be copied
         head.append(f" {one_line(row.found.path)}", style="bold")
         about = Text(one_line(f"{row.kind}, {row.formats}, {size(row.size)}"), style="dim")
-        kind = "sha256" if len(row.found.files) == 1 else "root"
-        told = one_line(f"  {kind:6} {row.digest}")
+        told = one_line(f"  sha256 {row.digest}")
         digest = Text(told, "dim", no_wrap=True, overflow="ignore")
         lines = Text("\n").join(Text(one_line(line)) for line in _lines(row, scan.level))
         parts += [head, *([digest] if row.digest else [])]
@@ -183,26 +186,24 @@ def terminal(scan: Scan, most: int) -> RenderableType:
 def markdown(scan: Scan) -> str:
     """The same as a document."""
     lines = [f"# Scan of {md.escape(scan.path)}", "", f"**{md.escape(scan.verdict)}**", ""]
-    lines.append(f"security: {scan.level.value}. Trust is the lowest that any gate allows.")
+    lines.append(f"security: {scan.level.value}.")
     if scan.interrupted:
         lines += ["", f"Interrupted after {len(scan.rows)} of {_things(scan.total)}."]
     rows = [
         (
             row.found.trust.name,
-            row.found.score,
             row.found.path,
             f"{row.kind}, {row.formats}",
             size(row.size),
             row.digest,
             row.found.written_by,
-            row.found.signer,
             "; ".join(_lines(row, scan.level)),
         )
         for row in scan.worst_first[:ROWS]
     ]
     if rows:
-        header = ("trust", "score", "what", "format", "size", "sha256 or root", "says it was "
-                  "written by", "signed by", "why, and the way out")  # fmt: skip
+        header = ("trust", "what", "format", "size", "sha256", "says it was written by",
+                  "why, and the way out")  # fmt: skip
         lines += ["", md.table(header, rows)]
     if len(scan.rows) > ROWS:
         lines += ["", f"… and {_things(len(scan.rows) - ROWS)} more, in {JSON}."]
@@ -216,8 +217,6 @@ def markdown(scan: Scan) -> str:
 def _lines(row: Row, level: SecurityLevel) -> Iterator[str]:
     """Why, and the way out; of notes only the first."""
     yield _why(row, level)
-    if row.found.signer:
-        yield f"signed: {row.found.signer}"
     if row.found.written_by and not row.found.refused:
         yield f"says it was written by {row.found.written_by}"
 
@@ -237,7 +236,6 @@ def _why(row: Row, level: SecurityLevel) -> str:
         Trust.UNTRUSTED: "nothing is wrong with it, and nobody vouches for it",
         Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
         Trust.PINNED: "its digest is in security.pinned",
-        Trust.SIGNED: "signed by one of security.signers",
     }.get(row.found.trust, "refused")
 
 

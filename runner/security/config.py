@@ -17,7 +17,7 @@ class SecurityLevel(Enum):
 
     off = "off"  # nothing is looked at; said loudly
     standard = "standard"  # unknown files load in a limited process, with a warning
-    strict = "strict"  # files are this run's own, pinned or signed; no pickle; no foreign config
+    strict = "strict"  # files are this run's own or pinned; no pickle; no foreign config
 
 
 @dataclass
@@ -46,7 +46,6 @@ class SecurityConfig:
     environment: list[str] = field(default_factory=list)  # names that ${oc.env:…} may read
     allow_pickle: list[str] = field(default_factory=list)  # sha256 of files that may run code
     pinned: list[str] = field(default_factory=list)  # sha256 of files known to be good
-    signers: list[str] = field(default_factory=list)  # files with public keys whose word counts
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     @property

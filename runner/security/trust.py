@@ -1,8 +1,4 @@
-"""What was found out about a file, and how far it may therefore be trusted.
-
-A trust is the lowest that any gate allows, and a score the least of theirs: nothing that is good
-about a file makes up for what is bad about it.
-"""
+"""What was found out about a file, and how far it may therefore be trusted."""
 
 from __future__ import annotations
 
@@ -25,6 +21,7 @@ log = logging.getLogger("runner")
 
 SCHEMA = 1
 OTHER = "other"  # the format of a file that nothing here ever loads
+SHOWN_DIGESTS = 4  # in one message
 
 
 class Severity(IntEnum):
@@ -47,18 +44,6 @@ class Trust(IntEnum):
     UNTRUSTED = 1  # nothing is wrong with it, and nobody vouches for it
     CHECKED = 2  # its digest is in a manifest that this runner wrote
     PINNED = 3  # its digest is in security.pinned
-    SIGNED = 4  # somebody of security.signers vouches for it
-
-
-SCORES = {
-    Trust.REFUSED: 0,
-    Trust.UNTRUSTED: 40,
-    Trust.CHECKED: 80,
-    Trust.PINNED: 90,
-    Trust.SIGNED: 100,
-}
-"""What the gate of provenance gives; the other gates give what their worst finding leaves."""
-LEFT = {Severity.NOTE: 100, Severity.WARNING: 60, Severity.REFUSAL: 0}
 
 
 @dataclass(frozen=True)
@@ -91,12 +76,9 @@ class Assessment:
 
     path: str
     trust: Trust = Trust.UNTRUSTED
-    score: int = 100  # 0 to 100, the least over the gates; 0 where refused
     reasons: list[Reason] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)  # by path within `path`
-    root: str = ""  # sha256 over names and digests of `files`
     written_by: str = ""  # name and config hash of the run that wrote it, where it says so
-    signer: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     policy: str = ""  # sha256 of what decided
     seconds: float = 0.0
@@ -116,17 +98,12 @@ class Assessment:
         """Take note of what speaks against it, and let nothing raise it again."""
         self.reasons += reasons
         if self.refusals:
-            self.trust, self.score = Trust.REFUSED, 0
-
-    def least(self) -> int:
-        """The score: the least that any gate gives."""
-        return min([SCORES[self.trust], *(LEFT[reason.severity] for reason in self.reasons)])
+            self.trust = Trust.REFUSED
 
     @property
-    def digest(self) -> str:
-        """What to put into security.pinned to vouch for it: of the file, or of the folder."""
-        alone = next(iter(self.files.values())).sha256 if len(self.files) == 1 else ""
-        return alone or self.root
+    def digests(self) -> list[str]:
+        """sha256 of each file that can be loaded: what to put into security.pinned."""
+        return [f.sha256 for f in self.files.values() if f.format != OTHER and f.sha256]
 
     def as_dict(self) -> dict[str, Any]:
         """In plain values; enums by their names."""
@@ -163,11 +140,14 @@ def require(found: Assessment, policy: Policy) -> None:
         why = one_line(str(first)) if first is not None else "nothing of it may be loaded"
         raise SecurityError(f"{path}: refused: {why}")
     raise SecurityError(
-        f"{path}: refused: security=strict loads only what this run tree wrote, or what is pinned "
-        f"or signed, and nobody vouches for it; {way_in(found)}"
+        f"{path}: refused: security=strict loads only what this run tree wrote, or what is "
+        f"pinned, and nobody vouches for it; {way_in(found)}"
     )
 
 
 def way_in(found: Assessment) -> str:
     """What to type once one has made sure of it."""
-    return f"if you know where it comes from, add security.pinned=[{found.digest}]"
+    digests = found.digests
+    if len(digests) > SHOWN_DIGESTS:
+        return "if you know where it comes from, pin the sha256 of each file that job=scan lists"
+    return f"if you know where it comes from, add security.pinned=[{','.join(digests)}]"

@@ -17,7 +17,6 @@ DIGEST = "ab" * 32
 def row(name: str, trust: Trust = Trust.UNTRUSTED, *reasons: Reason, kind: str = "file") -> Row:
     found = Assessment(name, trust, files={name: FileFacts(DIGEST, 2048, "npy")})
     found.reasons += reasons
-    found.score = found.least()
     return Row(kind, found)
 
 
@@ -31,9 +30,9 @@ def shown(scan: Scan, most: int = 30, width: int = 80) -> str:
     return screen.file.getvalue()
 
 
-def test_the_worst_comes_first_and_within_a_trust_the_lowest_score():
+def test_the_worst_comes_first_and_within_a_trust_what_has_warnings():
     names = [
-        row("fine", Trust.SIGNED), row("plain"),
+        row("fine", Trust.PINNED), row("plain"),
         row("odd", Trust.UNTRUSTED, finding(Severity.WARNING)),
         row("bad", Trust.REFUSED, finding(Severity.REFUSAL)), row("own", Trust.CHECKED),
     ]  # fmt: skip
@@ -98,5 +97,5 @@ def test_the_record_is_json_that_says_whether_it_is_complete(tmp_path):
     scan.write(tmp_path)
     found = json.loads((tmp_path / "scan.json").read_text())
     assert (found["schema"], found["verdict"], found["complete"]) == (1, "interrupted", False)
-    assert found["counts"] == {"REFUSED": 0, "UNTRUSTED": 0, "CHECKED": 0, "PINNED": 1, "SIGNED": 0}
+    assert found["counts"] == {"REFUSED": 0, "UNTRUSTED": 0, "CHECKED": 0, "PINNED": 1}
     assert "Interrupted after 1 of 3 things" in (tmp_path / "scan.md").read_text()

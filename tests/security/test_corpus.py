@@ -99,7 +99,7 @@ def test_the_verdict_on_each_of_them_is_refused_with_reasons(tmp_path: Path) -> 
             path, marker = made(sample, tmp_path)
             verdict = assessor.assess(thing_of(path))
             reasons = [bool(reason.code and reason.evidence) for reason in verdict.refusals]
-            if (verdict.trust, verdict.score) != (Trust.REFUSED, 0) or not all(reasons):
+            if verdict.trust is not Trust.REFUSED or not all(reasons):
                 passed.append(str(sample))
             if marker.exists():
                 passed.append(f"{sample} ran")

@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-import base64
 import json
 import logging
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from runner.errors import SecurityError, UsageError
+from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.gate.policy import Policy
 from runner.security.gate.provenance import is_own, vouch
 from runner.security.intent.places import own_trees
-from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust, require
-from tests.security.planted import checkpoint, facts_of, seal
+from runner.security.trust import Assessment, FileFacts, Trust, require
+from tests.security.planted import checkpoint, facts_of
 
 STRICT, STANDARD = SecurityLevel.strict, SecurityLevel.standard
 
@@ -56,7 +53,7 @@ def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path, own):
     (folder / "model.safetensors").write_bytes(data)
     pinned = tuple(f.sha256 for f in facts_of(folder).files.values())
     found = judged(folder, own=(tmp_path,) if own else (), pinned=pinned)
-    assert found.trust is Trust.REFUSED and found.score == 0
+    assert found.trust is Trust.REFUSED
     assert "model.safetensors" in found.refusals[0].where
     assert "manifest.digest" in codes(found)
 
@@ -109,34 +106,19 @@ def test_a_link_in_the_run_tree_to_elsewhere_is_not_its_own(tmp_path):
     assert not is_own(tmp_path / "outputs/loop", policy) or not (tmp_path / "outputs/loop").exists()
 
 
-def test_a_folder_is_pinned_by_its_root_or_by_the_digest_of_each_file_that_is_loaded(tmp_path):
+def test_a_folder_is_pinned_by_the_digest_of_each_file_that_is_loaded(tmp_path):
     folder = checkpoint(tmp_path / "theirs")
-    found = judged(folder)
-    loaded = [facts.sha256 for facts in found.files.values() if facts.format != "other"]
-    assert judged(folder, pinned=(found.digest,)).trust is Trust.PINNED
+    loaded = judged(folder).digests
+    assert len(loaded) == 2
     assert judged(folder, pinned=tuple(loaded)).trust is Trust.PINNED
     assert judged(folder, pinned=(loaded[0],)).trust is Trust.UNTRUSTED
-    (folder / "state.pt").rename(folder / "state2.pt")
-    assert judged(folder, pinned=(found.digest,)).trust is Trust.UNTRUSTED
 
 
 def test_the_digest_to_pin_of_a_single_file_is_its_own(tmp_path):
     path = checkpoint(tmp_path / "theirs") / "model.safetensors"
     found = judged(path)
-    assert found.digest == found.files[path.name].sha256
-    assert judged(path, pinned=(found.digest,)).trust is Trust.PINNED
-
-
-def test_the_score_is_the_least_of_the_gates_and_nothing_raises_what_is_refused(tmp_path):
-    folder = checkpoint(tmp_path / "c")
-    found = facts_of(folder)
-    pinned = Policy(own=(tmp_path,), pinned=(judged(folder).digest,))
-    found.refuse([Reason("weights.large", Severity.WARNING, "w", "1e30")])
-    vouch(found, folder, pinned)
-    assert (found.trust, found.score) == (Trust.PINNED, 60)
-    found.refuse([Reason("zip.overlap", Severity.REFUSAL, "a", "overlaps b")])
-    vouch(found, folder, pinned)
-    assert (found.trust, found.score) == (Trust.REFUSED, 0)
+    assert found.digests == [found.files[path.name].sha256]
+    assert judged(path, pinned=tuple(found.digests)).trust is Trust.PINNED
 
 
 def test_an_assessment_is_plain_json_of_a_numbered_schema(tmp_path):
@@ -156,7 +138,6 @@ def test_an_assessment_is_plain_json_of_a_numbered_schema(tmp_path):
         (STRICT, Trust.UNTRUSTED, False),
         (STRICT, Trust.CHECKED, True),
         (STRICT, Trust.PINNED, True),
-        (STRICT, Trust.SIGNED, True),
         (SecurityLevel.off, Trust.UNTRUSTED, True),
     ],
 )
@@ -178,111 +159,3 @@ def test_standard_warns_where_nobody_vouches_and_only_there(caplog):
     assert not caplog.records
     require(Assessment("theirs", files={"a": FileFacts("0" * 64, 1, "npy")}), Policy())
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "theirs" in caplog.text
-
-
-# Signatures. The package is not a dependency, so a stand-in keeps to its documented interface:
-# model_signing.verifying.Config().use_elliptic_key_verifier(public_key=…).verify(model, signature)
-# raises ValueError where the key or the files on the disk are not those of the signature.
-STAND_IN = """
-import base64, hashlib, json, pathlib
-
-
-class Config:
-    def use_elliptic_key_verifier(self, *, public_key):
-        self.key = pathlib.Path(public_key).read_text()
-        return self
-
-    def verify(self, model_path, signature_path):
-        bundle = json.loads(pathlib.Path(signature_path).read_text())
-        if bundle["signed_by"] != self.key:
-            raise ValueError("signature mismatch")
-        payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
-        for row in payload["predicate"]["resources"]:
-            data = (pathlib.Path(model_path) / row["name"]).read_bytes()
-            if hashlib.sha256(data).hexdigest() != row["digest"]:
-                raise ValueError("files differ")
-"""
-
-
-@pytest.fixture
-def model_signing(tmp_path, monkeypatch):
-    package = tmp_path / "site/model_signing"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "verifying.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    yield
-    for name in [name for name in sys.modules if name.startswith("model_signing")]:
-        del sys.modules[name]
-
-
-def sign(folder: Path, key: str, names=("model.safetensors", "state.pt")) -> None:
-    files = facts_of(folder).files
-    rows = [{"name": n, "algorithm": "sha256", "digest": files[n].sha256} for n in names]
-    payload = json.dumps({"predicate": {"resources": rows}}).encode()
-    bundle = {"signed_by": key, "dsseEnvelope": {"payload": base64.b64encode(payload).decode()}}
-    (folder / "model.sig").write_text(json.dumps(bundle))
-
-
-@pytest.fixture
-def keys(tmp_path):
-    for name in ("mine", "theirs"):
-        (tmp_path / f"{name}.pub").write_text(f"key of {name}")
-    return tmp_path / "mine.pub", tmp_path / "theirs.pub"
-
-
-def test_a_signature_of_a_named_signer_makes_it_signed(tmp_path, keys, model_signing):
-    folder = checkpoint(tmp_path / "c")
-    sign(folder, "key of theirs")
-    found = judged(folder, signers=keys)
-    assert found.trust is Trust.SIGNED and found.score == 100
-    assert found.signer.startswith("theirs.pub sha256:")
-    require(found, Policy(STRICT))
-
-
-@pytest.mark.parametrize("spoil", ["key", "list", "form"])
-def test_a_signature_that_is_not_about_these_files_vouches_for_nothing(
-    tmp_path, keys, model_signing, spoil
-):
-    folder = checkpoint(tmp_path / "c")
-    sign(folder, "nobody" if spoil == "key" else "key of mine",
-         ("state.pt",) if spoil == "list" else ("model.safetensors", "state.pt"))  # fmt: skip
-    if spoil == "form":
-        (folder / "model.sig").write_text("[" * 5000)
-    found = judged(folder, signers=keys)
-    assert found.trust is Trust.UNTRUSTED and not found.signer
-    assert codes(found) & {"signature.invalid", "signature.other"}
-
-
-def test_a_file_swapped_after_it_was_read_is_not_signed(tmp_path, keys, model_signing):
-    folder = checkpoint(tmp_path / "c")
-    sign(folder, "key of mine")
-    good = (folder / "state.pt").read_bytes()
-    (folder / "state.pt").write_bytes(b"hostile")
-    read = facts_of(folder)  # this is what will be loaded
-    (folder / "state.pt").write_bytes(good)  # and this is what the package finds on the disk
-    seal(folder)
-    (folder / "manifest.json").unlink()
-    vouch(read, folder, Policy(signers=keys))
-    assert read.trust is Trust.UNTRUSTED and "signature.other" in codes(read)
-
-
-def test_without_signers_a_signature_counts_for_nothing_and_needs_no_package(tmp_path):
-    folder = checkpoint(tmp_path / "c")
-    sign(folder, "key of mine")
-    found = judged(folder)
-    assert found.trust is Trust.UNTRUSTED and "signature.unknown" in codes(found)
-
-
-@pytest.mark.skipif("model_signing" in sys.modules, reason="it is installed")
-def test_signers_without_the_package_or_the_key_are_a_mistake_in_the_config(
-    tmp_path, keys, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "model_signing", None)  # as where it is not installed
-    folder = checkpoint(tmp_path / "c")
-    assert judged(folder, signers=keys).trust is Trust.UNTRUSTED  # there is no signature to check
-    sign(folder, "key of mine")
-    with pytest.raises(UsageError, match=r"runner\[sign\]"):
-        judged(folder, signers=keys)
-    with pytest.raises(UsageError, match="there is no file"):
-        judged(folder, signers=(Path(os.devnull) / "gone",))

@@ -56,10 +56,7 @@ class Assessor:
         self.pool.shutdown(cancel_futures=True)
 
     def assess(self, thing: Thing, told: Callable[[int], None] | None = None) -> Assessment:
-        """The verdict; `told` is given the bytes of each file that is done.
-
-        Raises UsageError where signers are named and signatures cannot be checked.
-        """
+        """The verdict; `told` is given the bytes of each file that is done."""
         start = time.perf_counter()
         found = Assessment(str(thing.path))
         found.refuse(thing.odd)
@@ -83,7 +80,7 @@ class Assessor:
                     continue
             if told is not None:
                 told(found.files[name].size)
-        vouch(found, thing.path, self.policy, by_root=thing.kind != "run")
+        vouch(found, thing.path, self.policy)
         found.seconds = time.perf_counter() - start
         return found
 

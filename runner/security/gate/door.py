@@ -73,7 +73,7 @@ def open_file(path: Path, policy: Policy, sha256: str | None = None, apart: bool
             )
         if found.refused or apart or policy.level is SecurityLevel.strict:
             require(found, policy)
-        found.score, found.seconds = found.least(), time.perf_counter() - start
+        found.seconds = time.perf_counter() - start
         content = unpickled(held.view, examined.format) if examined.pickled else examined.content
         return Opened(content, found, examined.metadata)
 

@@ -17,7 +17,6 @@ from runner.security.gate.format import RAW_NAMES, is_models_name, is_raw
 from runner.security.gate.glance import holds_model
 from runner.security.gate.held import Peeked
 from runner.security.gate.provenance import MANIFEST
-from runner.security.gate.signing import find
 from runner.security.trust import Reason, Severity
 
 DEPTH = 64
@@ -30,7 +29,7 @@ class Thing:
     """What is judged as one."""
 
     path: Path
-    kind: str  # file | checkpoint | capture | run | dcp | signed
+    kind: str  # file | checkpoint | capture | run | dcp
     files: dict[str, Path] = field(default_factory=dict)  # all regular files, by path within
     odd: list[Reason] = field(default_factory=list)  # what is neither file nor folder
 
@@ -101,7 +100,7 @@ def _kind(folder: Path) -> str | None:
         return "capture" if folder.absolute().parent.name == "captures" else "checkpoint"
     if is_folder(folder / ".hydra") and any(is_folder(folder / part) for part in PARTS):
         return "run"
-    return "signed" if find(folder) is not None else None
+    return None
 
 
 def _things(folder: Path, top: Path, depth: int) -> Iterator[Thing]:

@@ -52,7 +52,6 @@ class Policy:
     level: SecurityLevel = SecurityLevel.standard
     allow_pickle: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
-    signers: tuple[Path, ...] = ()
     own: tuple[Path, ...] = ()  # folders of this run tree: what lies there was written by us
     bounds: Bounds = Bounds()
 
@@ -63,7 +62,6 @@ class Policy:
             config.level,
             tuple(config.allow_pickle),
             tuple(config.pinned),
-            tuple(Path(name) for name in config.signers),
             tuple(own),
         )
 

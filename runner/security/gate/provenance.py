@@ -1,4 +1,4 @@
-"""Where a file comes from, and who vouches for it: a manifest of ours, a digest, a signature.
+"""Where a file comes from, and who vouches for it: a manifest of ours, or a digest.
 
 A manifest's own digest shows damage and not who wrote it, so it counts only within the folders of
 this run tree (`Policy.own`): whoever can write there need not forge anything.
@@ -6,7 +6,6 @@ this run tree (`Policy.own`): whoever can write there need not forge anything.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,14 +17,12 @@ from runner.record.console import one_line
 from runner.record.provenance import versions
 from runner.security.gate.format import is_models_name
 from runner.security.gate.policy import Policy
-from runner.security.gate.signing import NAME as SIGNATURE
-from runner.security.gate.signing import Signature, signature_of
 from runner.security.sealed import read_sealed
-from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity, Trust
+from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust
 from runner.storage import Written
 
 MANIFEST = "manifest.json"
-BESIDE = (MANIFEST, SIGNATURE, "replay.md")  # what it does not name, and we put there
+BESIDE = (MANIFEST, "replay.md")  # what it does not name, and we put there
 FORMAT = 1  # of checkpoints and captures
 LIMIT = 1 << 24  # bytes of a manifest that is read
 
@@ -37,18 +34,6 @@ class Recorded:
     files: dict[str, Written] = field(default_factory=dict)
     written_by: str = ""
     fault: str = ""  # in what way it is not good
-
-
-def root_of(files: Mapping[str, FileFacts]) -> str:
-    """One sha256 over the names and digests of all files, whatever their order.
-
-    Empty where one was not read, since its ends were enough to refuse it.
-    """
-    if not all(facts.sha256 for facts in files.values()):
-        return ""
-    rows = {os.fsencode(name): facts.sha256.encode() for name, facts in files.items()}
-    text = b"".join(name + b"\0" + rows[name] + b"\n" for name in sorted(rows))
-    return hashlib.sha256(text).hexdigest()
 
 
 def is_own(path: Path, policy: Policy) -> bool:
@@ -89,20 +74,16 @@ def _writer(body: Mapping[str, Any], folder: Path) -> str:
     return " ".join(f"{k} {one_line(str(value))[:100]}" for k, value in parts.items() if value)
 
 
-def vouch(found: Assessment, path: Path, policy: Policy, by_root: bool = True) -> None:
+def vouch(found: Assessment, path: Path, policy: Policy) -> None:
     """Raise the trust of a file or folder, unless it is refused, as far as somebody vouches for it.
 
     `found.files` must be complete: by their path in the folder, or the one name of a file. Whoever
     vouches must do so for all of them that are ever loaded, and a file that is not what its
-    manifest says is refused. Not `by_root` are folders that are never loaded as a whole, such as a
-    run's: each of its checkpoints has to be pinned, as for loading it. Raises UsageError where a
-    signature cannot be checked at all.
+    manifest says is refused.
     """
     found.policy, found.versions = policy.digest, versions()
-    found.root = root_of(found.files)
     checked = _recorded(found, path if path.is_dir() else path.parent, policy)
-    pinned = _pinned(found, policy, by_root)
-    _sum_up(found, checked, pinned, signature_of(path, found.files, policy))
+    _sum_up(found, checked, _pinned(found, policy))
 
 
 def _recorded(found: Assessment, folder: Path, policy: Policy) -> bool:
@@ -172,36 +153,15 @@ def _fits(found: Assessment, record: Recorded, folder: Path, place: Path, names:
     return fits
 
 
-def _pinned(found: Assessment, policy: Policy, by_root: bool) -> bool:
-    known = set(policy.pinned)
-    if not known or (by_root and found.root in known):
-        return bool(known)
-    left = {n: f for n, f in found.files.items() if f.format != OTHER and f.sha256 not in known}
-    folders = {Path(name).parent for name in left}
-    pinned = {folder for folder in folders if _root_within(found, folder) in known}
-    return any(f.format != OTHER for f in found.files.values()) and folders == pinned
+def _pinned(found: Assessment, policy: Policy) -> bool:
+    digests = found.digests
+    return bool(digests) and set(digests) <= set(policy.pinned)
 
 
-def _root_within(found: Assessment, folder: Path) -> str:
-    """The root of a folder in the one that was looked at; none of the whole itself."""
-    names = {name: Path(name) for name in found.files}
-    return root_of({
-        str(path.relative_to(folder)): found.files[name]
-        for name, path in names.items() if path.is_relative_to(folder)
-    }) if folder.parts else ""  # fmt: skip
-
-
-def _sum_up(found: Assessment, checked: bool, pinned: bool, signature: Signature) -> None:
-    found.reasons += signature.reasons
+def _sum_up(found: Assessment, checked: bool, pinned: bool) -> None:
     if found.refusals:
         found.refuse([])
-        return
-    if signature.signer:
-        found.trust, found.signer = Trust.SIGNED, signature.signer
     elif pinned:
         found.trust = Trust.PINNED
-    elif checked:
-        found.trust = Trust.CHECKED
     else:
-        found.trust = Trust.UNTRUSTED
-    found.score = found.least()
+        found.trust = Trust.CHECKED if checked else Trust.UNTRUSTED

@@ -127,7 +127,6 @@ LEVELS = [
     by_file("allows a pickle", f"security: {{allow_pickle: [{'a' * 64}]}}\n",
             "security.allow_pickle"),
     by_file("pins a file", f"security: {{pinned: [{'a' * 64}]}}\n", "security.pinned"),
-    by_file("believes a signer", "security: {signers: [key.pem]}\n", "security.signers"),
     by_file("reads the environment", "security: {environment: [HOME]}\n", "security.environment"),
     Case("an option of theirs", ["--config-dir=theirs", "security=mine"],
          {"theirs/security/mine.yaml": "trusted: [evil_pkg]\n"}, "security.trusted"),
