@@ -17,7 +17,7 @@ from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors
 from runner.debug.config import DebugConfig
-from runner.debug.memory.shortage import Shortage
+from runner.debug.oom_report import OomReport
 from runner.device.resources import Machine
 from runner.errors import ConfigError
 from runner.hook import Hook
@@ -58,7 +58,7 @@ def watchers(
     if (limits := Limits(config.security.limits)).wanted:
         hooks.append(limits)
     if not debug.memory.enabled:  # which does the same, and knows more
-        hooks.append(Shortage())
+        hooks.append(OomReport())
     if config.checks.model.enabled:  # around the tools, whose hooks are not the model's
         hooks.append(ModelCheck(config.checks.model, config.security))
     hooks += tools

@@ -31,7 +31,7 @@ KINDS: dict[str, Any] = {
     "kind": str, "message": str, "name": str, "config_hash": str, "loss": str, "grad_norm": str,
     "config": dict, "choices": dict, "device": dict, "versions": dict, "given": list,
 }  # fmt: skip
-"""Of what type a field is: some are put into a script, so that text could become code."""
+"""Of what type a field is: a forged one must not become text elsewhere."""
 
 
 class Weights(Enum):

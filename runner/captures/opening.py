@@ -93,7 +93,7 @@ def open_capture(path: Path, policy: Policy | None = None) -> Capture:
 
 
 def _is_plain(state: Mapping[str, Any]) -> bool:
-    """Whether what is to be a number is one: some of it is put into a script."""
+    """Whether what must be a number is one."""
     numbers = [state["loss"], state["grad_norm"]]
     counts = [state["remedy"], *state["samples"], *state["skipped"]]
     return all(n is None or type(n) in (float, int) for n in numbers) and all(

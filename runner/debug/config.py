@@ -156,8 +156,6 @@ class ProfileConfig:
     memory: bool = False  # what each operator allocates
     modules: bool = True  # time by module; of a compiled model, in a window of uncompiled steps
     cuda_synchronize: bool = False  # sections wait for the device at both ends: honest, slower
-    drift: float | None = 1.5  # times the step, wait or memory of the run's first stretch; null: no
-    drift_after_s: float = 10.0  # a stretch that is compared: so many seconds of steps
 
     def __post_init__(self) -> None:
         for key, least in (("start", 1), ("warmup", 1), ("steps", 1), ("at_most", 0)):
@@ -173,13 +171,8 @@ class ProfileConfig:
                 f"{self.repeat_every} is within a window of {self.warmup + self.steps} steps",
                 "use more, or null for one window",
             )
-        for key in ("traces_mb", "drift_after_s"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ConfigError(f"debug.profile.{key}", "is not positive", "use more than 0")
-        if self.drift is not None and not 1 < self.drift < math.inf:
-            raise ConfigError(
-                "debug.profile.drift", f"{self.drift} is no increase", "use more than 1, or null"
-            )
+        if not 0 < self.traces_mb < math.inf:
+            raise ConfigError("debug.profile.traces_mb", "is not positive", "use more than 0")
 
 
 @dataclass

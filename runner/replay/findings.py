@@ -135,9 +135,6 @@ class Replay:
     seen: str = ""  # in which run that was looked at
     blame: Blame | None = None  # None: not looked for
     script: str = ""  # reproduce.py, relative to the folder of the replay
-    script_says: str = ""
-    script_ran: bool = False  # to its end
-    script_agrees: bool = False
     samples: list[int] = field(default_factory=list)  # of the data set, for found.samples
     advice: list[str] = field(default_factory=list)
 

@@ -14,12 +14,13 @@ from runner.captures.manifest import captures
 from runner.captures.opening import Capture
 from runner.config import RunConfig
 from runner.errors import CheckpointError
-from runner.replay import script
+from runner.masking import masked
 from runner.replay.attempt import is_spike, same
 from runner.replay.attribution import COMPILING, Search
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Attempt, Blame, Found, Phase, Replay
 from runner.replay.reopen import config_of, reopened
+from runner.replay.script import write_script
 from runner.replay.spike import spike
 from runner.replay.statistics import grown
 from runner.replay.trace import trace, weights
@@ -123,7 +124,7 @@ class Look:
                     if compiled:
                         replay.seen += ", as the compiler traces it"
                 if replay.found.phase is not Phase.nowhere or i == len(plans) - 1:
-                    self._script(run, replay, compiled)
+                    self._write_script(replay, without)
                     return
 
     def _look(self, run: Run, batch: Batch, compiled: bool) -> Found:
@@ -161,22 +162,14 @@ class Look:
             plans.append(([*compiling, *rewriting], True))
         return plans
 
-    def _script(self, run: Run, replay: Replay, compiled: bool) -> None:
-        """Write it, and run it, to say whether it does what it is for."""
-        config = self._config()
-        cause = "" if replay.found.phase is Phase.nowhere else replay.found.cause
+    def _write_script(self, replay: Replay, without: Sequence[str]) -> None:
+        finding = "" if replay.found.phase is Phase.nowhere else replay.found.cause
         try:
-            path = script.write(run, self.capture, config, self.folder, cause, compiled)
+            capture = self.origin or self.capture.path
+            path = write_script(self.folder, capture, masked(finding), self.trusted, without)
+            replay.script = path.name
         except OSError as error:
             log.warning("replay: no reproduce.py: %s", error)
-            return
-        if path is None:
-            replay.script_says = "none: the objective is one of the runner's own kind"
-            return
-        replay.script = path.name
-        code, replay.script_says = script.run_script(path, self.timeout_s)
-        replay.script_ran = code in (0, script.BAD)
-        replay.script_agrees = code == script.BAD and replay.reproduced
 
 
 def earlier(capture: Path, step: int) -> Path | None:
@@ -240,8 +233,8 @@ def _by_phase(found: Found, samples: Sequence[int]) -> list[str]:
     if found.phase is Phase.exception:
         where = "that line" if found.line is not None else "that module"
         return [
-            f"Mend {where}, or what it is given: the table says what went in. The batch is in "
-            "reproduce/batch.pt, and reproduce.py raises the same without the runner."
+            f"Mend {where}, or what it is given: the table says what went in. reproduce.py makes "
+            "the step again, with the model and the batch at hand."
         ]
     if found.phase is Phase.forward or found.phase is Phase.loss:
         return [

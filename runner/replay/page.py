@@ -58,12 +58,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
         lines.append(("", f"not tried alone: {', '.join(blame.untried)}"))
     lines += [("note", note) for note in found.notes]
     if replay.script:
-        agrees = "bad there too" if replay.script_agrees else "not bad there"
-        agrees = agrees if replay.script_ran else "it did not run to its end"
-        says = replay.script_says.removeprefix("bad: ")
-        lines.append(("script", f"{replay.script}: {agrees}" + (f": {says}" if says else "")))
-    elif replay.script_says:
-        lines.append(("script", replay.script_says))
+        lines.append(("script", f"{replay.script} makes the step again; exit code 3: it is bad"))
     return lines
 
 
@@ -129,7 +124,7 @@ def markdown(replay: Replay) -> str:
         parts += ["## What to do next", "", *(f"- {escape(step)}" for step in replay.advice), ""]
     if replay.script:
         run = f"python {replay.script}"
-        parts += ["Without the runner:", "", code(run, "sh"), ""]
+        parts += ["To make the step again:", "", code(run, "sh"), ""]
     return "\n".join(parts)
 
 

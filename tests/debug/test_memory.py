@@ -348,18 +348,7 @@ class Limited(Objective):
         return self.own.metrics(totals)
 
 
-def savings(page: str) -> dict[str, float]:
-    """MiB by key, in the order of the page."""
-    table = page.partition("## What would save how much")[2].partition("\n\nEach")[0]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    return {
-        row[2].replace("\\", ""): float(row[0].strip("| ").replace(",", ""))
-        for row in rows[1:]
-        if "---" not in row[0]
-    }
-
-
-def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_would_help(tmp_path: Path) -> None:
+def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path: Path) -> None:
     overrides = [*GPT, "training.steps=12", "optimizer.ema=0.9", "training.micro_batch=1"]
     with build(compose(overrides), tmp_path) as run:
         run.objective = Limited(run.objective, 0)
@@ -367,34 +356,17 @@ def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_would_help(tmp_pat
             train(run)
     page = (tmp_path / "debug/out_of_memory.md").read_text()
     assert "out of memory" in page and "The largest modules" in page
-    ways = savings(page)
-    assert list(ways.values()) == sorted(ways.values(), reverse=True)
-    assert {"optimizer=sgd", "optimizer.ema=null"} <= set(ways)
-    assert not any(key.startswith("training.micro_batch") for key in ways)  # one sample already
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    held = [float(row[2].replace(",", "")) for row in rows[2:7]]
+    assert held == sorted(held, reverse=True) and held[0] > 0, page
+    assert "| state of the optimizer, average | " in page
 
 
-def test_what_the_page_promises_is_what_the_change_then_saves(tmp_path: Path) -> None:
-    larger = [*GPT, "training.steps=3", "debug=memory", "debug.every=2", "data.sequence=128"]
-    with build(compose(larger), tmp_path / "short") as run:
+def test_a_step_that_did_not_fit_leaves_the_page_and_the_run_goes_on(tmp_path: Path) -> None:
+    with build(compose([*GPT, "training.steps=3", *LOOK]), tmp_path) as run:
         run.objective = Limited(run.objective, 8)
-        train(run)
-    page = (tmp_path / "short/debug/out_of_memory.md").read_text()
-    assert "run goes on" in page
-    ways = savings(page)
-    with build(compose([*larger, "training.micro_batch=8"]), tmp_path / "now") as run:
-        train(run)
-    now = found_in(tmp_path / "now")["predicted"]
-    recompute = "optimization.recompute.enabled=true optimization.recompute.what=full"
-    for key in (recompute, "training.micro_batch=4"):
-        changed = [*larger, "training.micro_batch=8", *key.split()]
-        with build(compose(changed), tmp_path / key[:20]) as run:
-            train(run)
-        then = found_in(tmp_path / key[:20])
-        less = now["activations"] - then["predicted"]["activations"]
-        assert ways[key] * 2**20 == pytest.approx(less, rel=0.1), key
-        rows = found_in(tmp_path / "now")["account"]["rows"], then["account"]["rows"]
-        before, after = (sum(row["activations"] for row in part) for part in rows)
-        assert before - after == pytest.approx(less, rel=0.35), key
+        assert train(run).status == "done"
+    assert "run goes on" in (tmp_path / "debug/out_of_memory.md").read_text()
 
 
 def test_the_page_of_a_run_that_was_looked_at_has_the_account(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""The profiler's windows, the verdict in words, drifts: in real runs, shaped to be so."""
+"""The profiler's windows, the verdict in words: in real runs, shaped to be so."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from runner import Hook, build, compose, profile, train
 from runner.debug.config import DebugConfig, ProfileConfig
-from runner.debug.profile.drift import Change, Drift
 from runner.debug.profile.kinds import kind, shown
 from runner.debug.profile.tool import Profile
 from runner.debug.profile.trace import read
@@ -427,84 +425,6 @@ def test_a_window_lies_between_the_looks_of_other_tools() -> None:
     assert (row["first"], row["steps"]) == (22, 5), "looks are at steps 20 and 30"
 
 
-# -- drift -------------------------------------------------------------------------------------
-
-
-def fed(drift: Drift, reports: int, step: float, wait: float, rng: random.Random) -> list[Change]:
-    """Reports of ten steps, noisy, with a long one now and then."""
-    found = []
-    for _ in range(reports):
-        outlier = 30.0 if rng.random() < 0.03 else 1.0
-        seconds = 10 * (step * outlier + wait) * rng.uniform(0.8, 1.25)
-        found += list(drift.add(10, seconds, 10 * wait * rng.uniform(0.5, 2.0)))
-    return found
-
-
-def test_noise_and_outliers_are_no_drift() -> None:
-    for seed in range(20):
-        drift = Drift(1.5, 1.0, held=lambda: 1 << 30)
-        assert fed(drift, 3000, 0.01, 0.001, random.Random(seed)) == []
-
-
-def test_a_moment_of_trouble_is_no_drift() -> None:
-    for seed in range(40):
-        rng, drift = random.Random(seed), Drift(1.5, 1.0, held=lambda: 1 << 30)
-        assert fed(drift, 100 + seed, 0.01, 0.001, rng) == []
-        assert fed(drift, 9, 0.1, 0.02, rng) == [], "shorter than a stretch"
-        assert fed(drift, 100, 0.01, 0.001, rng) == []
-
-
-@pytest.mark.parametrize(
-    ("step", "wait", "kind"), [(0.02, 0.001, "slower"), (0.01, 0.008, "waiting_more")]
-)
-def test_a_change_that_lasts_is_said_once(step: float, wait: float, kind: str) -> None:
-    for seed in range(20):
-        rng, drift = random.Random(seed), Drift(1.5, 1.0, held=lambda: 1 << 30)
-        assert fed(drift, 100, 0.01, 0.001, rng) == []
-        assert [change.kind for change in fed(drift, 500, step, wait, rng)] == [kind]
-
-
-def test_memory_that_grows_and_grows_is_said_at_each_factor() -> None:
-    held = iter(range(1 << 30, 1 << 40, 1 << 26))
-    drift, rng = Drift(1.5, 1.0, held=lambda: next(held)), random.Random(0)
-    found = fed(drift, 1500, 0.01, 0.001, rng)
-    assert {change.kind for change in found} == {"more_memory"}
-    assert 3 <= len(found) <= 8
-
-
-class Slowing:
-    """Samples that take longer and longer to fetch."""
-
-    sizes = {"task": "classification", "in_features": 6, "classes": 2}
-
-    def __init__(self) -> None:
-        self.fetched = 0
-
-    def __len__(self) -> int:
-        return 120
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.fetched += 1
-        for _ in range(60 if self.fetched > 8000 else 1):
-            x = torch.randn(6)
-        return x + 2.0 * (index % 2), index % 2
-
-
-def test_a_run_that_comes_to_wait_for_its_data_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import my_package
-
-    monkeypatch.setattr(my_package, "Slowing", Slowing, raising=False)
-    monkeypatch.setattr(Slowing, "__module__", "my_package")
-    overrides = [*SMALL, "security.trusted=[my_package]", "data._target_=my_package.Slowing",
-                 "data.workers=0", "training.steps=800", "debug.profile.at_most=0",
-                 "debug.profile.drift_after_s=0.3", "debug.profile.drift=2"]  # fmt: skip
-    _, summary, run = profiled(overrides)
-    assert summary.faults.get("waiting_more")
-    (fault, *_) = (f for f in run.history.faults.values() if f.kind == "waiting_more")
-    assert fault.category == "performance"
-    assert "raise data.workers" in fault.message
-
-
 def test_a_healthy_run_raises_nothing() -> None:
     _, summary, _ = profiled([*SMALL, "training.steps=600"])
     assert summary.faults == {}
@@ -554,8 +474,7 @@ def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("start", 0), ("steps", 0), ("warmup", 0), ("repeat_every", 6), ("drift", 1.0),
-     ("traces_mb", 0.0), ("drift_after_s", float("nan"))],
+    [("start", 0), ("steps", 0), ("warmup", 0), ("repeat_every", 6), ("traces_mb", 0.0)],
 )  # fmt: skip
 def test_a_mistake_in_the_config_names_the_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"debug.profile.{key}"):

@@ -8,7 +8,6 @@ from typing import Any
 from runner import compose
 from runner.captures.manifest import FOLDER
 from runner.jobs.replay import main
-from runner.replay import page
 from runner.replay.findings import Attempt, Found, Phase, Replay
 from runner.replay.look import advice
 from runner.replay.spike import spike
@@ -24,10 +23,6 @@ def a_replay(found: Found, **more: Any) -> Replay:
     )  # fmt: skip
 
 
-def told(replay: Replay) -> dict[str, str]:
-    return dict(page.facts(replay))
-
-
 def test_weights_that_have_grown_are_what_is_to_be_mended(captured: Any, tmp_path: Path) -> None:
     path = captured("optimizer=sgd", "optimizer.lr=1e9", "stability.clip_norm=null")
     folder = tmp_path / "replay"
@@ -38,12 +33,6 @@ def test_weights_that_have_grown_are_what_is_to_be_mended(captured: Any, tmp_pat
     assert "is up to" in found.found.grown
     assert "lower optimizer.lr, and keep stability.clip_norm" in " ".join(found.advice)
     assert "clamp" not in " ".join(found.advice)
-    assert found.script_agrees
-    script = (folder / "reproduce.py").read_text()
-    assert 'device = torch.device("cpu")' in script
-    odd = ("1.0)", "/ 1.0", "if True", "-100", "nullcontext():", "sys.path += []")
-    assert not [text for text in odd if text in script]
-    assert "torch.set_num_threads(2)" in script  # device.threads of the run
 
 
 def test_a_sample_that_is_far_too_large_comes_before_the_settings(
@@ -76,18 +65,6 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     assert "captured too" not in " ".join(advice(only))
 
 
-def test_an_exception_has_advice_and_the_script_names_the_model_itself() -> None:
+def test_an_exception_has_advice() -> None:
     found = Found(Phase.exception, "the model (Net) raised ValueError: no", "", "Net")
     assert "what it is given" in advice(a_replay(found, kind="exception"))[0]
-
-
-def test_the_page_does_not_stutter() -> None:
-    replay = a_replay(Found(Phase.spike, "the batch itself"), seen="the step without any technique")
-    replay.script, replay.script_says, replay.script_agrees = "reproduce.py", "bad: so", True
-    replay.script_ran = True
-    assert told(replay)["script"] == "reproduce.py: bad there too: so"
-    replay.script_says = "No module named 'x'"
-    replay.script_ran = replay.script_agrees = False
-    said = "reproduce.py: it did not run to its end: No module named 'x'"
-    assert told(replay)["script"] == said
-    assert told(replay)["looked at"] == "the step without any technique"

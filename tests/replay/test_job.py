@@ -1,8 +1,9 @@
-"""job=replay from end to end: what it says, what it leaves behind, and the script on its own."""
+"""job=replay from end to end: what it says, what it leaves behind, and its script."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,18 +16,13 @@ from runner import build, compose
 from runner.captures.opening import open_capture
 from runner.errors import NotVerified
 from runner.jobs.replay import main
-from runner.replay import script
-from runner.replay.attempt import attempt
 from runner.replay.findings import Phase, Replay
 from runner.replay.reopen import config_of
+from runner.replay.script import BAD
 from runner.summary import Summary
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
-ALONE = (
-    "import sys, runpy; sys.modules['runner'] = None; sys.argv = sys.argv[1:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 def replay(capture: Path, folder: Path, *overrides: str) -> Replay:
@@ -35,11 +31,12 @@ def replay(capture: Path, folder: Path, *overrides: str) -> Replay:
     return main(compose([*asked, *overrides]), folder)
 
 
-def run_alone(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script in a process in which the runner cannot be imported."""
+def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
+    """reproduce.py in a process of its own, in an empty environment of modules."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(  # noqa: S603  # what was just written
-        [sys.executable, "-c", ALONE, str(path)], cwd=folder, capture_output=True, text=True,
-        check=False,
+        [sys.executable, "reproduce.py"], cwd=folder, capture_output=True, text=True,
+        check=False, env=env,
     )  # fmt: skip
 
 
@@ -74,9 +71,8 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
     screen = capsys.readouterr().out
     assert all(len(text) <= 80 for text in screen.splitlines() if str(tmp_path) not in text)
 
-    assert found.script_agrees
-    done = run_alone(folder / "reproduce.py", tmp_path)
-    assert done.returncode == script.BAD, done.stderr
+    done = run_script(folder)
+    assert done.returncode == BAD, done.stderr
     assert done.stdout.splitlines()[-1] == f"bad: {found.found.cause}"
 
 
@@ -102,64 +98,6 @@ def _harmless(run: Any) -> Any:
     return inputs, target
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["+model.part=root"], "bad: as the replay says"),
-        (["+model.part=raises"], " samples are off"),
-        (["objective._target_=faulty_models.broken_loss"], "bad: as the replay says"),
-    ],
-    ids=["backward", "exception", "loss"],
-)
-def test_the_script_is_bad_too_without_the_runner(
-    overrides: list[str], says: str, captured: Any, standing: Any, tmp_path: Path
-) -> None:
-    with standing(captured(POISON, *overrides)) as (run, _, capture):
-        config = config_of(capture, ["faulty_models"])
-        said, folder = "as the replay says", tmp_path / "script"
-        path = script.write(run, capture, config, folder, said, compiled=False)
-    assert path is not None
-    done = run_alone(path, tmp_path)
-    assert done.returncode == script.BAD, done.stderr
-    assert done.stdout.splitlines()[-1].endswith(says)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["data=stdlib_text", "data.sequence=16", "model=gpt", "model.width=16", "model.depth=1",
-         "training.batch_size=4"],
-        pytest.param(["data=digits", "model=cnn", "model.width=4", "training.micro_batch=13"],
-                     marks=pytest.mark.slow),
-        pytest.param(["data=digits", "model=mlp", "model.dropout=0.5"], marks=pytest.mark.slow),
-        pytest.param(["data=stdlib_parts", "model=classifier", "model.width=16"],
-                     marks=pytest.mark.slow),
-    ],
-    ids=["gpt", "cnn", "mlp", "classifier"],
-)  # fmt: skip
-def test_the_script_of_a_model_of_ours_computes_the_runs_loss(
-    overrides: list[str], tmp_path: Path
-) -> None:
-    quiet = ["optimization=none", "monitoring.progress=false", "device.threads=2"]
-    config = compose([*overrides, *quiet])
-    with build(config, tmp_path / "run") as run:
-        run.recorder.open(0)
-        assert run.captures is not None
-        kept = run.captures.take(run, 1, "non_finite", "none at all")
-        capture = open_capture(tmp_path / "run" / str(kept))
-        path = script.write(run, capture, config, tmp_path / "script", "", compiled=False)
-        run.model.train()
-        made = attempt(run, run.train.at(0), capture)
-    assert path is not None
-    done = run_alone(path, tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, last = done.stdout.splitlines()
-    assert last == "all is finite"
-    loss, norm = (float(part.rpartition(" ")[2]) for part in first.split(", "))
-    assert loss == pytest.approx(made.loss, rel=1e-4)
-    assert norm == pytest.approx(made.grad_norm, rel=1e-3)
-
-
 @pytest.mark.slow  # four processes that compile
 def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     captured: Any, marked: Any, tmp_path: Path
@@ -175,7 +113,6 @@ def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     assert (found.found.phase, found.found.module) == (Phase.forward, "part")
     assert found.found.line is not None
     assert found.found.line.number == marked("COMPILED")
-    assert found.script_agrees
 
 
 def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(

@@ -101,22 +101,21 @@ def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
     assert found.cause.startswith("the gradient through the objective becomes Inf"), found
 
 
-@pytest.mark.parametrize("fault", ["full_like", "input hook", "parameter hook"])
-def test_the_headline_of_the_page_and_the_script_name_the_same_module(
-    fault: str, captured: Any, tmp_path: Path
+def test_the_page_and_the_script_name_the_module_of_a_bad_backward(
+    captured: Any, tmp_path: Path
 ) -> None:
-    path = captured(TRUSTED, NET, f"+model.fault='{fault}'")
+    path = captured(TRUSTED, NET, "+model.fault='full_like'")
     folder = tmp_path / "replay"
     folder.mkdir()
     asked = ["job=replay", f"replay.path={path}", TRUSTED, "replay.attribute=false"]
     replay = main(compose(asked), folder)
-    assert replay.reproduced and replay.script_agrees
+    assert replay.reproduced
     assert (replay.found.phase, replay.found.module) == (Phase.backward, "block.2")
     headline = dict(page.facts(replay))["where"]
     assert headline.startswith(f"the gradient through block.2 ({replay.found.kind}) becomes ")
     script = [sys.executable, str(folder / "reproduce.py")]
     done = subprocess.run(script, capture_output=True, text=True, check=False)  # noqa: S603
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (3, f"bad: {headline}")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (3, f"bad: {headline}"), done.stderr
 
 
 def test_hooks_of_a_step_that_was_traced_are_gone(made: Run) -> None:

@@ -20,8 +20,8 @@ from runner.debug.memory import plots as plots_memory
 from runner.debug.memory import prediction
 from runner.debug.memory.account import PARTS, Account, Saved
 from runner.debug.memory.census import Census, Growth
-from runner.debug.memory.shortage import write_report
 from runner.debug.memory.timeline import Timeline
+from runner.debug.oom_report import write_report
 from runner.debug.tool import Tool
 from runner.device import phases
 from runner.device.leaks import describe_leaks

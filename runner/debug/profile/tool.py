@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,7 +16,6 @@ from typing import Any, ClassVar
 
 from runner.debug.config import DebugConfig, ProfileHandler
 from runner.debug.profile import tables
-from runner.debug.profile.drift import Drift
 from runner.debug.profile.measured import facts, place, slower_by, tools_seconds
 from runner.debug.profile.sections import Totals, collect
 from runner.debug.profile.trace import Reading, read
@@ -34,11 +32,10 @@ log = logging.getLogger("runner")
 
 BETWEEN = {"whole_step": "the step as one graph", "other": "between steps"}
 PAGE, ROWS = "debug/profile.md", "debug/profile.json"
-DRIFTS = 100  # of a run, the latest; history.json counts all of them
 
 
 class Profile(Tool):
-    """Windows of torch.profiler, the user's sections, drifts; says what would make a run faster.
+    """Windows of torch.profiler, the user's sections; says what would make a run faster.
 
     A window shows the run as it is, compiled or not; where steps are compiled, a second one shows
     the modules of uncompiled steps, once a run. Outside of windows it makes no step slower.
@@ -50,7 +47,7 @@ class Profile(Tool):
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
-        self.own = own = config.profile
+        self.own = config.profile
         self.next = math.inf  # step after which there is something to do
         self.window: Window | None = None
         self.windows: list[dict[str, Any]] = []
@@ -59,8 +56,6 @@ class Profile(Tool):
         self.uncompiled_next = False  # the next window is of those
         self.without_modules = ""  # why there are no times by module
         self.totals = Totals()
-        self.drift = Drift(own.drift, own.drift_after_s) if own.drift is not None else None
-        self.drifts: deque[dict[str, Any]] = deque(maxlen=DRIFTS)
         self.before: dict[str, float] = {}  # what the watch said when the window began
         self.tools_before = 0.0  # and the other tools
         self.apart = dict.fromkeys(PHASES, 0.0)  # seconds of windows, which are no usual steps
@@ -105,15 +100,10 @@ class Profile(Tool):
             self._close(run, self.window)
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Compare with the beginning of the run; stretches with a window in them are left out."""
+        """Remember the seconds of the other tools so far."""
         self.tools = tools_seconds(run)  # here: what they draw at the end is no part of any step
         if len(run.watch.steps) <= SETTLING:
             self.tools_apart = self.tools
-        if self.drift is None or self.rests(report.last):
-            return
-        for change in self.drift.look(run, report):
-            self.drifts.append({"step": report.last, **asdict(change)})
-            run.history.add(change.kind, change.message, step=report.last, category="performance")
 
     def markdown(self) -> str:
         """All of it as a document."""
@@ -131,9 +121,6 @@ class Profile(Tool):
             lines += ["### Modules", "", self._modules(), ""]
         if self.totals.rows:
             lines += ["## Sections", "", tables.sections(self.totals, self.collected or 1.0)]
-        if self.drifts:
-            rows = [(d["step"], d["kind"], d["message"]) for d in self.drifts]
-            lines += ["## Drifts", "", md.table(("step", "what", "how"), rows), ""]
         if kept := [row["trace"] for row in self.windows if row["trace"]]:
             lines += ["## Traces", "", "To be opened in ui.perfetto.dev:", ""]
             lines += [f"- `{name}`" for name in kept]
@@ -289,7 +276,6 @@ class Profile(Tool):
                     "seconds": self.collected,
                     "sections": tables.section_rows(self.totals.by_time()),
                     "categories": self.totals.by_category(),
-                    "drifts": list(self.drifts),
                 }
                 try:
                     _write(run.folder / ROWS, json.dumps(rows, indent=2) + "\n")

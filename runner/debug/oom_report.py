@@ -1,0 +1,108 @@
+"""What holds the memory of a run that ran out of it: `debug/out_of_memory.md`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from runner.device import resources
+from runner.errors import OutOfMemory
+from runner.hook import Hook
+from runner.record import markdown
+from runner.run import Run
+from runner.storage import replace_text
+
+if TYPE_CHECKING:
+    from runner.debug.memory.account import Account
+
+log = logging.getLogger("runner")
+
+FILE = "debug/out_of_memory.md"
+MIB = 2**20
+
+
+class OomReport(Hook):
+    """Writes the report when memory ends a run; until then it costs nothing."""
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Write the report if the run ends with `OutOfMemory`."""
+        try:
+            yield
+        except OutOfMemory as error:
+            write_report(run, str(error))
+            raise
+
+
+def write_report(run: Run, reason: str, account: Account | None = None) -> None:
+    """Write what holds the memory, ranked; an error here is logged, the run's own error counts."""
+    if run.folder is None:
+        return
+    path = run.folder / FILE
+    try:
+        text = _report(run, reason, account)
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, text)
+        run.recorder.text("memory/out_of_memory", text, run.progress.step)
+        log.warning("what holds the memory is in %s", path)
+    except Exception as error:  # memory is short, and a model may be anything
+        log.warning("no %s: %s: %s", FILE, type(error).__name__, error)
+
+
+def _report(run: Run, reason: str, account: Account | None) -> str:
+    room = resources.room()
+    left = (
+        f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.whose)}, "
+        f"{room.left / MIB:,.0f} of them free after the step was given up."
+    )
+    if run.device.kind != "cpu":
+        left += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
+    lines = ["# Out of memory", "", markdown.escape(reason), "", left, "", *_predicted(run), ""]
+    if account is not None:
+        from runner.debug.memory.account import table
+
+        title = f"## By module, MiB, at step {account.step} with {account.samples} samples"
+        lines += [title, "", markdown.table(*table(account, 20))]
+    else:
+        lines += ["The largest modules:", "", _largest_modules(run)]
+    return "\n".join(lines) + "\n"
+
+
+def _predicted(run: Run) -> list[str]:
+    """What a step holds by what it is for, largest first; a model may refuse to be traced."""
+    from runner.debug.memory.prediction import of_run  # most runs never need it
+
+    try:
+        step = of_run(run, min(run.micro_batch, run.train.samples(0)))
+    except Exception as error:
+        log.debug("no prediction of the memory: %s", error)
+        return []
+    parts = {
+        "weights and buffers": step.parameters,
+        "gradients": step.gradients,
+        "state of the optimizer, average": step.optimizer,
+        "copies for checkpoints and skipped steps": step.copies,
+        f"activations, batch and temporaries ({step.saved / MIB:,.1f} kept for the backward)": (
+            step.activations
+        ),
+    }
+    rows = [(name, f"{held / MIB:,.1f}") for name, held in sorted(parts.items(), key=_held)]
+    rows.append(("all, at the peak", f"{step.peak / MIB:,.1f}"))
+    about = f"A step with {step.samples} samples at a time, traced without its data:"
+    return [about, "", markdown.table(("what", "MiB"), rows)]
+
+
+def _held(item: tuple[str, int]) -> int:
+    return -item[1]
+
+
+def _largest_modules(run: Run) -> str:
+    sizes = [
+        (name or "(model)", type(module).__name__, sum(p.nbytes for p in module.parameters(False)))
+        for name, module in run.model.named_modules()
+    ]
+    sizes.sort(key=lambda row: -row[2])
+    rows = [(name, kind, f"{held / MIB:,.2f}") for name, kind, held in sizes[:10] if held]
+    return markdown.table(("module", "class", "MiB of weights"), rows)
