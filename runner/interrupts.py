@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP: the step in hand is finished, a checkpoint written, the run ends."""
+"""Ctrl-C, SIGTERM, SIGHUP: the current step is finished, a checkpoint written, the run ends."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from runner.recovery import in_plain_words, is_out_of_memory
 from runner.resume import roll_back, save, trouble
 from runner.run import Run, check_run
 from runner.security.secrets import told_by_name
-from runner.step import ask, count_in, has, make_step
+from runner.step import call_hooks, make_step, overrides_event, record_step
 from runner.summary import Summary
 
 log = logging.getLogger("runner")
@@ -35,14 +35,14 @@ log = logging.getLogger("runner")
 
 @exclusive_random_state("train", trains=True)
 def train(run: Run) -> Summary:
-    """Train up to `run.total_steps`, from wherever the run stands, and say how it went.
+    """Train from the current step to `run.total_steps`, and return the summary.
 
     Raises Interrupted after Ctrl-C or SIGTERM and GaveUp when the stability policy is exhausted,
-    each after a checkpoint; the summary is written in any case. UsageError, before anything is
-    done, while another thread of the process trains.
+    each after a checkpoint; UsageError, before anything is done, while another thread of the
+    process trains. The summary is written in every case.
     """
     check_run("train", run)
-    _lose_patience(run)  # a resumed run may have been cut off just then
+    _check_early_stopping(run)  # a resumed run may have stopped right before this check
     over = run.progress.step >= run.total_steps or run.stop_reason
     if over and run.folder is not None and (run.folder / "summary.json").exists():
         ended = Summary.read(run.folder)
@@ -54,7 +54,7 @@ def train(run: Run) -> Summary:
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
     summarise(run, "running", must=True)
-    status, reason = "failed", "a hook kept an error to itself"
+    status, reason = "failed", "a hook swallowed an exception"
     try:
         with ExitStack() as stack:
             for hook in run.hooks:
@@ -76,15 +76,17 @@ def train(run: Run) -> Summary:
 
 def _train(run: Run) -> None:
     progress, watch, update = run.progress, run.watch, run.update
-    watchers = [h for h in run.hooks if has(h, "on_gradients") or has(h, "around")]
-    step_hooks = [hook for hook in run.hooks if has(hook, "on_step")]
+    watchers = [
+        h for h in run.hooks if overrides_event(h, "on_gradients") or overrides_event(h, "around")
+    ]
+    step_hooks = [hook for hook in run.hooks if overrides_event(hook, "on_step")]
     run.model.train()
     with Interrupts(_on_a_signal(run)) as interrupts:
         try:
             batches = run.train.batches(progress.step)
             if run.saved_step < 0:
-                save(run)  # what the first roll-back goes back to
-            _between_steps(run, interrupts)  # what was due when the run was cut off
+                save(run)  # the first rollback restores this one
+            _validate_and_checkpoint(run, interrupts)  # due already where a resumed run had stopped
             while progress.step < run.total_steps and not run.stop_reason:
                 watch.start()
                 interrupts.waiting = True
@@ -99,38 +101,38 @@ def _train(run: Run) -> None:
                 try:
                     step, verdict = make_step(run, batch, watchers)
                 except Exception as error:
-                    _keep(run, number, batch, error)
+                    _capture_failed_step(run, number, batch, error)
                     raise
 
-                samples = count_in(run, step)
+                samples = record_step(run, step)
                 if step_hooks:
-                    verdict = max(verdict, ask(step_hooks, "on_step", run, step))
+                    verdict = max(verdict, call_hooks(step_hooks, "on_step", run, step))
                 if progress.step % run.report_every == 0:
                     run.reader.close(watch.elapsed())
                     verdict = max(verdict, _report(run))
                 watch.stop(samples)
 
                 if verdict >= Verdict.ROLLBACK:
-                    _act(run, verdict)
+                    _apply_verdict(run, verdict)
                 if progress.step >= run.guardian.due:
                     run.guardian.turn(progress.step)
-                if interrupts.received is not None:  # ahead of a validation, which may take long
-                    _leave(run)
-                    raise interrupts.error(_whereabouts(run))
-                _between_steps(run, interrupts)
+                if interrupts.received is not None:  # before a validation, which may take long
+                    _save_and_stop(run)
+                    raise interrupts.error(_resume_hint(run))
+                _validate_and_checkpoint(run, interrupts)
             run.reader.close(watch.elapsed())
-            _act(run, _report(run, wait=True))
+            _apply_verdict(run, _report(run, wait=True))
             if run.inputs is not None:
                 run.inputs.settle()
         except KeyboardInterrupt:
-            if interrupts.cut_short:  # else it is a second signal, which waits for no checkpoint
-                _leave(run)
-            raise interrupts.error(_whereabouts(run)) from None
+            if interrupts.cut_short:  # a second signal saves nothing
+                _save_and_stop(run)
+            raise interrupts.error(_resume_hint(run)) from None
         except (Interrupted, StorageError):
-            raise  # saved already; saving would only fail again
-        except RunnerError:  # a step in hand has changed nothing but buffers, or was counted in
+            raise  # either is saved, or saving has just failed
+        except RunnerError:  # an unfinished step has changed buffers only
             update.abandon()
-            _leave(run)
+            _save_and_stop(run)
             raise
         finally:
             run.train.close()
@@ -138,85 +140,85 @@ def _train(run: Run) -> None:
         save(run, final=True)
 
 
-def _keep(run: Run, step: int, batch: Batch, error: Exception) -> None:
-    """Capture the step that ends the run; not if memory, disk or a config key is to blame."""
+def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> None:
+    """Capture the step that ends the run, unless memory, disk or a config key is the cause."""
     refused = isinstance(error, Interrupted | StorageError | OutOfMemory | ConfigError)
     if refused or is_out_of_memory(error):
         return
     run.update.abandon()
-    message, kept = f"{type(error).__name__}: {error}", None
+    message, capture = f"{type(error).__name__}: {error}", None
     if run.captures is not None:
-        kept = run.captures.take(run, step, "exception", message, batch)
-        run.captures.tell()  # the fault's own line is the last of the run
+        capture = run.captures.take(run, step, "exception", message, batch)
+        run.captures.tell()  # before the line of the fault, which is the run's last
     run.history.add(
         "exception", message, step=step, category="code", severity="error", action="the run ends",
-        error=error, capture=kept or "", say=False,
+        error=error, capture=capture or "", say=False,
     )  # fmt: skip
 
 
-def _leave(run: Run) -> None:
-    """Save what there is before an early end; numbers on their way belong to it."""
+def _save_and_stop(run: Run) -> None:
+    """Save a checkpoint before an early end, with the numbers that have not been reported."""
     _report(run, wait=True)
     save(run, final=True)
 
 
 def _on_a_signal(run: Run) -> str:
-    """What is said at once, wherever the run is; a compiler belongs to the step it compiles for."""
+    """The message to print when a signal arrives; compiling counts as part of its step."""
     if run.checkpointer.in_memory:
-        return "stopping after the step in hand, or its compilation; once more to end at once"
+        return "stopping after the current step, or its compilation; once more to end at once"
     return (
-        "stopping after the step in hand, or its compilation, with a checkpoint; once more to end "
+        "stopping after the current step, or its compilation, with a checkpoint; once more to end "
         "at once, without one"
     )
 
 
-def _whereabouts(run: Run) -> str:
-    """Where an interrupted run stands, and how to go on."""
+def _resume_hint(run: Run) -> str:
+    """The step at which a run was interrupted, and the command that continues it."""
     at = f" at step {run.progress.step} of {run.total_steps}"
     if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
         return at
     return f"{at}; a checkpoint is written; to go on: {resuming(run.folder)}"
 
 
-def _between_steps(run: Run, interrupts: Interrupts) -> None:
-    """Validate and save, where that is due; a resumed run makes up for what it was cut off from."""
+def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:
+    """Validate and save where that is due, also where it was due when a resumed run stopped."""
     progress = run.progress
     step, last = progress.step, progress.step >= run.total_steps
     improved, verdict = False, Verdict.KEEP
     if last:
-        _settle(run)
+        _handle_last_report(run)
     if step and (last or step % run.validate_every == 0) and progress.validated_step < step:
-        interrupts.waiting = True  # nothing changes while validating, so it may be cut short
+        interrupts.waiting = True  # a validation changes nothing, so it may be cut short
         evaluation = evaluate(run)
         interrupts.waiting = False
-        improved, verdict = _judge(run, evaluation)
+        improved, verdict = _update_best(run, evaluation)
     due = step > 0 and step % run.checkpoint_every == 0
     if improved or due:
-        _act(run, _report(run, wait=True))  # what is on its way belongs before the checkpoint
+        _apply_verdict(run, _report(run, wait=True))  # reports of earlier steps first
     if improved or (due and run.saved_step < step):
         save(run, best=improved)
-        summarise(run, "running")  # what a killed run leaves behind
-    _act(run, verdict)
+        summarise(run, "running")  # for a run that is killed later
+    _apply_verdict(run, verdict)
 
 
-def _settle(run: Run) -> None:
-    """At the last step, act on what is wrong before what comes of it is validated and saved.
+def _handle_last_report(run: Run) -> None:
+    """At the last step, apply the verdict of all reports before validating and saving.
 
-    Where nothing is, the stretch in hand stays open: it goes on if the run is lengthened.
+    Without a bad step the open window stays open: a run with more steps continues it.
     """
     verdict = _report(run, wait=True)
     if trouble(run):
         run.reader.close(run.watch.elapsed())
         verdict = max(verdict, _report(run, wait=True))
-    _act(run, verdict)
+    _apply_verdict(run, verdict)
 
 
-def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
-    """Whether this is the best so far, and what the hooks say to it."""
+def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
+    """Whether the evaluation is the best so far, and the verdict of the hooks on it."""
     progress, metrics = run.progress, evaluation.metrics
     if run.monitor not in metrics:
-        _leave(run)
-        raise unknown(run.monitor, sorted(metrics), f"; stopped{_whereabouts(run)}")
+        _save_and_stop(run)
+        raise unknown(run.monitor, sorted(metrics), f"; stopped{_resume_hint(run)}")
     value = metrics[run.monitor]
     best = progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
@@ -235,13 +237,13 @@ def _judge(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     progress.metrics = metrics
     progress.validated_step = evaluation.step
     evaluation = Evaluation(evaluation.step, metrics, evaluation.confusion, improved)
-    verdict = ask(run.hooks, "on_validation", run, evaluation)
-    _lose_patience(run)
+    verdict = call_hooks(run.hooks, "on_validation", run, evaluation)
+    _check_early_stopping(run)
     return improved, verdict
 
 
-def _lose_patience(run: Run) -> None:
-    """Stop a run that no longer improves."""
+def _check_early_stopping(run: Run) -> None:
+    """Stop where the metric has not improved for `patience` validations."""
     progress = run.progress
     if run.patience is not None and progress.stale_validations >= run.patience:
         run.stop_reason = (
@@ -250,7 +252,7 @@ def _lose_patience(run: Run) -> None:
 
 
 def _report(run: Run, wait: bool = False) -> Verdict:
-    """Hand the numbers that have reached the host to the guardian and the hooks."""
+    """Pass the numbers that have reached the host to the stability policy and the hooks."""
     verdict = Verdict.KEEP
     if run.whole is not None and (wait or run.device.reads_are_free):
         run.whole.check()
@@ -258,18 +260,18 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if not report.loss:
             continue
         if run.inputs is not None:
-            run.inputs.read(report.last)  # those steps are made: nothing is waited for
+            run.inputs.read(report.last)  # does not wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
         run.guardian.look(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
-            _prove(run)
-        verdict = max(verdict, ask(run.hooks, "on_report", run, report))
+            _enforce_strict(run)
+        verdict = max(verdict, call_hooks(run.hooks, "on_report", run, report))
     return verdict if run.guardian.decision is None else max(verdict, Verdict.ROLLBACK)
 
 
-def _prove(run: Run) -> None:
-    """Under optimization.strict: every technique asked for has taken hold, or the run ends."""
+def _enforce_strict(run: Run) -> None:
+    """Raise ConfigError, under optimization.strict, where a requested technique did not engage."""
     run.strict = False  # once is enough
     look(run)
     for row in engagements(run):
@@ -281,8 +283,8 @@ def _prove(run: Run) -> None:
             )
 
 
-def _act(run: Run, verdict: Verdict) -> None:
-    """Do what a hook asks for, or what the guardian has decided on."""
+def _apply_verdict(run: Run, verdict: Verdict) -> None:
+    """Stop or roll back, as a hook or the stability policy asks for."""
     if verdict < Verdict.ROLLBACK:
         return
     guardian = run.guardian
@@ -291,7 +293,7 @@ def _act(run: Run, verdict: Verdict) -> None:
     elif guardian.decision is None:
         guardian.ask(run)
     while (rule := guardian.carry_out(run)) is not None:
-        _report(run, wait=True)  # what is on its way is about the weights that go
+        _report(run, wait=True)  # reports in flight are about the weights that are replaced
         if roll_back(run, rule.factor):
             guardian.rolled_back(run)
         else:

@@ -1,4 +1,4 @@
-"""The summary of a run as it stands, gathered from its parts."""
+"""The summary of a run, built from its parts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger("runner")
 def summarise(
     run: Run, status: str, reason: str = "", must: bool = False, job: str = "train"
 ) -> Summary:
-    """How the run stands; written to its folder as `summary.json`.
+    """Build the summary and write it to the run's folder as `summary.json`.
 
-    With `must` StorageError where that is not possible; else it is a warning, and the one that was
-    there stays.
+    Where it cannot be written, raises StorageError with `must`; else logs a warning and leaves the
+    earlier file.
     """
     progress = run.progress
     faults = Counter(run.history.counts)
@@ -74,9 +74,9 @@ def summarise(
 
 
 def look(run: Run) -> None:
-    """Gather the evidence of every technique, not after a failure: some run the model a few times.
+    """Collect the evidence of every technique; some call the model a few times.
 
-    Of the run, Python attributes of its model included, nothing changes.
+    Restores the model afterwards, its Python attributes included.
     """
     from runner.untouched import large_parameters, untouched
 
@@ -89,12 +89,12 @@ def look(run: Run) -> None:
         for name, technique in run.techniques:
             try:
                 run.evidence[name] = technique.engaged(run)
-            except Exception as error:  # a look must not end a run
+            except Exception as error:  # must not end the run
                 run.evidence[name] = Evidence(False, f"could not be looked at: {error}")
 
 
 def engagements(run: Run) -> list[Engagement]:
-    """Every technique: asked for or not, taken hold or not, and the evidence gathered so far."""
+    """A row per technique: requested, engaged, and the evidence collected so far."""
     rows = {row.name: row for row in run.engagements}
     for name, _ in run.techniques:
         evidence = run.evidence.get(name)

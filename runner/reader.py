@@ -1,4 +1,4 @@
-"""How the numbers of a step reach the host: many steps at a time, and late on an accelerator."""
+"""Transfer of step numbers to the host: many steps at a time, late on an accelerator."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from runner.hook import Report, Step
 
-KEPT = 4  # stretches whose numbers stay at hand after they were reported
-SKIPPED = 10_000  # steps that are remembered not to have been made
+KEPT = 4  # windows whose numbers are kept after they were reported
+SKIPPED = 10_000  # skipped steps that are remembered
 
 
 @dataclass
 class _Window:
-    """A stretch of steps on its way to the host."""
+    """Consecutive steps whose numbers are being copied to the host."""
 
     first: int
-    earlier: list[list[float]]  # rows that a checkpoint in mid-stretch has read already
+    earlier: list[list[float]]  # rows that a checkpoint within the window has read already
     rows: Tensor  # [steps, 3]: loss, gradient norm, skipped
     ready: torch.Event | None  # when an asynchronous copy has arrived
     seconds: float
@@ -28,10 +28,10 @@ class _Window:
 
 
 class Reader:
-    """Collects what steps leave on the device and hands it out as reports.
+    """Collects the numbers of steps on the device and returns them as reports.
 
-    On an accelerator a stretch is copied to pinned memory and read when the next one is closed,
-    so the host does not wait; reports are then one stretch late.
+    On an accelerator a window is copied to pinned memory and read when the next one is closed,
+    so the host does not wait; reports are then one window late.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,14 +46,14 @@ class Reader:
         self.skipped: deque[int] = deque(maxlen=SKIPPED)  # steps, as far as they were reported
 
     def add(self, step: Step, samples: int) -> None:
-        """Take note of a step; nothing is read."""
+        """Add a step to the window; the host reads nothing."""
         if not self.steps and not self.earlier:
             self.first = step.number
         self.steps += (step.loss, step.grad_norm, step.skipped)
         self.samples += samples
 
     def close(self, seconds: float) -> None:
-        """End the stretch; `seconds` have passed in steps since the run began."""
+        """End the window; `seconds` have passed in steps since the run began."""
         rows = self._rows()
         ready = None
         if rows.device.type != "cpu":
@@ -68,12 +68,12 @@ class Reader:
         self.earlier, self.samples, self.seconds = [], 0, seconds
 
     def reports(self, wait: bool) -> list[Report]:
-        """The stretches that have arrived; with `wait`, all that were closed."""
+        """The windows that have arrived; with `wait`, all that were closed."""
         arrived = []
         while self.windows and (wait or self.windows[0].ready is None or len(self.windows) > 1):
             window = self.windows.popleft()
             if window.ready is not None:
-                window.ready.synchronize()  # waits: one stretch late, so hardly ever
+                window.ready.synchronize()  # waits: one window late, so hardly ever
             rows = window.earlier + window.rows.tolist()
             self.known.append((window.first, rows))
             self.skipped += [n for n, row in enumerate(rows, window.first) if row[2] > 0]
@@ -92,7 +92,7 @@ class Reader:
 
     @property
     def unread(self) -> int | None:
-        """The first step whose numbers the host has not seen; None where it has seen all."""
+        """The first step whose numbers have not reached the host; None if all have."""
         if self.windows:
             return self.windows[0].first
         return self.first if self.steps or self.earlier else None
@@ -100,14 +100,14 @@ class Reader:
     def since(self, step: int) -> list[list[float]] | None:
         """Loss, gradient norm and skip flag of that step and each one after it.
 
-        None where the step is long gone. What is still on its way is waited for.
+        None where the step is no longer kept. Waits for numbers in flight.
         """
         numbered: dict[int, list[float]] = {}
         for first, rows in self.known:
             numbered.update(enumerate(rows, first))
         for window in self.windows:
             if window.ready is not None:
-                window.ready.synchronize()  # waits; only a fault asks
+                window.ready.synchronize()  # waits; called only after a fault
             numbered.update(enumerate(window.earlier + window.rows.tolist(), window.first))
         in_hand = self.state()
         numbered.update(enumerate(in_hand["rows"], in_hand["first"]))
@@ -122,10 +122,10 @@ class Reader:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """The stretch in hand, read now: the host waits for the device."""
+        """The open window, read now: the host waits for the device."""
         self.earlier = self.earlier + self._rows().tolist()
         return {"first": self.first, "rows": self.earlier, "samples": self.samples}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue a stretch."""
+        """Continue an open window."""
         self.first, self.earlier, self.samples = state["first"], state["rows"], state["samples"]

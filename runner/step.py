@@ -25,36 +25,38 @@ log = logging.getLogger("runner")
 
 
 def make_step(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> tuple[Step, Verdict]:
-    """One step, its update included, and what `hooks` say to its gradients."""
+    """Make one step with its update; return it with the worst verdict of `hooks`."""
     due = [hook for hook in hooks if hook.due(run.progress.step + 1)] if hooks else []
     if due:
-        return _watched(run, batch, due)
+        return _hooked_step(run, batch, due)
     if run.whole is not None and run.whole.takes(batch):
-        step = _whole(run, run.whole, batch)
+        step = _graph_step(run, run.whole, batch)
         if step is not None:
             return step, Verdict.KEEP
-    return _ordinary(run, batch, due)
+    return _eager_step(run, batch, due)
 
 
-def _watched(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
-    """A step that hooks are around, or whose gradients they see: never in one graph."""
+def _hooked_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
+    """A step inside the hooks' contexts, or whose gradients they read: never one graph."""
     made: tuple[Step, Verdict] | None = None
     try:
         with ExitStack() as stack:
             if any(hook.eager for hook in due):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for hook in due:
-                stack.enter_context(_Around(hook, run))
-            made = _ordinary(run, batch, [hook for hook in due if has(hook, "on_gradients")])
+                stack.enter_context(_StepContext(hook, run))
+            made = _eager_step(
+                run, batch, [hook for hook in due if overrides_event(hook, "on_gradients")]
+            )
         return made
     except BaseException:
-        if made is not None:  # the update is made: a run that goes on from here must not repeat it
-            count_in(run, made[0])
+        if made is not None:  # the update is made: a run that continues must not repeat it
+            record_step(run, made[0])
         raise
 
 
-class _Around:
-    """A hook's `around`, which must let errors pass."""
+class _StepContext:
+    """A hook's `around`, which must not swallow exceptions."""
 
     def __init__(self, hook: Hook, run: Run) -> None:
         self.name = f"{type(hook).__module__}.{type(hook).__qualname__}"
@@ -71,24 +73,24 @@ class _Around:
     ) -> None:
         if self.context.__exit__(kind, error, trace) and error is not None:
             raise UsageError(
-                f"{self.name}.around kept an error of the step to itself "
+                f"{self.name}.around swallowed an exception of the step "
                 f"({type(error).__name__}: {error}); without its step the run cannot go on: "
                 "let the error pass, or raise it again"
             ) from error
 
 
-def count_in(run: Run, step: Step) -> int:
-    """The step is made, whatever comes after it; how many samples it had."""
+def record_step(run: Run, step: Step) -> int:
+    """Count the step and pass its numbers to the reader; return its number of samples."""
     samples = run.train.samples(run.progress.step)
     run.progress.step += 1
     run.reader.add(step, samples)
     return samples
 
 
-def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
-    step, verdict = _attempt(run, batch), Verdict.KEEP
+def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
+    step, verdict = _backward_with_recovery(run, batch), Verdict.KEEP
     if due:
-        verdict = ask(due, "on_gradients", run, step)
+        verdict = call_hooks(due, "on_gradients", run, step)
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
             run.guardian.vetoed.append(step.number)
@@ -99,8 +101,8 @@ def _ordinary(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]:
     return step, verdict
 
 
-def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
-    """The step in one graph; None, from then on too, where there can be no such graph."""
+def _graph_step(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
+    """The step as one graph; None, now and later, where the graph cannot be made."""
     number = run.progress.step + 1
     run.device.reseed(mix(run.seed, number))
     if not whole.steps:
@@ -120,8 +122,8 @@ def _whole(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
     return Step(number, loss, norm, skipped)
 
 
-def _attempt(run: Run, batch: Batch) -> Step:
-    """The step; one that fails is tried again for as long as something can be done about it."""
+def _backward_with_recovery(run: Run, batch: Batch) -> Step:
+    """Forward and backward; repeated after a failure while one of `run.recoveries` helps."""
     while True:
         try:
             return backward(run, batch)
@@ -129,7 +131,7 @@ def _attempt(run: Run, batch: Batch) -> Step:
             run.update.abandon()
             if not any(recover(run, error) for recover in run.recoveries):
                 raise
-        # tried again out here, where no traceback holds on to the activations
+        # repeated outside of `except`, where no traceback references the activations
 
 
 def backward(run: Run, batch: Batch) -> Step:
@@ -150,10 +152,10 @@ def backward(run: Run, batch: Batch) -> Step:
 
 
 def _accumulate(run: Run, batch: Batch) -> Tensor:
-    """The large batch's mean loss and its gradient, a micro-batch at a time.
+    """The mean loss of the batch and its gradient, one micro-batch at a time.
 
-    Each part counts by its share of the samples or tokens, so parts of different sizes and masked
-    targets come out as in the large batch.
+    Each part is weighted by its share of samples or tokens, so parts of different sizes and masked
+    targets give the same mean as the whole batch.
     """
     whole = run.objective.weight(batch[1])
     total = torch.zeros((), device=run.device.torch)
@@ -177,7 +179,7 @@ def _forward(run: Run, batch: Batch) -> Tensor:
     if not run.contexts and not odd:
         return run.objective(call(run.forward, batch[0]), batch[1])
     with ExitStack() as stack:
-        if odd:  # the last of an epoch: compiling once more, for its size, would take longer
+        if odd:  # the last batch of an epoch: compiling for its size would take longer
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:
             stack.enter_context(context())
@@ -185,13 +187,15 @@ def _forward(run: Run, batch: Batch) -> Tensor:
 
 
 def _is_usual(run: Run, samples: int) -> bool:
-    """Whether a full batch, or one of the parts it is split into, has so many samples."""
+    """Whether a full batch, or one of its micro-batches, has this number of samples."""
     full = run.train.samples(0)
     return samples in (run.micro_batch, full // -(-full // run.micro_batch))
 
 
-def ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation) -> Verdict:
-    """The worst of the hooks' verdicts."""
+def call_hooks(
+    hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluation
+) -> Verdict:
+    """The worst of the verdicts that the hooks return for the event."""
     worst = Verdict.KEEP
     for hook in hooks:
         if isinstance(what, Step) and not hook.due(what.number):
@@ -200,6 +204,6 @@ def ask(hooks: list[Hook], event: str, run: Run, what: Step | Report | Evaluatio
     return worst
 
 
-def has(hook: Hook, event: str) -> bool:
-    """Whether its class has that event of its own."""
+def overrides_event(hook: Hook, event: str) -> bool:
+    """Whether the hook's class overrides the event."""
     return getattr(type(hook), event) is not getattr(Hook, event)

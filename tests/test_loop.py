@@ -348,7 +348,9 @@ def test_a_step_whose_hook_fails_after_the_update_is_not_made_twice(tmp_path: Pa
 def test_a_hook_that_keeps_an_error_of_the_step_to_itself_is_named() -> None:
     with build(compose([*OURS, "data=cancer", "training.steps=12"])) as run:
         run.hooks.append(Around(keeps=True))
-        with pytest.raises(UsageError, match=r"Around\.around kept .*ValueError: mine") as raised:
+        with pytest.raises(
+            UsageError, match=r"Around\.around swallowed .*ValueError: mine"
+        ) as raised:
             train(run)
     assert isinstance(raised.value.__cause__, ValueError)
     assert run.progress.step == 4

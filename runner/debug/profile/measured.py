@@ -11,7 +11,7 @@ from runner.debug.profile.verdict import Facts
 from runner.debug.profile.window import Window
 from runner.debug.tool import Tool
 from runner.run import Run
-from runner.step import has
+from runner.step import overrides_event
 from runner.stopwatch import PHASES, SETTLING
 
 FEWEST = 2  # steps between two looks of a tool, from which on there is room for a window
@@ -95,7 +95,11 @@ def place(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
     Validations, checkpoints and other tools' looks do not belong in a window: it is moved, or made
     smaller, to lie between two of them. Where there is no such place, they are in it.
     """
-    tools = [h for h in run.hooks if isinstance(h, Tool) and has(h, "around") and h.every > FEWEST]
+    tools = [
+        h
+        for h in run.hooks
+        if isinstance(h, Tool) and overrides_event(h, "around") and h.every > FEWEST
+    ]
     paces = [run.validate_every, run.checkpoint_every, *(tool.every for tool in tools)]
     room = [pace - 1 - warmup for pace in paces]
     steps = min([steps, *(most for most in room if most > 0)])
