@@ -74,9 +74,11 @@ def _asked(typed: list[str]) -> Request | None:
 def _say(message: str, lines: bool = False) -> None:
     """On one line, whatever names and values are in it; `lines` are made by the runner itself."""
     from runner.masking import masked
-    from runner.record.console import lines_of, one_line
+    from runner.record.text import escape_control_chars, escape_lines
 
-    sys.stderr.write(f"error: {(lines_of if lines else one_line)(masked(message))}\n")
+    sys.stderr.write(
+        f"error: {(escape_lines if lines else escape_control_chars)(masked(message))}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from runner.batch import Batch
 from runner.errors import DataError
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.technique import Draft
 
 log = logging.getLogger("runner")

@@ -20,9 +20,8 @@ from runner.interrupts import Interrupts
 from runner.objective import unknown
 from runner.outcome import engagements, look, summarise
 from runner.random_state import exclusive_random_state
-from runner.record import noted
-from runner.record.raised import gist
-from runner.record.typed import resuming
+from runner.record import hydra_files
+from runner.record.text import resume_argument, summarize_error
 from runner.recovery import in_plain_words, is_out_of_memory
 from runner.resume import roll_back, save, trouble
 from runner.run import Run, check_run
@@ -50,7 +49,7 @@ def train(run: Run) -> Summary:
             log.info("this run ended at step %d; to go on: training.steps=…", ended.steps)
             return ended  # its record stays as it is
     if run.folder is not None:
-        noted.adopt(run.folder)
+        hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
     summarise(run, "running", must=True)
@@ -67,7 +66,7 @@ def train(run: Run) -> Summary:
         status, reason = "interrupted", str(error)
         raise
     except BaseException as error:
-        reason = gist(error)
+        reason = summarize_error(error)
         raise
     finally:
         summary = summarise(run, status, reason)
@@ -177,7 +176,7 @@ def _resume_hint(run: Run) -> str:
     at = f" at step {run.progress.step} of {run.total_steps}"
     if run.saved_step < 0 or run.folder is None or run.checkpointer.last is None:
         return at
-    return f"{at}; a checkpoint is written; to go on: {resuming(run.folder)}"
+    return f"{at}; a checkpoint is written; to go on: {resume_argument(run.folder)}"
 
 
 def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:

@@ -18,7 +18,7 @@ from runner.checkpoint.content import check_state, refused
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
 from runner.errors import CheckpointError
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.run import Progress, Run
 from runner.technique import Choice
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.errors import StorageError
 from runner.hook import Cost
-from runner.record.plain import finite, made
+from runner.record.text import dataclass_from_dict, json_safe
 from runner.storage import read_record, replace_text
 from runner.technique import Choice, Engagement
 
@@ -89,7 +89,7 @@ class Summary:
 
         StorageError where it cannot be written.
         """
-        text = json.dumps(finite(asdict(self)), indent=2, default=str, allow_nan=False)
+        text = json.dumps(json_safe(asdict(self)), indent=2, default=str, allow_nan=False)
         try:
             replace_text(folder / FILE, text + "\n")
         except OSError as error:
@@ -110,17 +110,20 @@ class Summary:
             throughput = found.get("throughput", {})
             nested = {
                 "metrics": metrics,
-                "throughput": made(
+                "throughput": dataclass_from_dict(
                     Throughput,
-                    throughput | {"step_ms": made(StepTime, throughput.get("step_ms", {}))},
+                    throughput
+                    | {"step_ms": dataclass_from_dict(StepTime, throughput.get("step_ms", {}))},
                 ),
-                "memory": made(MemoryPeaks, found.get("memory", {})),
-                "checkpoint": made(CheckpointPaths, found.get("checkpoint", {})),
-                "techniques": [made(Engagement, row) for row in found.get("techniques", [])],
-                "tools": [made(Cost, row) for row in found.get("tools", [])],
-                "choices": [made(Choice, row) for row in found.get("choices", [])],
+                "memory": dataclass_from_dict(MemoryPeaks, found.get("memory", {})),
+                "checkpoint": dataclass_from_dict(CheckpointPaths, found.get("checkpoint", {})),
+                "techniques": [
+                    dataclass_from_dict(Engagement, row) for row in found.get("techniques", [])
+                ],
+                "tools": [dataclass_from_dict(Cost, row) for row in found.get("tools", [])],
+                "choices": [dataclass_from_dict(Choice, row) for row in found.get("choices", [])],
             }
-            return made(cls, found | nested)
+            return dataclass_from_dict(cls, found | nested)
         except RecursionError:
             raise StorageError(
                 f"{folder / FILE}: no readable summary (nested too deeply)"

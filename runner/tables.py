@@ -14,7 +14,7 @@ from runner.data.source import Source
 from runner.data.tensors import Tensors
 from runner.hook import Hook
 from runner.record import markdown
-from runner.record.plain import finite
+from runner.record.text import json_safe
 from runner.run import Run
 from runner.security.trust import Severity
 from runner.storage import replace_text
@@ -87,7 +87,7 @@ class TableReport(Hook):
         path = run.folder / FILE
         try:
             path.parent.mkdir(exist_ok=True)
-            content = json.dumps(finite(looked.facts), indent=2, allow_nan=False)
+            content = json.dumps(json_safe(looked.facts), indent=2, allow_nan=False)
             replace_text(path, content + "\n")
         except OSError as error:
             log.warning("no %s: %s", FILE, error)

@@ -18,7 +18,7 @@ from runner.errors import ConfigError
 from runner.overrides.groups import ALIASES, options
 from runner.overrides.spelling import EXCLUDE, read, spelled, sweeps
 from runner.overrides.suggestions import nearest
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 
 KEY = "benchmark.arms"
 NAMED = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
@@ -265,4 +265,4 @@ def _refuse_number(arms: Sequence[Arm]) -> None:
 
 
 def _shown(text: str) -> str:
-    return one_line(text)
+    return escape_control_chars(text)

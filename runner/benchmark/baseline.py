@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.errors import ConfigError, StorageError
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 
 KEY = "benchmark.baseline"
 NEEDED: dict[str, type] = {"cpu": str, "cores": int, "memory_gib": int, "platform": str}
@@ -29,12 +29,12 @@ def read(path: str) -> BenchmarkResult:
         found = BenchmarkResult.read(Path(path))
     except StorageError as error:
         raise ConfigError(
-            KEY, one_line(str(error)), "name a benchmark.json or its folder"
+            KEY, escape_control_chars(str(error)), "name a benchmark.json or its folder"
         ) from error
     wrong = next(_wrong(found), None)
     if wrong is not None:
         raise ConfigError(
-            KEY, f"{one_line(path)} is damaged: {one_line(wrong)}",
+            KEY, f"{escape_control_chars(path)} is damaged: {escape_control_chars(wrong)}",
             "measure it anew, or name another",
         )  # fmt: skip
     return found

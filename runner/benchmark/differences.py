@@ -7,7 +7,7 @@ from typing import Any
 
 from runner.benchmark.arms import Arm
 from runner.config import RunConfig
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 
 WORK: dict[str, Callable[[RunConfig], Any]] = {
     "model": lambda config: config.model,
@@ -28,7 +28,7 @@ def differing_batches(arms: Sequence[Arm]) -> str | None:
     sizes = {arm.name: arm.config.training.batch_size for arm in arms}
     if len(set(sizes.values())) < 2:
         return None
-    listed = ", ".join(f"{one_line(name)} {size}" for name, size in sizes.items())
+    listed = ", ".join(f"{escape_control_chars(name)} {size}" for name, size in sizes.items())
     return (
         f"steps are of different sizes ({listed} samples): times are compared per sample, and "
         "after as many samples a larger batch has made fewer updates, so losses are not alike"
@@ -45,11 +45,13 @@ def differing_work(arms: Sequence[Arm], reference: Arm) -> list[str]:
     """What to say where arms train something else than the reference: their losses differ."""
     notes = []
     for part in WORK:
-        others = [one_line(arm.name) for arm in arms if part in other_work(arm, reference)]
+        others = [
+            escape_control_chars(arm.name) for arm in arms if part in other_work(arm, reference)
+        ]
         if others and part != "batch size":  # of which `differing_batches` tells
             notes.append(
-                f"{', '.join(others)}: another {part} than {one_line(reference.name)}, so only "
-                "times can be compared, not losses"
+                f"{', '.join(others)}: another {part} than "
+                f"{escape_control_chars(reference.name)}, so only times can be compared, not losses"
             )
     return notes
 
@@ -59,9 +61,9 @@ def differing_levels(arms: Sequence[Arm], reference: Arm) -> list[str]:
     inherited: dict[str, list[str]] = {}
     for arm in arms:
         if _elsewhere(arm, reference):
-            inherited.setdefault(arm.base, []).append(one_line(arm.name))
+            inherited.setdefault(arm.base, []).append(escape_control_chars(arm.name))
     return [
-        f"{', '.join(names)}: on top of {base}, unlike {one_line(reference.name)}; "
+        f"{', '.join(names)}: on top of {base}, unlike {escape_control_chars(reference.name)}; "
         "write optimization=none in an arm for its overrides alone"
         for base, names in inherited.items()
     ]

@@ -20,7 +20,7 @@ from runner.benchmark.machine import differences, machine
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
 from runner.benchmark.statistics import CONFIDENCE, Estimate, unpaired
 from runner.errors import ConfigError
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 
 LEAST_BYTES = 16 << 20  # what two runs of the same differ by in memory, and more
 QUIET = (
@@ -47,7 +47,7 @@ class Against:
         said = self.regressions or ["nothing got worse"]
         return {
             "path": self.path,
-            "started": one_line(self.started),
+            "started": escape_control_chars(self.started),
             "regressed": bool(self.regressions),
             "sentences": [*said, *self.notes],
             "regressions": self.regressions,
@@ -68,7 +68,9 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
     theirs = [arm.name for arm in found.arms]
     if not set(theirs) & set(names):
         raise ConfigError(
-            KEY, f"none of its arms is measured now: it has {', '.join(map(one_line, theirs))}",
+            KEY,
+            "none of its arms is measured now: it has "
+            + ", ".join(map(escape_control_chars, theirs)),
             "measure one of them",
         )  # fmt: skip
     return found
@@ -78,7 +80,7 @@ def _same_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
     differing = differences(now, then.machine)
     if differing:
         raise ConfigError(
-            KEY, f"is of another machine: {one_line('; '.join(differing))}",
+            KEY, f"is of another machine: {escape_control_chars('; '.join(differing))}",
             "measure the stored one anew, on this machine",
         )  # fmt: skip
 
@@ -92,15 +94,18 @@ def against(now: BenchmarkResult, then: BenchmarkResult, settings: BenchmarkConf
     for arm in now.arms:
         old = before.pop(arm.name, None)
         if old is None:
-            found.notes.append(f"{one_line(arm.name)} is not in the stored result")
+            found.notes.append(f"{escape_control_chars(arm.name)} is not in the stored result")
         elif differing := _differing_work(arm, old):
-            found.notes.append(f"{one_line(arm.name)} is not compared: {one_line(differing)}")
+            found.notes.append(
+                f"{escape_control_chars(arm.name)} is not compared: "
+                f"{escape_control_chars(differing)}"
+            )
         else:
             pairs.append((arm, old))
-    found.notes += [f"{one_line(name)} was not measured now" for name in before]
+    found.notes += [f"{escape_control_chars(name)} was not measured now" for name in before]
     torch, was = now.machine.get("torch"), then.machine.get("torch")
     if torch != was:
-        found.notes.append(one_line(f"torch is {torch} and was {was}"))
+        found.notes.append(escape_control_chars(f"torch is {torch} and was {was}"))
     for arm, old in pairs:
         found.regressions += _ended(arm, old)
     found.regressions += _slower(now, then, pairs, settings.tolerance, found)
@@ -122,7 +127,9 @@ def _differing_work(now: ArmResult, then: ArmResult) -> str:
 
 def _ended(now: ArmResult, then: ArmResult) -> Iterator[str]:
     if now.status != DONE and then.status == DONE:
-        yield f"{one_line(now.name)} did not come to its end ({now.status}: {one_line(now.reason)})"
+        reason = escape_control_chars(now.reason)
+        name = escape_control_chars(now.name)
+        yield f"{name} did not come to its end ({now.status}: {reason})"
 
 
 def _slower(
@@ -140,8 +147,9 @@ def _slower(
     """
     if now.compared != then.compared:  # an arm with data workers came or went
         found.notes.append(
-            f"times are not compared: they are of the {one_line(now.compared)} and were of the "
-            f"{one_line(then.compared)} of each turn"
+            "times are not compared: they are of the "
+            f"{escape_control_chars(now.compared)} and were of the "
+            f"{escape_control_chars(then.compared)} of each turn"
         )
         return
     if now.noise_floor is None or then.noise_floor is None:
@@ -162,7 +170,7 @@ def _slower(
     for arm, old in timed:
         if arm is not beside[0]:
             times = [_next_to(one, plain) for one, plain in zip((arm, old), beside, strict=True)]
-            held = f", held against {one_line(name)}"
+            held = f", held against {escape_control_chars(name)}"
             held += f", beyond the {common} of all arms" if common else ""
             said = list(_longer(arm.name, times, limit, alpha, found, name, held))
             if unquiet or changes[arm.name].ratio < 1 / (1 + limit):
@@ -182,7 +190,7 @@ def _by_itself(
     arms: int,
 ) -> Iterator[str]:
     """What the time of the reference says: of all arms where they changed alike, else of itself."""
-    name = one_line(pair[0].name)
+    name = escape_control_chars(pair[0].name)
     if common:
         more = "longer" if change.ratio < 1 else "less time"
         text = (
@@ -261,7 +269,7 @@ def _longer(
             "limit": limit,
         }
     )
-    name = one_line(name)
+    name = escape_control_chars(name)
     if not known:
         found.notes.append(f"{name}: too few blocks to compare its times")
     elif estimate.high < 1 and estimate.ratio < 1 / (1 + limit):
@@ -281,16 +289,18 @@ def _fatter(now: ArmResult, then: ArmResult, tolerance: float) -> Iterator[str]:
             continue
         if more > less * (1 + tolerance):
             yield (
-                f"{one_line(now.name)} holds {(more - less) / 2**20:,.0f} MiB more memory of the "
+                f"{escape_control_chars(now.name)} holds "
+                f"{(more - less) / 2**20:,.0f} MiB more memory of the "
                 f"{whose} at its peak ({more / less - 1:.0%})"
             )
 
 
 def _other_numbers(now: ArmResult, then: ArmResult, found: Against) -> Iterator[str]:
-    name = one_line(now.name)
+    name = escape_control_chars(now.name)
     ours, theirs = now.parity, then.parity
     if ours in PARITY and theirs in PARITY and PARITY.index(ours) > PARITY.index(theirs):
-        yield f"{name}: parity is {ours} and was {theirs} ({one_line(now.parity_reason)})"
+        reason = escape_control_chars(now.parity_reason)
+        yield f"{name}: parity is {ours} and was {theirs} ({reason})"
     taken, took = _engaged(now), _engaged(then)
     if taken != took:
         gone, new = sorted(took - taken), sorted(taken - took)

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from runner.errors import StorageError
-from runner.record.plain import finite
+from runner.record.text import json_safe
 from runner.storage import read_record, replace_text
 
 FILE = "benchmark.json"
@@ -155,7 +155,7 @@ class BenchmarkResult:
 
         StorageError where that is not possible.
         """
-        text = json.dumps(finite(asdict(self)), indent=2, default=str, allow_nan=False)
+        text = json.dumps(json_safe(asdict(self)), indent=2, default=str, allow_nan=False)
         try:
             folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
             replace_text(folder / FILE, text + "\n")

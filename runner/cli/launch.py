@@ -32,10 +32,9 @@ from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
 from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
-from runner.record import noted, provenance
-from runner.record.console import close_logging, one_line, set_up_logging
-from runner.record.raised import told
-from runner.record.typed import quoted
+from runner.record import hydra_files, provenance
+from runner.record.console import close_logging, set_up_logging
+from runner.record.text import describe_error, escape_control_chars, quote_for_hydra
 from runner.security import folders, hidden, secrets
 from runner.security.config import SecurityLevel
 from runner.security.intent import places
@@ -89,9 +88,9 @@ def launch(request: Request) -> int:
 
     sys.argv[1:] = request.arguments
     if request.continues:  # what the run was started with stays until its checkpoint is loaded
-        sys.argv.append(f"hydra.output_subdir={noted.RESUMED}")
+        sys.argv.append(f"hydra.output_subdir={hydra_files.RESUMED}")
     if session is not None:
-        sys.argv.append(f"hydra.sweep.dir={quoted(str(session.folder))}")
+        sys.argv.append(f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}")
     try:
         may_read = secrets.door(request.may_read, shows=request.only_shows)
         resumed = places.resumed_at(request.resumed, request.chosen)
@@ -152,7 +151,7 @@ def _hand_over(
 def _sweep_failed(state: State) -> SweepFailed:
     if not state.failures:  # they ran in processes of their own
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
-    lines = "".join(f"\n  {one_line(failure)}" for failure in state.failures)
+    lines = "".join(f"\n  {escape_control_chars(failure)}" for failure in state.failures)
     again = "\nthe same command again runs what is missing" if state.again else ""
     return SweepFailed(f"{len(state.failures)} of {state.jobs} jobs failed:{lines}{again}")
 
@@ -166,7 +165,7 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
     state.jobs += 1
     before = _written(folder)
     try:
-        for name in (noted.FOLDER, noted.RESUMED):
+        for name in (hydra_files.FOLDER, hydra_files.RESUMED):
             hidden.mask_saved(folder / name)
         with secrets.told_by_name():
             return _job(config, request.said, folder, [*request.notes, *_title(number, overrides)])
@@ -195,7 +194,7 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
         raise Reported(code) from error  # launchers and sweepers are to know
     finally:
         close_logging()
-        shutil.rmtree(folder / noted.RESUMED, ignore_errors=True)  # of what has not gone on
+        shutil.rmtree(folder / hydra_files.RESUMED, ignore_errors=True)  # of what has not gone on
 
 
 def _written(folder: Path) -> int:
@@ -244,7 +243,7 @@ def _report(error: Exception, folder: Path) -> tuple[str, int]:
             log.error("  %s", line, extra={"live": True})  # not on the screen
         log.error("%s%s", first, f"; the traceback is in {folder / 'run.log'}" if more else "")
         return first, error.exit_code
-    said, file, number = told(error)
+    said, file, number = describe_error(error)
     message = masked(f"{said} ({file}:{number})")
     log.error(message, exc_info=error, extra={"live": True})  # not on the screen
     log.error("%s; the traceback is in %s", message, folder / "run.log")

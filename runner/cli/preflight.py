@@ -24,7 +24,7 @@ from runner.errors import ConfigError
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import some_jobs, spelled
-from runner.record.typed import quoted
+from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.folders import keep_within
 from runner.security.intent.flags import check_folders
@@ -116,7 +116,7 @@ def _check(arguments: Arguments, said: Said) -> Request:
                 keep_within(place)
             if said.strict:
                 check_place("checkpoint.resume", place, strict=True)
-            overrides.append(f"hydra.run.dir={quoted(str(place))}")
+            overrides.append(f"hydra.run.dir={quote_for_hydra(str(place))}")
             request.continues = True
         if config.job.kind is JobKind.benchmark:
             _check_benchmark(config, overrides, arguments)

@@ -13,9 +13,9 @@ from runner.errors import CheckpointError, ConfigError, StorageError
 from runner.overrides.groups import ALIASES, FOREIGN, chosen, options
 from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
 from runner.overrides.suggestions import nearest
-from runner.record import noted
-from runner.record.noted import OVERRIDES as FILE
-from runner.record.typed import resuming
+from runner.record import hydra_files
+from runner.record.hydra_files import OVERRIDES as FILE
+from runner.record.text import resume_argument
 from runner.storage import read_record
 
 KEY = "checkpoint.resume"
@@ -96,7 +96,7 @@ def _check_leads(path: Path) -> None:
 def _check_job(path: Path) -> None:
     """Refuse the folder of a job that trains nothing; of an evaluation, name the run to name."""
     try:
-        composed = noted.plain_yaml(path / noted.CONFIG)
+        composed = hydra_files.read_yaml(path / hydra_files.CONFIG)
         job, resumed, weights = (
             composed[group][key]
             for group, key in (("job", "kind"), ("checkpoint", "resume"), ("model", "weights"))
@@ -108,7 +108,7 @@ def _check_job(path: Path) -> None:
     named = resumed if resumed not in WORDS else None
     if job == "evaluate" and (named or weights):
         way = (
-            f"name that: {resuming(Path(str(named)))}"
+            f"name that: {resume_argument(Path(str(named)))}"
             if named
             else f"model.weights={weights} starts from it"
         )
@@ -131,7 +131,7 @@ def _recorded(run: Path | None) -> list[str]:
     if run is None or not (run / FILE).is_file():
         return []
     try:
-        return noted.overrides(run)
+        return hydra_files.read_overrides(run)
     except StorageError as error:
         raise CheckpointError(str(error)) from error
 

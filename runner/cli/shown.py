@@ -13,7 +13,7 @@ from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig, OmegaConf
 
 from runner.masking import masked
-from runner.record.console import lines_of
+from runner.record.text import escape_lines
 
 
 @contextmanager
@@ -48,7 +48,7 @@ class _Plain:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        self.stream.write(lines_of(masked(text)))
+        self.stream.write(escape_lines(masked(text)))
         return len(text)
 
     def flush(self) -> None:

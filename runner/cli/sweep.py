@@ -19,8 +19,7 @@ from runner.errors import ConfigError, RunnerError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
 from runner.overrides.spelling import Compose, some_jobs
-from runner.record.console import one_line
-from runner.record.typed import quoted
+from runner.record.text import escape_control_chars, quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.folders import keep_within
@@ -91,7 +90,7 @@ def _prepared(
     if kinds == {JobKind.benchmark} and (isolated or launcher._target_ == BASIC):
         arms = merged(overrides)
         if arms is not None:
-            return Prepared(benchmark=[*arms, f"hydra.run.dir={quoted(str(folder))}"])
+            return Prepared(benchmark=[*arms, f"hydra.run.dir={quote_for_hydra(str(folder))}"])
     flags = _flags(arguments)
     session = Session(folder, "", flags, sweep_hash(overrides, flags))
     resume = str(config.sweep.resume)
@@ -165,7 +164,7 @@ def compare(session: Session) -> Outcome:
         log.debug("no comparison: %s", error)
         return outcome
     except Exception as error:  # the jobs are over, and how they ended is still to be said
-        told = one_line(masked(f"{type(error).__name__}: {error}"))
+        told = escape_control_chars(masked(f"{type(error).__name__}: {error}"))
         sys.stderr.write(f"warning: no comparison: {told}\n")
         return outcome
     if sweep is not None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from runner.hook import Hook, Report
-from runner.record import fault_rows
+from runner.record import history
 from runner.record.config import TableKind
 from runner.record.export import export
 from runner.run import Run
@@ -96,7 +96,7 @@ class Faults(Hook):
             self._picture(
                 run, "gradient_norm", plots_faults.norms(steps, typical, largest, self.bad)
             )
-        run.recorder.text("faults/history", fault_rows.table(faults), step)
+        run.recorder.text("faults/history", history.fault_table(faults), step)
 
     def _picture(self, run: Run, name: str, rgb: NDArray[np.uint8]) -> None:
         run.recorder.image(f"faults/{name}", rgb, run.progress.step)

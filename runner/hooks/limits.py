@@ -12,7 +12,7 @@ import torch
 from runner.device import numerics
 from runner.errors import ConfigError
 from runner.hook import Hook, Step, Verdict
-from runner.record.typed import resuming
+from runner.record.text import resume_argument
 from runner.run import Run
 from runner.security import limits
 from runner.security.config import LimitsConfig
@@ -68,7 +68,7 @@ class Limits(Hook):
         if found is None:
             return None
         told = f"{found.told} ({KEY}.{found.key})"
-        again = f" with {resuming(run.folder)}" if run.folder is not None else ""
+        again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
         run.stop_reason = f"{told}; go on{again}, and a higher limit or {found.way_out}"
         run.history.add(
             f"limit_{found.key}", told, step=step.number, category="resources", severity="error",

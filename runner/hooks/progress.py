@@ -16,7 +16,8 @@ from rich.text import Text
 
 from runner.hook import Evaluation, Hook, Report
 from runner.record.config import MonitoringConfig
-from runner.record.console import console, one_line
+from runner.record.console import console
+from runner.record.text import escape_control_chars
 from runner.run import Run
 
 log = logging.getLogger("runner")
@@ -126,7 +127,12 @@ class Progress(Hook):
         lines: list[RenderableType] = [head, facts]
         if self.result:
             lines.append(
-                Text(one_line(self.result), style="green", no_wrap=True, overflow="ellipsis")
+                Text(
+                    escape_control_chars(self.result),
+                    style="green",
+                    no_wrap=True,
+                    overflow="ellipsis",
+                )
             )
         if self.live is not None:
             try:

@@ -17,9 +17,9 @@ from runner.errors import Interrupted
 from runner.hook import Evaluation, Hook, Report
 from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
-from runner.record import columns, markdown, provenance
+from runner.record import hparams, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
-from runner.record.git import describe
+from runner.record.provenance import describe_git
 from runner.run import Run
 from runner.storage import read_record
 
@@ -117,13 +117,15 @@ class Recording(Hook):
             log.warning("no provenance.json: %s", error)
             origin = {}
         domains = self.config.domains
-        values, choices = columns.swept(self.settings, columns.typed_in(run.folder), domains)
+        values, choices = hparams.swept_columns(
+            self.settings, hydra_files.read_override_values(run.folder), domains
+        )
         recorder.hparams(
             _row_name(run.name, run.folder),
-            columns.usual(self.settings) | values,
+            hparams.common_columns(self.settings) | values,
             _metrics(run),
             choices,
-            list(values) or columns.FOREMOST,
+            list(values) or hparams.SHOWN_FIRST,
         )
         recorder.layout(_charts(run))
         step = run.progress.step
@@ -234,6 +236,6 @@ def _origin(origin: Mapping[str, Any]) -> str:
     git = origin["git"]
     code = "not in a git repository"
     if git is not None:
-        code = f"{describe(git)}, {git.get('untracked', '?')} files untracked"
+        code = f"{describe_git(git)}, {git.get('untracked', '?')} files untracked"
     rows = [("started", origin["started"]), ("code", code), *origin["versions"].items()]
     return f"{markdown.code(origin['command'], 'sh')}\n\n{markdown.table(('what', 'which'), rows)}"

@@ -14,7 +14,7 @@ from runner.device.leaks import LeakDetector, Trend
 from runner.device.resources import GIB, Machine, Reading, Room
 from runner.hook import Hook, Report, Verdict
 from runner.record.history import Fault
-from runner.record.typed import resuming
+from runner.record.text import resume_argument
 from runner.run import Run
 from runner.stability.config import WatchConfig
 
@@ -130,7 +130,7 @@ class Resources(Hook):
             self._once(run, "memory_short", f"{told}; {mine}", report.last,
                        "the run goes on: it is others who fill it")  # fmt: skip
             return None
-        again = f" with {resuming(run.folder)}" if run.folder is not None else ""
+        again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
         run.stop_reason = (
             f"{told}, {mine} ({KEY}.stop_above={above:g}); go on{again} where there is more "
             "memory, or with a smaller training.batch_size"

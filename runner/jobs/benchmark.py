@@ -27,7 +27,8 @@ from runner.errors import Interrupted, Regression, RunnerError, StorageError, Sw
 from runner.measure.candidates import without_techniques
 from runner.record import provenance
 from runner.record.config import MonitoringConfig
-from runner.record.console import console, one_line, print_stdout
+from runner.record.console import console, print_stdout
+from runner.record.text import escape_control_chars
 from runner.report import comparison as comparing
 from runner.report.table import terminal
 
@@ -178,7 +179,7 @@ class _Display:
     def watched(self, estimates: Mapping[str, Estimate], blocks: int, seconds: float) -> None:
         """Tell of one block."""
         ratios = [
-            f"{one_line(name)} {_ratio(estimates[name])}"
+            f"{escape_control_chars(name)} {_ratio(estimates[name])}"
             for name in self.names
             if name in estimates
         ]

@@ -23,7 +23,8 @@ from runner.device.device import Device, select
 from runner.doctor import environment, packages
 from runner.doctor.environment import Check, Status, size
 from runner.errors import StorageError, UsageError
-from runner.record.console import one_line, plain_text, print_stdout
+from runner.record.console import plain_text, print_stdout
+from runner.record.text import escape_control_chars
 from runner.storage import replace_text
 
 if TYPE_CHECKING:
@@ -186,7 +187,9 @@ def _outlook_line(row: Outlook) -> Text:
 
 def _check_line(check: Check) -> RenderableType:
     status = check.status.value
-    line = Text.assemble((f"{status:4}", STYLES[status]), f"  {one_line(check.found)}")
+    line = Text.assemble((f"{status:4}", STYLES[status]), f"  {escape_control_chars(check.found)}")
     if not check.fix:
         return line
-    return Group(line, Padding(Text(f"fix: {one_line(check.fix)}", "italic"), (0, 0, 0, 6)))
+    return Group(
+        line, Padding(Text(f"fix: {escape_control_chars(check.fix)}", "italic"), (0, 0, 0, 6))
+    )

@@ -20,7 +20,7 @@ from runner.checkpoint.snapshot import Copier, write_tensors
 from runner.errors import ConfigError, RunnerError, StorageError
 from runner.evaluation import standalone
 from runner.jobs.config import ExportKind
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.run import Run
 from runner.storage import write_file
 

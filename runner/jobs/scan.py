@@ -14,7 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
 from runner.interrupts import Interrupts
-from runner.record.console import console, one_line, print_stdout
+from runner.record.console import console, print_stdout
+from runner.record.text import escape_control_chars
 from runner.report.scan import JSON, PAGE, Row, Scan, terminal
 from runner.security.gate.assessing import Assessor
 from runner.security.gate.folder import Thing, is_loadable, things
@@ -109,6 +110,6 @@ def _progress(config: RunConfig, worth: list[Thing]) -> Iterator[Callable[[Thing
         task = progress.add_task("", total=sum(thing.size for thing in worth))
 
         def told(thing: Thing, size: int) -> None:
-            progress.update(task, advance=size, description=one_line(thing.path.name))
+            progress.update(task, advance=size, description=escape_control_chars(thing.path.name))
 
         yield told

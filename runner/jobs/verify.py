@@ -18,7 +18,7 @@ from runner.measure import continuation as resuming
 from runner.measure.continuation import Continuation, continuation
 from runner.measure.parity import Agreement, Parity, Row, parity, without_techniques
 from runner.record.console import plain_text, print_stdout
-from runner.record.plain import plain
+from runner.record.text import json_value
 from runner.storage import replace_text
 
 STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail: "bold red"}
@@ -81,7 +81,7 @@ def _off(row: Row) -> str:
 def as_dict(what: VerifyKind, found: Parity | Continuation) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
     verdict = "exact" if isinstance(found, Parity) or found.exact else "FAIL"
-    return {"what": what.value, "verdict": verdict, **plain(asdict(found))}
+    return {"what": what.value, "verdict": verdict, **json_value(asdict(found))}
 
 
 def show_parity(found: Parity) -> RenderableType:

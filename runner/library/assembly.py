@@ -22,7 +22,7 @@ from runner.nest import tensors
 from runner.objective import Objective
 from runner.optim.optimizer import Optimizer, unfit
 from runner.outcome import engagements, look
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.recovery import use_less_memory
 from runner.run import Run
 from runner.technique import Engagement

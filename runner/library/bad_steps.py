@@ -27,7 +27,7 @@ from runner.library.assembly import Assembly, check_loss_fn, check_module
 from runner.library.step import Loss
 from runner.objectives.custom import Custom
 from runner.record.provenance import versions
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.replay.findings import Found
 from runner.replay.trace import trace
 

@@ -27,7 +27,7 @@ from runner.library.assembly import check_module, device_of
 from runner.library.optimize import Optimized
 from runner.nest import mapped
 from runner.random_state import exclusive_random_state
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.recovery import is_out_of_memory, let_go
 
 WHO = "safe_inference"

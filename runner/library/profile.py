@@ -20,7 +20,7 @@ from runner.library.optimize import Optimized
 from runner.library.report import show
 from runner.measure.peaks import NAMES, Peak, peak
 from runner.random_state import exclusive_random_state
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.untouched import large_parameters, untouched
 
 

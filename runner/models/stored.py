@@ -14,7 +14,7 @@ from runner.checkpoint import folder as folders
 from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.security.gate.door import open_file
 from runner.security.gate.format import is_models_name
 from runner.security.gate.policy import Policy
@@ -66,7 +66,7 @@ def read_weights(path: Path, policy: Policy) -> Weights:
     facts = found.assessment.files[path.name]
     for reason in found.assessment.reasons:
         if reason.severity is Severity.WARNING:
-            log.warning("%s: %s: %s", KEY, path, one_line(str(reason)))
+            log.warning("%s: %s: %s", KEY, path, escape_control_chars(str(reason)))
     held = {
         name.replace(COMPILED, ""): value
         for name, value in _state_dict(found.content, path, facts.format).items()
@@ -107,4 +107,4 @@ def some(names: Iterable[str], most: int = SHOWN) -> str:
 
 def short(text: str) -> str:
     """A name that may be of any length, in one line."""
-    return one_line(text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…")
+    return escape_control_chars(text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…")

@@ -19,7 +19,7 @@ from runner.errors import ConfigError, StorageError
 from runner.overrides.groups import CONF, chosen
 from runner.overrides.spelling import Compose, Typed, read
 from runner.overrides.suggestions import Mistake, Suggestions, nearest
-from runner.record import noted
+from runner.record import hydra_files
 
 HEADER = re.compile(r"\s*#\s*@\s*package\s+_global_\s*")
 WrongKey = Callable[[Typed, Suggestions, DictConfig], Mistake | None]
@@ -51,7 +51,7 @@ def _problem(
     path: Path, group: str, around: Suggestions, compose: Compose, wrong_key: WrongKey
 ) -> Mistake | None:
     try:
-        body, text = noted.plain_yaml(path), path.read_text(encoding="utf-8")
+        body, text = hydra_files.read_yaml(path), path.read_text(encoding="utf-8")
     except (StorageError, OSError, ValueError):
         return None
     if body is not None and not isinstance(body, dict):

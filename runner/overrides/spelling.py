@@ -16,7 +16,7 @@ from runner.data.config import DataConfig
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
 from runner.overrides.groups import ALIASES, FOREIGN, options
-from runner.record.typed import in_shell
+from runner.record.text import quote_for_shell
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
 STAYS = {
@@ -60,7 +60,7 @@ def read(text: str) -> Typed:
         lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
         key, _, value = text.partition("=")
         several = value.startswith(("[", "{"))
-        meant = "'key=[\"a value\"]'" if several else in_shell(key, value)
+        meant = "'key=[\"a value\"]'" if several else quote_for_shell(key, value)
         raise ConfigError(
             key.lstrip("+~") or text,
             f"{text} cannot be read ({' '.join(lines[1:]).strip() or lines[0]})",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 import warnings
@@ -19,15 +18,11 @@ from rich.segment import Segment
 from rich.text import Text
 
 from runner.masking import masked
-from runner.record.history import alike
+from runner.record.history import normalize_message
+from runner.record.text import CONTROL, escape_control_chars, escape_lines
 from runner.storage import for_owners
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
-BREAKS = re.compile(r"([\n\t])")  # of a text of several lines
-FORGING = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""What could end a line, move the cursor, or turn the direction of writing; lone surrogates too."""
 
 
 class Screen(Console):
@@ -41,12 +36,12 @@ class Screen(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A cell, a heading, a title or a caption: one line."""
-        return super().render_str(one_line(text), **options)
+        return super().render_str(escape_control_chars(text), **options)
 
     def render_lines(self, renderable: RenderableType, *args: Any, **options: Any) -> Any:
         """A cell that is a Text with styles: one line, too."""
-        if isinstance(renderable, Text) and FORGING.search(renderable.plain):
-            renderable = Text(one_line(renderable.plain), renderable.style)
+        if isinstance(renderable, Text) and CONTROL.search(renderable.plain):
+            renderable = Text(escape_control_chars(renderable.plain), renderable.style)
         return super().render_lines(renderable, *args, **options)
 
     def render(
@@ -54,7 +49,7 @@ class Screen(Console):
     ) -> Iterable[Segment]:
         """Escape control characters in everything else that is printed."""
         for segment in super().render(renderable, options):
-            text = segment.text if segment.control else lines_of(segment.text)
+            text = segment.text if segment.control else escape_lines(segment.text)
             yield segment if text is segment.text else Segment(text, segment.style)
 
     def on_broken_pipe(self) -> None:
@@ -148,7 +143,7 @@ class _Repeats(logging.Filter):
             return True
         known = vars(record)  # asked by each handler, to be counted once
         if "repeats" not in known:
-            key = record.name, alike(_lines(record)[0])
+            key = record.name, normalize_message(_lines(record)[0])
             known["repeats"] = self.seen[key] > 0
             self.seen[key] += 1
         return not known["repeats"]
@@ -160,26 +155,12 @@ class _Repeats(logging.Filter):
         self.seen.clear()
 
 
-def one_line(text: str) -> str:
-    """`text` with everything escaped that could make it look like something else."""
-    return FORGING.sub(
-        lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
-    )
-
-
-def lines_of(text: str) -> str:
-    """The same for a text of many lines: they and their tabs stay."""
-    if FORGING.search(text) is None:
-        return text
-    return "".join(part if part in "\n\t" else one_line(part) for part in BREAKS.split(text))
-
-
 def plain_text(value: object, style: str = "") -> Text:
     """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
 
     A bare `str` in a table of rich's is markup, in which `[red]` vanishes and `[link=…]` is a link.
     """
-    return Text(one_line(str(value)), style)
+    return Text(escape_control_chars(str(value)), style)
 
 
 class _Rendered:
@@ -210,14 +191,14 @@ def _lines(record: logging.LogRecord) -> list[str]:
         message = f"{record.msg!r} (its arguments do not fit: {error})"
     if record.name == "py.warnings":
         message = message.strip().partition("\n")[0]  # the second line only quotes the source
-    lines = [one_line(masked(message))]
+    lines = [escape_control_chars(masked(message))]
     if record.exc_info and record.exc_info[0] is not None:
         lines += _behind_bars(logging.Formatter().formatException(record.exc_info)).split("\n")
     return lines
 
 
 def _behind_bars(text: str) -> str:
-    return "\n".join(f"  | {one_line(line)}" for line in masked(text).split("\n"))
+    return "\n".join(f"  | {escape_control_chars(line)}" for line in masked(text).split("\n"))
 
 
 class _OnConsole(logging.Handler):

@@ -6,12 +6,15 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from runner.masking import masked
+from runner.record import markdown
 from runner.storage import read_record, replace_text
 
 log = logging.getLogger("runner")
@@ -19,13 +22,16 @@ log = logging.getLogger("runner")
 FILE = "debug/history.json"
 LONGEST = 500  # different faults; what comes after is only counted
 STEPS = 20  # of one fault, that are named
+SHOWN_STEPS = 4  # of a fault, in a report
+LONGEST_MESSAGE = 90  # characters, in a report
+SHOWN_ACTIONS = 3  # of a kind of fault, in a report
 CAUSES = 256  # steps of which a cause is kept, until somebody asks
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # the digits of a name, such as `blocks.3.norm1`, are no number
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
 
 
-def alike(text: str) -> str:
+def normalize_message(text: str) -> str:
     """What two messages share that differ in their numbers only."""
     return NUMBER.sub("#", text)
 
@@ -75,7 +81,7 @@ class History:
         message, action = masked(message), masked(action)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.unwritten = True
-        key = (kind, action, alike(message))
+        key = (kind, action, normalize_message(message))
         fault = self.faults.get(key)
         if fault is None:
             fault = Fault(kind, category, severity, message, action)
@@ -132,9 +138,58 @@ class History:
         """Go on from there."""
         self.counts = dict(state["counts"])
         rows = [Fault(**row) for row in state["faults"]]
-        self.faults = {(f.kind, f.action, alike(f.message)): f for f in rows}
+        self.faults = {(f.kind, f.action, normalize_message(f.message)): f for f in rows}
         self.said = set(self.faults)
         self.unwritten = bool(rows)
 
     def _rows(self) -> list[dict[str, Any]]:
         return [asdict(fault) for fault in self.faults.values()]
+
+
+def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple[str, str]]:
+    """How often each kind was, its first steps, what it was and what was done.
+
+    Those of the recorder and the checkpointer are only in `counts`.
+    """
+    rows = []
+    for kind, count in counts.items():
+        these = sorted((f for f in faults if f.kind == kind), key=lambda f: -f.count)
+        if these:
+            steps = format_steps(sorted({step for fault in these for step in fault.steps}), count)
+            done: Counter[str] = Counter()
+            for fault in these:
+                done[fault.action] += fault.count if fault.action else 0
+            many = len(+done) > 1
+            acts = [f"{act} ({times:,})" if many else act for act, times in (+done).items()]
+            told = "; ".join(
+                [
+                    shorten(these[0].message, LONGEST_MESSAGE, placeholder=" …"),
+                    *acts[:SHOWN_ACTIONS],
+                ]
+            )
+            rows.append((kind, f"{count:,}, {steps}: {told}"))
+        elif count:
+            rows.append((kind, f"{count:,}"))
+    return rows
+
+
+def fault_table(faults: Iterable[Fault]) -> str:
+    """All of them, as markdown."""
+    header = ("kind", "severity", "count", "steps", "what", "done about it", "capture")
+    rows = []
+    for f in faults:
+        steps = format_steps(f.steps, f.count)
+        rows.append((f.kind, f.severity, f.count, steps, f.message, f.action, f.capture))
+    return markdown.table(header, rows)
+
+
+def format_steps(steps: Sequence[int], count: int) -> str:
+    """The first few of `count` steps."""
+    shown = ", ".join(f"{step:,}" for step in steps[:SHOWN_STEPS]) + ", …" * (count > SHOWN_STEPS)
+    return f"steps {shown}" if len(steps) > 1 else f"step {shown}"
+
+
+def first_capture(faults: Iterable[Fault]) -> str:
+    """The folder of the first bad step that was kept, relative to the run's; else nothing."""
+    kept = [fault for fault in faults if fault.capture]
+    return min(kept, key=lambda fault: fault.steps[:1]).capture if kept else ""

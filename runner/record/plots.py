@@ -22,7 +22,7 @@ from runner.record.drawing import (
     shorten,
     turned,
     width,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from runner.record.appending import Appender
 from runner.record.config import MonitoringConfig
+from runner.record.jsonl import Appender
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from runner.record.columns import Scalar
+    from runner.record.hparams import Scalar
     from runner.record.tensorboard import TensorBoard
 
 log = logging.getLogger("runner")
@@ -62,9 +62,9 @@ class Recorder:
 
     def _open_tensorboard(self, folder: Path, start_step: int) -> None:
         try:
-            from runner.record.event_files import open_for
+            from runner.record.tensorboard import open_event_file
 
-            self._events = open_for(folder, start_step + 1 if start_step else None)
+            self._events = open_event_file(folder, start_step + 1 if start_step else None)
         except OSError as error:
             self._lost("tensorboard", error)
         except Exception as error:  # protobuf versions that do not fit show as all kinds of errors

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.batch import Batch
 from runner.captures.opening import Capture
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.replay.findings import Attempt
 from runner.replay.statistics import bad_state
 from runner.run import Run

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
-from runner.record.plain import plain
+from runner.record.text import json_value
 from runner.replay.findings import Found, Phase, Ratio, Replay, Stats
 
 SHOWN = 8  # rows of a table
@@ -21,7 +21,7 @@ HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 def as_dict(replay: Replay) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
-    found: dict[str, Any] = plain(asdict(replay))
+    found: dict[str, Any] = json_value(asdict(replay))
     return {"verdict": replay.verdict, **found}
 
 

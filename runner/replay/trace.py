@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 
 from runner.batch import Batch, count
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.replay import line
 from runner.replay.findings import Found, Phase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors

@@ -8,17 +8,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.record.columns import (
+from runner.record.hparams import (
     Scalar,
-    alike,
-    column,
-    ordered,
-    parsed,
-    settings_in,
-    usual,
+    column_value,
+    common_columns,
+    parse_value,
+    unify_types,
+    unique_sorted,
 )
-from runner.record.event_files import Session, added_after, added_before, own_session
-from runner.record.tensorboard import TensorBoard
+from runner.record.hydra_files import read_flat_config
+from runner.record.tensorboard import (
+    Session,
+    TensorBoard,
+    append_events,
+    prepend_events,
+    read_session,
+)
 from runner.report import document, facts
 from runner.report.comparison import Comparison, Row
 from runner.report.naming import DEFAULT, keys
@@ -55,26 +60,26 @@ def write_board(comparison: Comparison, folder: Path) -> None:
         jobs = list(_jobs(comparison, folder))
         foremost = _hyper_parameters(comparison, jobs)
         kinds = {name: value for job in jobs for name, value in job.values.items()}
-        domains = {name: ordered(_values(jobs, name)) for name in foremost}
+        domains = {name: unique_sorted(_values(jobs, name)) for name in foremost}
         metrics = _metrics(comparison, jobs)
         whole = _name_of_all(comparison, folder, jobs)
         for job in jobs:
             ended = job.row.status != "running"  # such a one ends its row itself
-            with added_before(job.folder) as events:
+            with prepend_events(job.folder) as events:
                 events.experiment(kinds, metrics, domains, foremost)
                 name = f"{job.folder.name} of {whole}"
                 events.session(job.session.name if job.session else name, job.values)
                 if ended:
                     events.end(job.row.status)
             if ended:
-                with added_after(job.folder) as events:
+                with append_events(job.folder) as events:
                     events.scalars(0, "result", job.results)
                     if job.session is None:
                         _final(events, job.row)
                     events.end(job.row.status)
     home = folder / RUN
     home.mkdir(parents=True, exist_ok=True)
-    with added_after(home) as events:
+    with append_events(home) as events:
         events.text(f"{RUN}/report", document.markdown(comparison), 0)
         for name, picture in pictures(comparison).items():
             events.image(f"{RUN}/{name}", picture, 0)
@@ -91,7 +96,7 @@ def _jobs(comparison: Comparison, folder: Path) -> Iterator[Job]:
         place.mkdir(parents=True, exist_ok=True)
         if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
             continue  # another user's
-        yield Job(row, place, own_session(place), results=_results(row, peak(row)))
+        yield Job(row, place, read_session(place), results=_results(row, peak(row)))
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -125,19 +130,23 @@ def _hyper_parameters(comparison: Comparison, jobs: Sequence[Job]) -> list[str]:
     foremost += varied
     for job, row in zip(jobs, typed, strict=True):
         known = job.session.values if job.session else {}
-        settings = {} if known.keys() >= set(varied) else settings_in(job.folder)
+        settings = {} if known.keys() >= set(varied) else read_flat_config(job.folder)
         job.values = {ARM: job.row.name, STATUS: job.row.status}
         for key in varied:
             value = _value(key, known, settings, row)
             if value is not None:
                 job.values[key] = value
-        job.values |= {k: v for k, v in (known or usual(settings)).items() if k not in job.values}
+        job.values |= {
+            k: v for k, v in (known or common_columns(settings)).items() if k not in job.values
+        }
         job.values = {
             k: v for k, v in job.values.items() if k in foremost or k not in (ARM, STATUS)
         }
     for name in dict.fromkeys(name for job in jobs for name in job.values):
         having = [job for job in jobs if name in job.values]
-        for job, value in zip(having, alike([job.values[name] for job in having]), strict=True):
+        for job, value in zip(
+            having, unify_types([job.values[name] for job in having]), strict=True
+        ):
             job.values[name] = value
     return foremost
 
@@ -152,9 +161,9 @@ def _value(
     if key in known:
         return known[key]
     if key in settings:
-        return column(settings[key])
+        return column_value(settings[key])
     if key in typed:
-        return column(parsed(typed[key]))
+        return column_value(parse_value(typed[key]))
     return DEFAULT if known or settings else None
 
 

@@ -10,7 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 from runner.errors import RunnerError, UsageError
-from runner.record.console import close_logging, one_line, print_stdout, set_up_logging
+from runner.record.console import close_logging, print_stdout, set_up_logging
+from runner.record.text import escape_control_chars
 from runner.report import comparison as report
 from runner.report import table
 from runner.security.folders import keep_within
@@ -28,7 +29,7 @@ def main(typed: list[str] | None = None) -> int:
     try:
         return _main(_arguments(sys.argv[1:] if typed is None else typed))
     except RunnerError as error:
-        sys.stderr.write(f"error: {one_line(str(error))}\n")
+        sys.stderr.write(f"error: {escape_control_chars(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

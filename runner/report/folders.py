@@ -12,7 +12,7 @@ from runner.benchmark.result import FILE as BENCHMARK
 from runner.benchmark.result import BenchmarkResult
 from runner.data.config import LOADING
 from runner.errors import StorageError, UsageError
-from runner.record.columns import settings_in
+from runner.record.hydra_files import read_flat_config
 from runner.report import facts
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.naming import keys, names
@@ -286,7 +286,7 @@ def _held_against(rows: list[Row], home: Path) -> tuple[str, list[Row], list[str
 
 def _work(row: Row, home: Path) -> tuple[object, ...]:
     """What there was to compute: samples of something else take another time."""
-    found = settings_in(home / row.folder) if row.folder else {}
+    found = read_flat_config(home / row.folder) if row.folder else {}
     if "data.kind" not in found:
         found = {"data.name": facts.text(row.summary, "name"), **keys(row.overrides)}
     told = {

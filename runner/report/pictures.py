@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.report import curves, facts, words
 from runner.report.comparison import Comparison, Row
 
@@ -47,8 +47,10 @@ def pictures(comparison: Comparison) -> dict[str, NDArray[np.uint8]]:
 
     made = {}
     # a name over two lines cannot be drawn
-    rows = [replace(row, name=one_line(row.name)) for row in comparison.rows]
-    comparison = replace(comparison, rows=rows, reference=one_line(comparison.reference))
+    rows = [replace(row, name=escape_control_chars(row.name)) for row in comparison.rows]
+    comparison = replace(
+        comparison, rows=rows, reference=escape_control_chars(comparison.reference)
+    )
     ratios = speeds(comparison)
     if any(bar.value is not None for bar in ratios):
         floor = (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
@@ -123,7 +125,7 @@ def _ratio(comparison: Comparison) -> bool:
 def level_of(comparison: Comparison) -> str:
     """The level whose techniques were taken apart."""
     found = comparison.benchmark.attribution if comparison.benchmark else None
-    return one_line(found.level) if found else ""
+    return escape_control_chars(found.level) if found else ""
 
 
 def effects(comparison: Comparison) -> list[Bar]:

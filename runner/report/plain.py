@@ -9,8 +9,7 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
-from runner.record.console import one_line
-from runner.record.plain import finite
+from runner.record.text import escape_control_chars, json_safe
 from runner.report import facts
 from runner.report.comparison import Comparison, Row
 from runner.report.naming import keys
@@ -44,7 +43,7 @@ def as_json(comparison: Comparison) -> str:
             {"name": x.name, "started": x.started, "commit": x.git.get("commit")}
             for x in comparison.history
         ]
-    return json.dumps(finite(tree), indent=2, default=str, allow_nan=False) + "\n"
+    return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
 
 
 def as_csv(comparison: Comparison) -> str:
@@ -110,6 +109,6 @@ def _safe(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else ""
     if isinstance(value, str):
-        flat = one_line(value)
+        flat = escape_control_chars(value)
         return f"'{flat}" if flat.startswith(FORMULA) else flat
     return value

@@ -11,8 +11,8 @@ from typing import Any
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError
-from runner.record import noted
-from runner.record.columns import settings_in
+from runner.record import hydra_files
+from runner.record.hydra_files import read_flat_config
 from runner.report import facts
 from runner.report.comparison import Row
 from runner.report.naming import keys
@@ -35,7 +35,7 @@ def is_run(folder: Path) -> bool:
     try:
         if (folder / SUMMARY).exists():
             return True
-        begun = (folder / noted.OVERRIDES).exists()
+        begun = (folder / hydra_files.OVERRIDES).exists()
     except PermissionError:
         return True
     return begun and keys(overrides_in(folder)).get("job", "train") in ("train", "evaluate")
@@ -119,7 +119,9 @@ def _of_run(folder: Path, typed: list[str] | None) -> Row:
         reason=reason,
         summary=raw,
         command=facts.text(raw, "command") or row.command,
-        judged_on=_judged_on(settings_in(folder) or keys(overrides), facts.text(raw, "monitor")),
+        judged_on=_judged_on(
+            read_flat_config(folder) or keys(overrides), facts.text(raw, "monitor")
+        ),
     )
 
 
@@ -147,7 +149,7 @@ def refused(row: Row) -> bool:
 def overrides_in(folder: Path) -> list[str]:
     """What was typed for the run; [] where that cannot be had."""
     try:
-        return noted.overrides(folder)
+        return hydra_files.read_overrides(folder)
     except StorageError:
         return []
 

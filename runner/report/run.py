@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.hook import Cost
-from runner.record import fault_rows
+from runner.record import history
 from runner.record import markdown as md
-from runner.record.console import one_line, plain_text
-from runner.record.git import describe
+from runner.record.console import plain_text
 from runner.record.history import History
+from runner.record.provenance import describe_git
+from runner.record.text import escape_control_chars
 from runner.report.words import metric, seconds, size
 from runner.storage import replace_text
 from runner.summary import Summary
@@ -39,9 +40,9 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
         summary.status, "red"
     )
     title = plain_text(summary.name or "run", "bold")
-    title.append("  ").append(one_line(summary.status), style)
+    title.append("  ").append(escape_control_chars(summary.status), style)
     if summary.reason:
-        title.append(f"  {one_line(summary.reason)}", style="dim")
+        title.append(f"  {escape_control_chars(summary.reason)}", style="dim")
     parts: list[RenderableType] = [Text(), title]
     for heading, rows in _sections(summary, folder, per_class=False):
         if not rows or (summary.status == "failed" and heading not in USEFUL):
@@ -60,7 +61,7 @@ def terminal(summary: Summary, folder: Path | None) -> RenderableType:
         # a command that is broken over two lines cannot be copied
         parts.append(Text())
         for name, command in commands:
-            said = (name, "dim"), one_line(command)
+            said = (name, "dim"), escape_control_chars(command)
             parts.append(Text.assemble(*said, no_wrap=True, overflow="ignore"))
     return Group(*parts)
 
@@ -75,13 +76,13 @@ def markdown(summary: Summary, folder: Path | None = None) -> str:
             lines += ["", f"## {heading.capitalize()}", "", md.table(("", ""), rows)]
         if heading == "faults" and folder is not None:
             if faults := History.read(folder):
-                lines += ["", fault_rows.table(faults)]
+                lines += ["", history.fault_table(faults)]
             if again := _replay(folder):
                 lines += ["", "To look into the first that was kept:", "", md.code(again, "sh")]
     git = summary.git
     origin = [("config hash", summary.config_hash), *summary.versions.items()]
     if git:
-        origin.insert(0, ("code", describe(git)))
+        origin.insert(0, ("code", describe_git(git)))
     lines += ["", "## Origin", "", md.table(("", ""), origin)]
     lines += ["", "The same again:", "", md.code(summary.command, "sh")]
     if folder is not None:
@@ -126,7 +127,7 @@ def _sections(
 
 def _faults(summary: Summary, folder: Path | None) -> list[Row]:
     faults = [] if folder is None else History.read(folder)
-    rows = fault_rows.by_kind(summary.faults, faults)
+    rows = history.fault_rows(summary.faults, faults)
     if summary.skipped_steps:
         rows.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
     return rows
@@ -134,7 +135,7 @@ def _faults(summary: Summary, folder: Path | None) -> list[Row]:
 
 def _replay(folder: Path) -> str:
     """What to type to look into the first bad step that was kept, if one was."""
-    first = fault_rows.first_capture(History.read(folder))
+    first = history.first_capture(History.read(folder))
     where = shlex.quote(f"replay.path={_short(folder / first)}")
     return f"python -m runner job=replay {where}" if first else ""
 

@@ -14,8 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from runner.record import markdown as md
-from runner.record.console import one_line
-from runner.record.plain import finite
+from runner.record.text import escape_control_chars, json_safe
 from runner.report.words import size
 from runner.security.config import SecurityLevel
 from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
@@ -96,7 +95,7 @@ class Scan:
         if not refused and self.interrupted:
             return f"interrupted after {len(self.rows)} of {_things(self.total)}: no verdict"
         if not self.rows:
-            return f"no model and no array lies in {one_line(self.path)}"
+            return f"no model and no array lies in {escape_control_chars(self.path)}"
         if not refused:
             counts = Counter(row.found.trust for row in self.rows)
             each = ", ".join(f"{counts[t]} {t.name}" for t in sorted(counts))
@@ -110,7 +109,7 @@ class Scan:
             below = "UNTRUSTED, which" if bad else f"{of} UNTRUSTED, which"
             told.append(f"{low} {below} security={self.level.value} does not load")
         why = _why(first, self.level)
-        return one_line(f"{', '.join(told)}; the first, {first.found.path}: {why}")
+        return escape_control_chars(f"{', '.join(told)}; the first, {first.found.path}: {why}")
 
     @property
     def outcome(self) -> str:
@@ -148,7 +147,7 @@ class Scan:
 
     def write(self, folder: Path) -> None:
         """scan.json and scan.md. Raises OSError."""
-        text = json.dumps(finite(self.as_dict()), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(json_safe(self.as_dict()), indent=2, allow_nan=False) + "\n"
         replace_text(folder / JSON, text)
         replace_text(folder / PAGE, markdown(self))
 
@@ -161,22 +160,26 @@ def _badness(row: Row) -> tuple[int, int, str]:
 def terminal(scan: Scan, most: int) -> RenderableType:
     """The worst first, `most` of them; made for 80 columns."""
     parts: list[RenderableType] = [
-        Text.assemble(("\nscan of ", "dim"), (one_line(scan.path), "bold"))
+        Text.assemble(("\nscan of ", "dim"), (escape_control_chars(scan.path), "bold"))
     ]
     for row in scan.worst_first[:most]:
         head = Text(f"{row.found.trust.name:9}", STYLES[row.found.trust], no_wrap=True)
         head.overflow = "ignore"  # as for the digest: what is broken cannot be copied
-        head.append(f" {one_line(row.found.path)}", style="bold")
-        about = Text(one_line(f"{row.kind}, {row.formats}, {size(row.size)}"), style="dim")
-        told = one_line(f"  sha256 {row.digest}")
+        head.append(f" {escape_control_chars(row.found.path)}", style="bold")
+        about = Text(
+            escape_control_chars(f"{row.kind}, {row.formats}, {size(row.size)}"), style="dim"
+        )
+        told = escape_control_chars(f"  sha256 {row.digest}")
         digest = Text(told, "dim", no_wrap=True, overflow="ignore")
-        lines = Text("\n").join(Text(one_line(line)) for line in _lines(row, scan.level))
+        lines = Text("\n").join(
+            Text(escape_control_chars(line)) for line in _lines(row, scan.level)
+        )
         parts += [head, *([digest] if row.digest else [])]
         parts.append(Padding(Group(about, lines), (0, 0, 0, 9)))
     if len(scan.rows) > most:
         parts.append(Text(f"… and {_things(len(scan.rows) - most)} more, in {JSON}", style="dim"))
     for reason in scan.odd[:most]:
-        parts.append(Text(f"not opened: {one_line(str(reason))}", style="dim"))
+        parts.append(Text(f"not opened: {escape_control_chars(str(reason))}", style="dim"))
     if scan.passed_over:
         told = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
         parts.append(Text(f"{told} of other kinds, which nothing here loads", style="dim"))

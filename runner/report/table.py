@@ -12,8 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from runner.record.console import one_line, plain_text
-from runner.record.raised import shorten
+from runner.record.console import plain_text
+from runner.record.text import escape_control_chars, shorten
 from runner.report import facts, verdicts, words
 from runner.report.columns import Column, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
@@ -54,10 +54,12 @@ class _Screen:
         heading = "damaged " if comparison.damaged else ""
         heading += {"benchmark": "benchmark", "sweep": "sweep"}.get(comparison.kind, "comparison")
         yield Text()
-        yield Text.assemble((f"{heading} ", "dim"), (one_line(comparison.title), "bold"))
+        yield Text.assemble(
+            (f"{heading} ", "dim"), (escape_control_chars(comparison.title), "bold")
+        )
         width = options.max_width
         for sentence in verdicts.conclusion(comparison):
-            said = Text(one_line(sentence.text), TONES[sentence.tone])
+            said = Text(escape_control_chars(sentence.text), TONES[sentence.tone])
             yield from _wrapped(said, console, width)
         yield Text()
         yield _table(comparison, width)
@@ -66,7 +68,7 @@ class _Screen:
         if notes := _notes(comparison):
             yield Text()
             for note in notes:
-                yield from _wrapped(Text(f"· {one_line(note)}", "dim"), console, width)
+                yield from _wrapped(Text(f"· {escape_control_chars(note)}", "dim"), console, width)
         yield from _where(comparison)
 
 
@@ -98,7 +100,7 @@ def _table(comparison: Comparison, width: int) -> Table:
     table.add_column("", header_style="dim", overflow="fold")
     for row in comparison.rows:
         cells = [_cell(column, row) for column in chosen]
-        table.add_row(Text(one_line(row.name)), *cells, _verdict(row, comparison))
+        table.add_row(Text(escape_control_chars(row.name)), *cells, _verdict(row, comparison))
     return table
 
 
@@ -138,9 +140,11 @@ def _reasons(comparison: Comparison) -> Iterator[Text]:
     for number, ((status, reason), names) in enumerate(shared.items()):
         if number == 0:
             yield Text()
-        reason = shorten(one_line(reason), REASON) or "no reason is known"
-        who = one_line(words.listed(names))
-        yield Text.assemble((f"{who} ", "bold"), (one_line(status), "red"), f": {reason}")
+        reason = shorten(escape_control_chars(reason), REASON) or "no reason is known"
+        who = escape_control_chars(words.listed(names))
+        yield Text.assemble(
+            (f"{who} ", "bold"), (escape_control_chars(status), "red"), f": {reason}"
+        )
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -167,7 +171,9 @@ def _where(comparison: Comparison) -> Iterator[Text]:
     if lines:
         yield Text()
     for name, text in lines:
-        yield Text.assemble((name, "dim"), one_line(text), no_wrap=True, overflow="ignore")
+        yield Text.assemble(
+            (name, "dim"), escape_control_chars(text), no_wrap=True, overflow="ignore"
+        )
 
 
 def short(folder: Path) -> str:

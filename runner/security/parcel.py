@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.errors import UsageError
-from runner.record.raised import shorten
+from runner.record.text import shorten
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:

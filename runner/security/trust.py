@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import SecurityError
-from runner.record.console import one_line
-from runner.record.plain import finite
+from runner.record.text import escape_control_chars, json_safe
 from runner.security.config import SecurityLevel
 from runner.security.gate.policy import Policy
 from runner.storage import replace_text
@@ -115,7 +114,7 @@ class Assessment:
 
     def write(self, path: Path) -> None:
         """As JSON, whole. Raises OSError."""
-        replace_text(path, json.dumps(finite(self.as_dict()), indent=2, allow_nan=False) + "\n")
+        replace_text(path, json.dumps(json_safe(self.as_dict()), indent=2, allow_nan=False) + "\n")
 
 
 def enough(found: Assessment, level: SecurityLevel) -> bool:
@@ -127,7 +126,7 @@ def enough(found: Assessment, level: SecurityLevel) -> bool:
 
 def require(found: Assessment, policy: Policy) -> None:
     """Raise SecurityError where the policy does not let it in; one warning where nobody vouches."""
-    path = one_line(found.path)
+    path = escape_control_chars(found.path)
     if enough(found, policy.level):
         if found.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
             log.warning(
@@ -137,7 +136,9 @@ def require(found: Assessment, policy: Policy) -> None:
         return
     if found.refused:
         first = next(iter(found.refusals), None)
-        why = one_line(str(first)) if first is not None else "nothing of it may be loaded"
+        why = (
+            escape_control_chars(str(first)) if first is not None else "nothing of it may be loaded"
+        )
         raise SecurityError(f"{path}: refused: {why}")
     raise SecurityError(
         f"{path}: refused: security=strict loads only what this run tree wrote, or what is "

@@ -14,7 +14,7 @@ import runner
 from runner.device.capabilities import usable_cores
 from runner.overrides.groups import as_typed
 from runner.overrides.spelling import read
-from runner.record.typed import quoted
+from runner.record.text import quote_for_hydra
 
 NOT_OF_A_JOB = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper",
                 "hydra.sweep", "hydra.mode", "hydra.run")  # fmt: skip
@@ -94,4 +94,4 @@ def _text(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
         return repr(value)
-    return quoted(str(value))
+    return quote_for_hydra(str(value))

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.overrides.groups import as_typed
-from runner.record.console import console, one_line
+from runner.record.console import console
+from runner.record.text import escape_control_chars
 from runner.sweep.child import Child
 from runner.sweep.record import WELL, Job
 
@@ -87,8 +88,10 @@ class Display:
         table.add_column(justify="right", no_wrap=True, min_width=6)
         table.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
         for job, child in running:
-            said = Text(one_line(child.at_work()), no_wrap=True, overflow="ellipsis")
-            name = Text(one_line(self.names[job.number]), no_wrap=True, overflow="ellipsis")
+            said = Text(escape_control_chars(child.at_work()), no_wrap=True, overflow="ellipsis")
+            name = Text(
+                escape_control_chars(self.names[job.number]), no_wrap=True, overflow="ellipsis"
+            )
             table.add_row(name, f"{child.seconds:.0f} s", said)
         over = sum(bool(job.ended) for job in self.jobs)
         lines: list[RenderableType] = [table, Text(f"{over} of {len(self.jobs)} jobs ended")]

@@ -17,7 +17,7 @@ from runner.config import config_hash, flat
 from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
 from runner.record.console import close_logging, set_up_logging
-from runner.record.typed import quoted
+from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.folders import keep_private
@@ -137,8 +137,8 @@ def _run(
     def start(one: Planned) -> Child:
         place = folder / one.job.folder
         arguments = command.typed(session.flags, hydras, one.wanted.overrides)
-        where = f"checkpoint.resume={quoted(str(place))}"
-        told = [where if one.continues else f"hydra.run.dir={quoted(str(place))}"]
+        where = f"checkpoint.resume={quote_for_hydra(str(place))}"
+        told = [where if one.continues else f"hydra.run.dir={quote_for_hydra(str(place))}"]
         told += [values] if values else []
         return Child.start(
             command.process(arguments), command.environment(settings.jobs), place,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from runner.overrides.spelling import Typed, read
-from runner.record.typed import quoted
+from runner.record.text import quote_for_hydra
 
 OF_THE_SWEEP = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "sweep.")
 MOST = 64  # arms; more are a mistake
@@ -34,7 +34,7 @@ def merged(overrides: Sequence[str]) -> list[str] | None:
     arms = [" ".join(map(shlex.quote, one)) for one in product(*values)]
     if len(arms) > MOST:
         return None
-    listed = ",".join(quoted(_name(arm)) for arm in arms)
+    listed = ",".join(quote_for_hydra(_name(arm)) for arm in arms)
     return [*(str(o) for o in fixed), f"benchmark.arms=[{listed}]"]
 
 

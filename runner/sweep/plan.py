@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import SecurityError, StorageError, UsageError
-from runner.record.noted import plain_yaml
+from runner.record.hydra_files import read_yaml
 from runner.summary import Summary
 from runner.sweep.identity import same_versions, sweep_hash
 from runner.sweep.job import PATIENCE_S
@@ -91,7 +91,7 @@ def _newest(parent: Path, typed: str, flags: Sequence[str]) -> Path | None:
 def _recorded(folder: Path, flags: Sequence[str]) -> str:
     """The hash of what Hydra noted as typed."""
     try:
-        asked = plain_yaml(folder / "multirun.yaml")["hydra"]["overrides"]
+        asked = read_yaml(folder / "multirun.yaml")["hydra"]["overrides"]
         return sweep_hash([str(text) for text in (*asked["hydra"], *asked["task"])], flags)
     except (StorageError, UsageError, LookupError, TypeError):
         return ""

@@ -14,8 +14,8 @@ from typing import Any
 
 from runner.errors import StorageError
 from runner.overrides.groups import as_typed
-from runner.record import noted
-from runner.record.plain import made
+from runner.record import hydra_files
+from runner.record.text import dataclass_from_dict
 from runner.storage import read_record, replace_text
 from runner.summary import Summary
 
@@ -109,7 +109,7 @@ def by_their_folders(folder: Path) -> list[Job]:
     found: list[Job] = []
     for place in places(folder):
         try:
-            lines = noted.overrides(place)
+            lines = hydra_files.read_overrides(place)
             status = Summary.read(place).status
         except StorageError:
             continue  # it is run again
@@ -126,7 +126,7 @@ def places(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     except OSError:
         return
     for inside in sorted(visible, key=_in_order):
-        if (inside / noted.OVERRIDES).exists():
+        if (inside / hydra_files.OVERRIDES).exists():
             yield inside
         elif depth and not inside.is_symlink():
             yield from places(inside, depth - 1)
@@ -137,7 +137,7 @@ def _in_order(path: Path) -> tuple[int, str]:
 
 
 def _job(values: Any) -> Job:
-    job = made(Job, dict(values))
+    job = dataclass_from_dict(Job, dict(values))
     texts = (job.folder, job.hash, job.status, job.reason, job.started, job.ended, job.command)
     counts = (job.number, job.tries, *([] if job.exit_code is None else [job.exit_code]))
     if not (

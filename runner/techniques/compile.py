@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner import compiler
 from runner.errors import ConfigError
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks

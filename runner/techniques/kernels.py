@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from runner.record.raised import shorten
+from runner.record.text import shorten
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 from runner.techniques.blocks import repeated_blocks

@@ -4,22 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from runner.record.columns import NULL, alike, ordered, settings_in, swept, typed_in, usual
+from runner.record.hparams import NULL, common_columns, swept_columns, unify_types, unique_sorted
+from runner.record.hydra_files import read_flat_config, read_override_values
 
 
 def test_usual_columns_leave_out_what_has_no_value() -> None:
     settings = {"seed": 0, "optimizer.ema": None, "data.path": "/x", "optimizer.lr": float("inf")}
-    assert usual(settings) == {"seed": 0}
+    assert common_columns(settings) == {"seed": 0}
 
 
 def test_a_swept_setting_has_its_value_and_all_that_it_can_have() -> None:
-    found = swept({"optimizer.lr": 0.01}, {}, {"optimizer.lr": [0.1, "1e-2", 0.001]})
+    found = swept_columns({"optimizer.lr": 0.01}, {}, {"optimizer.lr": [0.1, "1e-2", 0.001]})
     assert found == ({"optimizer.lr": 0.01}, {"optimizer.lr": [0.001, 0.01, 0.1]})
 
 
 def test_a_swept_group_is_what_was_typed() -> None:
     typed = {"optimization": "ultra", "model": "mlp"}
-    values, domains = swept(
+    values, domains = swept_columns(
         {"optimization.level": "ultra"}, typed, {"optimization": ["a", "ultra"]}
     )
     assert values == {"optimization": "ultra"}
@@ -28,35 +29,35 @@ def test_a_swept_group_is_what_was_typed() -> None:
 
 def test_a_value_that_the_domain_lacks_is_in_it_all_the_same() -> None:
     """Rows with a value outside the domain would be hidden."""
-    _, domains = swept({"seed": 3}, {}, {"seed": [1, 2]})
+    _, domains = swept_columns({"seed": 3}, {}, {"seed": [1, 2]})
     assert domains == {"seed": [1, 2, 3]}
 
 
 def test_none_is_a_choice_like_others_and_a_column_of_two_kinds_is_text() -> None:
-    values, domains = swept({"optimizer.ema": None}, {}, {"optimizer.ema": [None, 0.99]})
+    values, domains = swept_columns({"optimizer.ema": None}, {}, {"optimizer.ema": [None, 0.99]})
     assert values == {"optimizer.ema": NULL}
     assert domains == {"optimizer.ema": [NULL, "0.99"]}
-    values, domains = swept({"model.widths": [8, 8]}, {}, {"model.widths": [[8, 8], [4]]})
+    values, domains = swept_columns({"model.widths": [8, 8]}, {}, {"model.widths": [[8, 8], [4]]})
     assert domains == {"model.widths": ["[8, 8]", "[4]"]}
 
 
 def test_a_key_that_nobody_knows_has_no_column() -> None:
-    assert swept({}, {}, {"who.knows": [1, 2]}) == ({}, {})
+    assert swept_columns({}, {}, {"who.knows": [1, 2]}) == ({}, {})
 
 
 def test_values_of_one_kind_stay_as_they_are() -> None:
-    assert alike([1, 2.5]) == [1, 2.5]
-    assert alike([True, False]) == [True, False]
-    assert alike([True, 2.0, "x"]) == ["true", "2", "x"]
-    assert ordered([3, 1, 3]) == [1, 3] and ordered(["b", "a", "b"]) == ["b", "a"]
+    assert unify_types([1, 2.5]) == [1, 2.5]
+    assert unify_types([True, False]) == [True, False]
+    assert unify_types([True, 2.0, "x"]) == ["true", "2", "x"]
+    assert unique_sorted([3, 1, 3]) == [1, 3] and unique_sorted(["b", "a", "b"]) == ["b", "a"]
 
 
 def test_what_hydra_noted_is_read(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- +a.b=1\n- model=mlp\n- ~x\n- c=p=q\n")
     (tmp_path / ".hydra" / "config.yaml").write_text("a: {b: 1, c: null}\nd: ${oc.env:HOME}\n")
-    assert typed_in(tmp_path) == {"a.b": "1", "model": "mlp", "c": "p=q"}
-    assert settings_in(tmp_path) == {"a.b": 1, "a.c": None, "d": "${oc.env:HOME}"}
+    assert read_override_values(tmp_path) == {"a.b": "1", "model": "mlp", "c": "p=q"}
+    assert read_flat_config(tmp_path) == {"a.b": 1, "a.c": None, "d": "${oc.env:HOME}"}
 
 
 BOMB = b"a0: &a0 [x, x]\n" + b"".join(
@@ -77,5 +78,5 @@ def test_damaged_notes_say_nothing(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / ".hydra").mkdir()
     for name in ("overrides.yaml", "config.yaml"):
         (tmp_path / ".hydra" / name).write_bytes(damage)
-    assert typed_in(tmp_path) == {}
-    assert settings_in(tmp_path) == {}
+    assert read_override_values(tmp_path) == {}
+    assert read_flat_config(tmp_path) == {}

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from runner import masking
-from runner.record.console import close_logging, console, one_line, set_up_logging
+from runner.record.console import close_logging, console, set_up_logging
+from runner.record.text import escape_control_chars
 
 log = logging.getLogger("runner")
 
@@ -164,7 +165,7 @@ def test_a_folder_that_takes_no_log_is_said(
 
 
 def test_ordinary_text_stays_as_it_is() -> None:
-    assert one_line("größe: 5 µs · 漢字") == "größe: 5 µs · 漢字"
+    assert escape_control_chars("größe: 5 µs · 漢字") == "größe: 5 µs · 漢字"
 
 
 def test_a_warning_that_repeats_is_counted_and_said_once(

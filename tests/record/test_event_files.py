@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from runner.record.config import MonitoringConfig
-from runner.record.event_files import added_after, added_before, own_session
 from runner.record.recorder import Recorder
-from runner.record.tensorboard import TensorBoard
+from runner.record.tensorboard import TensorBoard, append_events, prepend_events, read_session
 
 END = "_hparams_/session_end_info"
 
@@ -33,11 +32,11 @@ def run(folder: Path, start_step: int = 0, status: str | None = "done") -> None:
 
 
 def add(folder: Path, speedup: float, status: str = "done") -> None:
-    with added_before(folder) as events:
+    with prepend_events(folder) as events:
         events.experiment({"arm": "x"}, ["result/speedup"], {"arm": ["x", "y"]}, ["arm"])
         events.session("row", {"arm": "x"})
         events.end(status)
-    with added_after(folder) as events:
+    with append_events(folder) as events:
         events.scalars(0, "result", {"speedup": speedup})
         events.end(status)
 
@@ -119,15 +118,15 @@ def test_a_job_that_had_never_begun_begins_its_own_row_when_it_is_run_again(
     tmp_path: Path,
 ) -> None:
     add(tmp_path, 1.0, "failed")
-    assert own_session(tmp_path) is None
+    assert read_session(tmp_path) is None
     run(tmp_path)
-    session = own_session(tmp_path)
+    session = read_session(tmp_path)
     assert session is not None
     assert (session.name, session.metrics) == ("0 of a/b", ["val/loss"])
     assert session.values == {"lr": 0.1, "amp": True, "kind": "mlp"}
 
 
-@pytest.mark.parametrize("added", [added_before, added_after])
+@pytest.mark.parametrize("added", [prepend_events, append_events])
 def test_an_error_while_adding_leaves_what_was_there(
     tmp_path: Path, added: Callable[[Path], AbstractContextManager[TensorBoard]]
 ) -> None:
@@ -142,7 +141,7 @@ def test_an_error_while_adding_leaves_what_was_there(
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"_hparams_/session_start_info" * 9])
 def test_a_damaged_event_file_tells_of_no_row(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "events.out.tfevents.0000000009.1").write_bytes(damage)
-    assert own_session(tmp_path) is None
+    assert read_session(tmp_path) is None
 
 
 def test_nothing_is_written_through_a_planted_link(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.record import git as part
-from runner.record.git import read_git_state
+from runner.record import provenance as part
+from runner.record.provenance import read_git_state
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -177,7 +177,7 @@ def test_dirty_is_left_out_where_only_a_filter_could_tell(repository: Path, trap
     (repository / "model.py").write_text("width = 2\n")
     state = read_git_state(repository)
     assert state is not None and "dirty" not in state and state["branch"] == "trunk"
-    assert "not known whether" in part.describe(state)
+    assert "not known whether" in part.describe_git(state)
     (repository / "notes.md").write_text("")
     git(repository, "add", "notes.md")  # no filter has a part in this
     state = read_git_state(repository)
@@ -351,7 +351,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(
     commit = git(repository, "rev-parse", "HEAD")
     (repository / ".git" / name).unlink()
     os.mkfifo(repository / ".git" / name)
-    monkeypatch.setattr(part, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(part, "GIT_TIMEOUT_S", 1.0)
     before = time.monotonic()
     state = read_git_state(repository)
     assert time.monotonic() - before < 30

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.record.appending import Appender
 from runner.record.config import MonitoringConfig
+from runner.record.jsonl import Appender
 from runner.record.recorder import Recorder
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)

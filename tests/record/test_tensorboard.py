@@ -16,7 +16,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
-from runner.record.tfrecord import crc32c as ours
+from runner.record.tensorboard import crc32c as ours
 
 
 def opened(folder: Path, start_step: int = 0) -> Recorder:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.benchmark.result import BenchmarkResult, Load
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.report import comparison as report
 from runner.report.comparison import Comparison, Row, of_benchmark, of_folders
 from runner.report.curves import read, thin
@@ -175,7 +175,7 @@ def test_the_csv_has_a_row_a_job_and_every_number(tmp_path: Path) -> None:
     assert float(rows[1]["speedup_low"]) < 1.5 < float(rows[1]["speedup_high"])
     assert (rows[1]["metric:mine"], rows[1]["override:seed"]) == ("0.25", "3")
     # computes nothing, and moves no cursor where it is printed
-    assert rows[2]["speedup"] == "" and rows[2]["reason"] == "'" + one_line(HOSTILE)
+    assert rows[2]["speedup"] == "" and rows[2]["reason"] == "'" + escape_control_chars(HOSTILE)
 
 
 def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from runner.config import config_hash, flat, plain
 from runner.errors import ConfigError, SecurityError
 from runner.overrides.groups import CONF
 from runner.record import markdown
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.security import secrets
 
 CANARY = "canary-4b1d <&'\"*_>"
@@ -206,7 +206,8 @@ def test_no_kind_of_file_spells_a_value_so_that_it_is_missed(value: str) -> None
 
     masking.learn("X", value)
     spelled = [value, json.dumps(value), repr(value), html.escape(value), markdown.escape(value),
-               one_line(value), json.dumps(value, ensure_ascii=False), shlex.quote(value),
+               escape_control_chars(value), json.dumps(value, ensure_ascii=False),
+               shlex.quote(value),
                " ".join(value.split())]  # fmt: skip
     for text in spelled:
         found = masking.masked(f"<{text}>")

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from runner.composing import compose
 from runner.errors import StorageError
-from runner.record.typed import quoted
+from runner.record.text import quote_for_hydra
 from runner.sweep import identity, job
 from runner.sweep.command import domains
 from runner.sweep.plan import before
@@ -47,7 +47,7 @@ def test_what_an_interpolation_comes_to_is_told_to_no_other_job() -> None:
 
 @pytest.mark.parametrize("text", ["a\\b", "a\\", "it's", "a\\'b", "${x}", "\\${x}", "a,b", "[1]"])
 def test_any_path_is_read_back_as_it_is(text: str) -> None:
-    value = OverridesParser.create().parse_override(f"key={quoted(text)}").value()
+    value = OverridesParser.create().parse_override(f"key={quote_for_hydra(text)}").value()
     assert OmegaConf.create({"key": value}).key == text
 
 

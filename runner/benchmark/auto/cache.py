@@ -12,8 +12,7 @@ from typing import Any
 
 from runner.benchmark.auto.tried import Found, Tried
 from runner.masking import masked_all
-from runner.record.console import one_line
-from runner.record.plain import finite, made
+from runner.record.text import dataclass_from_dict, escape_control_chars, json_safe
 
 log = logging.getLogger("runner")
 
@@ -34,7 +33,7 @@ def remembered(key: str) -> Found | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = one_line(f"{type(error).__name__}: {error}")
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")
         log.warning("%s is damaged and not used (%s); measuring anew", path, reason)
         return None
 
@@ -56,20 +55,20 @@ def remember(key: str, found: Found) -> None:
 
 def as_dict(found: Found) -> dict[str, Any]:
     """As JSON holds it; an end of an interval that is open is null."""
-    return {"schema": SCHEMA, **finite(asdict(found))}
+    return {"schema": SCHEMA, **json_safe(asdict(found))}
 
 
 def found_of(read: Any) -> Found:
     """The reverse of `as_dict`. Raises ValueError, TypeError or KeyError for anything else."""
     if not isinstance(read, dict) or read.get("schema") != SCHEMA:
         raise ValueError("it is of another version")
-    rows = [made(Tried, row) for row in read["tried"]]
+    rows = [dataclass_from_dict(Tried, row) for row in read["tried"]]
     for row in rows:
         if row.final_interval is not None:
             low, high = row.final_interval
             row.final_interval = float(low), float("inf") if high is None else float(high)
         float(row.extra_seconds)
         float(row.final_ratio or 0.0)
-    found = made(Found, {**read, "tried": rows})
+    found = dataclass_from_dict(Found, {**read, "tried": rows})
     float(found.none_ms), int(found.steps), float(found.noise_floor)
     return found

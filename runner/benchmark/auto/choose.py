@@ -35,7 +35,7 @@ from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig
 from runner.errors import RunnerError, StorageError
 from runner.interrupts import Interrupts
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.storage import replace_text
 from runner.technique import Choice
 from runner.techniques.config import Optimization
@@ -98,7 +98,7 @@ def _with(given: Given, config: RunConfig, names: list[str], reason: str) -> Giv
     return replace(
         given,
         optimization=switched_on(config.optimization, names),
-        chosen=[Choice(KEY, value, one_line(reason))],
+        chosen=[Choice(KEY, value, escape_control_chars(reason))],
     )
 
 
@@ -200,7 +200,7 @@ def _say_waiting(name: str, seconds: float) -> None:
 
 
 def _say(line: str) -> None:
-    log.info("optimization=auto: %s", one_line(line))
+    log.info("optimization=auto: %s", escape_control_chars(line))
 
 
 # -- what is left behind -----------------------------------------------------------------------
@@ -229,7 +229,7 @@ def as_yaml(optimization: Optimization, reason: str) -> str:
     lines = [
         "# chosen by optimization=auto",
         "#",
-        f"# {one_line(reason)}",
+        f"# {escape_control_chars(reason)}",
         "# Under conf/optimization/<name>.yaml it is optimization=<name>. The same by hand:",
         f"#   {command}",
     ]

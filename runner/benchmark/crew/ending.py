@@ -18,7 +18,7 @@ from runner.benchmark.crew.gate import Gate
 from runner.errors import OutOfMemory, StorageError
 from runner.measure.flops import flops
 from runner.measure.peaks import peak
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.recovery import is_out_of_memory
 from runner.run import Run
 from runner.security.targets import resolve

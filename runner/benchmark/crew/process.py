@@ -21,7 +21,7 @@ from runner.benchmark.crew.answers import Over
 from runner.benchmark.crew.worker import LOG, Order
 from runner.device import cgroup, openmp
 from runner.errors import UsageError
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 
 PATIENCE_S = 5.0  # for processes that were asked to end
 LEAVING_S = 30.0  # for one that is done, to close its files
@@ -159,7 +159,7 @@ class ArmProcess:
                 f'{Path(script).name} has to do this under `if __name__ == "__main__":`, for it is '
                 "imported by the processes that are measured"
             )
-        last = one_line(tail.strip().rpartition("\n")[2])[:300]
+        last = escape_control_chars(tail.strip().rpartition("\n")[2])[:300]
         told = f": {last}" if last else ""
         unread = not (self.said or last) and script.startswith("<")
         hint = "; Python reads what is piped in only once: put it into a file" if unread else ""

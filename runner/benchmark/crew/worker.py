@@ -176,21 +176,20 @@ def _over(error: BaseException, folder: Path | None) -> Over:
 
     from runner.benchmark.crew.ending import is_memory
     from runner.record import provenance
-    from runner.record.console import one_line
-    from runner.record.raised import shorten, told
+    from runner.record.text import describe_error, escape_control_chars, shorten
     from runner.security.secrets import named
     from runner.summary import FILE, Summary
 
     if isinstance(error, RunnerError):
         message = named(str(error).partition("\n")[0])
     else:
-        said, file, line = told(error)
+        said, file, line = describe_error(error)
         message = f"{shorten(said, 500)} ({Path(file).name}:{line})"
     logging.getLogger("runner").error("%s", message, exc_info=error)
     if folder is not None and not (folder / FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
-    return Over("oom" if is_memory(error) else "failed", one_line(message))
+    return Over("oom" if is_memory(error) else "failed", escape_control_chars(message))
 
 
 def _arguments(command: str) -> list[str]:

@@ -22,7 +22,7 @@ from runner.checks.inputs.samples import culprits, harmless
 from runner.checks.inputs.there import There, Underway, vetoes
 from runner.errors import DataError
 from runner.record.history import History
-from runner.record.typed import resuming
+from runner.record.text import resume_argument
 
 log = logging.getLogger("runner")
 
@@ -260,7 +260,7 @@ class Inputs:
         raise self._refusal(number, check, words)
 
     def _refusal(self, number: int, check: str, words: str) -> DataError:
-        then = "" if self.folder is None else f"; to go on: {resuming(self.folder)}"
+        then = "" if self.folder is None else f"; to go on: {resume_argument(self.folder)}"
         return DataError(
             f"step {number}: {words} (checks.inputs.{check}=stop); {WAYS_OUT[check]}{then}"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from runner.checks.config import SchemaConfig
 from runner.checks.inputs.baseline import Baseline
 from runner.checks.inputs.measure import is_index
-from runner.record.plain import finite
+from runner.record.text import json_safe
 from runner.storage import replace_text
 
 FILE = "debug/schema.json"
@@ -178,7 +178,7 @@ class Schema:
         path = folder / FILE
         path.parent.mkdir(exist_ok=True)
         content = {"tensors": rows, "batches": len(baseline.rows), "overrides": overrides}
-        replace_text(path, json.dumps(finite(content), indent=2) + "\n")
+        replace_text(path, json.dumps(json_safe(content), indent=2) + "\n")
 
 
 def form_of(tensor: Tensor) -> Form:

@@ -21,7 +21,7 @@ from runner.checks.model.report import ModelReport
 from runner.checks.model.structure import structure
 from runner.checks.model.weights import weights
 from runner.nest import mapped, tensors
-from runner.record.raised import shorten
+from runner.record.text import shorten
 from runner.security.trust import Reason, Severity
 from runner.untouched import large_parameters, untouched
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.record import markdown
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.security.trust import Reason, Severity
 
 HEADER = ("severity", "code", "where", "what", "way out")
@@ -91,8 +91,10 @@ class ModelReport:
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        lines += [f"{r.severity.word} {r.code}: {one_line(str(r))}" for r in self.reasons]
-        lines += [f"{name}: {one_line(value)}" for name, value in self._facts()]
+        lines += [
+            f"{r.severity.word} {r.code}: {escape_control_chars(str(r))}" for r in self.reasons
+        ]
+        lines += [f"{name}: {escape_control_chars(value)}" for name, value in self._facts()]
         return "\n".join(lines)
 
     def _facts(self) -> Iterable[tuple[str, str]]:

@@ -28,7 +28,7 @@ from runner.debug.gradcheck.subjects import (
     takes_context,
     tensors,
 )
-from runner.record.raised import shorten
+from runner.record.text import shorten
 
 OBJECTIVE = "objective"  # who calls what is called outside the model
 

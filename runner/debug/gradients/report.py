@@ -21,7 +21,8 @@ from runner.debug.gradients.layers import (
     measure,
     norms,
 )
-from runner.record.console import one_line, plain_text
+from runner.record.console import plain_text
+from runner.record.text import escape_control_chars
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +44,7 @@ class GradientReport:
 
     def __str__(self) -> str:
         rows = [gradient_flow.HEADER, *(gradient_flow.cells(layer) for layer in self.layers)]
-        rows = [[one_line(cell) for cell in row] for row in rows]
+        rows = [[escape_control_chars(cell) for cell in row] for row in rows]
         wide = [max(len(row[i]) for row in rows) for i in range(len(gradient_flow.HEADER))]
         lines = [
             "  ".join(

@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw
 
-from runner.record.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PAPER,
-    RED,
-    SIDE,
-    fit,
-    font,
-    width,
-)
+from runner.record.drawing import BLUE, GREEN, GREY, INK, ORANGE, PAPER, RED, SIDE, fit, font, width
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

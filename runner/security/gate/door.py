@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import CheckpointError, SecurityError
-from runner.record.console import one_line
+from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.gate.assessing import Assessor, assess_folder
 from runner.security.gate.child import Child
@@ -69,7 +69,8 @@ def open_file(path: Path, policy: Policy, sha256: str | None = None, apart: bool
             found.trust = Trust.CHECKED
         if found.refused and policy.level is SecurityLevel.off:  # it could not even be parsed
             raise SecurityError(
-                f"{one_line(found.path)}: refused: {one_line(str(found.refusals[0]))}"
+                f"{escape_control_chars(found.path)}: refused: "
+                f"{escape_control_chars(str(found.refusals[0]))}"
             )
         if found.refused or apart or policy.level is SecurityLevel.strict:
             require(found, policy)
@@ -110,7 +111,9 @@ def _glance(path: Path, policy: Policy) -> None:
     with Peeked(path) as data:
         reason = refusal(data, path.name, policy)
     if reason is not None:
-        raise SecurityError(f"{one_line(str(path))}: refused: {one_line(str(reason))}")
+        raise SecurityError(
+            f"{escape_control_chars(str(path))}: refused: {escape_control_chars(str(reason))}"
+        )
 
 
 def _look_apart(found: Assessment, held: Held, path: Path, policy: Policy) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import CheckpointError
-from runner.record.console import one_line
 from runner.record.provenance import versions
+from runner.record.text import escape_control_chars
 from runner.security.gate.format import is_models_name
 from runner.security.gate.policy import Policy
 from runner.security.sealed import read_sealed
@@ -71,7 +71,9 @@ def _writer(body: Mapping[str, Any], folder: Path) -> str:
     run = "/".join(reversed(above[1:3])) if above[:1] == ["checkpoints"] else body.get("name", "")
     maker = body.get("created_by") or body.get("versions", {}).get("runner", "")
     parts = {"run": run, "config": str(body.get("config_hash", ""))[:12], "runner": maker}
-    return " ".join(f"{k} {one_line(str(value))[:100]}" for k, value in parts.items() if value)
+    return " ".join(
+        f"{k} {escape_control_chars(str(value))[:100]}" for k, value in parts.items() if value
+    )
 
 
 def vouch(found: Assessment, path: Path, policy: Policy) -> None:
@@ -99,7 +101,7 @@ def _recorded(found: Assessment, folder: Path, policy: Policy) -> bool:
             checked = False
             found.reasons.append(Reason(
                 "manifest.damaged", Severity.WARNING, f"{place.name}/{MANIFEST}",
-                one_line(record.fault), "it vouches for nothing; take a whole copy",
+                escape_control_chars(record.fault), "it vouches for nothing; take a whole copy",
             ))  # fmt: skip
         else:
             found.written_by = record.written_by
@@ -147,7 +149,7 @@ def _fits(found: Assessment, record: Recorded, folder: Path, place: Path, names:
             found.refuse([Reason(
                 "manifest.digest", Severity.REFUSAL, name,
                 f"it is not what {MANIFEST} says: its sha256 is {facts.sha256[:16]}… and should "
-                f"be {one_line(written.sha256)[:16]}…",
+                f"be {escape_control_chars(written.sha256)[:16]}…",
                 "take a whole copy, or the checkpoint before it",
             )])  # fmt: skip
     return fits

@@ -9,7 +9,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.errors import ConfigError, SecurityError
-from runner.record.noted import NO_VALUE
+from runner.record.hydra_files import NO_VALUE
 from runner.security.intent import bounds
 from runner.security.intent.names import check_any
 

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
-from runner.record.noted import NO_VALUE
+from runner.record.hydra_files import NO_VALUE
 from runner.security.intent import bounds
 from runner.security.intent.composed import check_composed
 from runner.security.intent.expansion import check_expansion

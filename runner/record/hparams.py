@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
-
-from runner.errors import StorageError
-from runner.record import noted
 
 Scalar = bool | int | float | str
 
@@ -20,19 +16,19 @@ COLUMNS = (
     "training.batch_size", "training.micro_batch",
 )  # fmt: skip
 """Of the whole config, what gets a column; the rest is in the Text tab."""
-FOREMOST = (
+SHOWN_FIRST = (
     "data.kind", "model.kind", "optimization.level", "optimizer.lr", "training.batch_size",
 )  # fmt: skip
 NULL = "null"
 
 
-def usual(settings: Mapping[str, Any]) -> dict[str, Scalar]:
+def common_columns(settings: Mapping[str, Any]) -> dict[str, Scalar]:
     """The columns of every run; keys without a value have none. `settings` is its config, flat."""
-    found = {name: plain(settings[name]) for name in COLUMNS if settings.get(name) is not None}
+    found = {name: scalar(settings[name]) for name in COLUMNS if settings.get(name) is not None}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def swept(
+def swept_columns(
     settings: Mapping[str, Any], typed: Mapping[str, str], domains: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, Scalar], dict[str, list[Scalar]]]:
     """The columns of the keys in `domains`, and every value that each of them can have.
@@ -43,19 +39,21 @@ def swept(
     choices: dict[str, list[Scalar]] = {}
     for key, domain in domains.items():
         if key in settings:
-            own = column(settings[key])
+            own = column_value(settings[key])
         elif key in typed:
-            own = column(parsed(typed[key]))
+            own = column_value(parse_value(typed[key]))
         else:
             continue
-        known = [column(parsed(item) if isinstance(item, str) else item) for item in domain]
-        own, *known = alike([own, *known])
+        known = [
+            column_value(parse_value(item) if isinstance(item, str) else item) for item in domain
+        ]
+        own, *known = unify_types([own, *known])
         values[key] = own
-        choices[key] = ordered([*known, own])
+        choices[key] = unique_sorted([*known, own])
     return values, choices
 
 
-def plain(value: Any) -> Scalar | None:
+def scalar(value: Any) -> Scalar | None:
     """A value that HParams can hold as it is; None for any other, and for what is not finite."""
     if isinstance(value, Enum):
         value = value.value
@@ -64,15 +62,15 @@ def plain(value: Any) -> Scalar | None:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def column(value: Any) -> Scalar:
+def column_value(value: Any) -> Scalar:
     """The same where there must be a value: `null`, or the text of it, in its place."""
-    found = plain(value)
+    found = scalar(value)
     if found is not None:
         return found
     return NULL if value is None else str(value)
 
 
-def parsed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """What was typed on a command line, as it is in the config."""
     bare = text.strip()
     words = {"null": None, "true": True, "false": False}
@@ -86,7 +84,7 @@ def parsed(text: str) -> Any:
     return bare.strip("'\"")
 
 
-def alike(values: Sequence[Scalar]) -> list[Scalar]:
+def unify_types(values: Sequence[Scalar]) -> list[Scalar]:
     """The same values; all as text where not all are of one kind, as a column has to be."""
     kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in values}
     if len(kinds) < 2:
@@ -100,35 +98,8 @@ def _text(value: Scalar) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def ordered(values: Sequence[Scalar]) -> list[Scalar]:
+def unique_sorted(values: Sequence[Scalar]) -> list[Scalar]:
     """Each value once: numbers by size, words as they came. All have to be of one kind."""
     once = list(dict.fromkeys(values))
     numbers = [value for value in once if not isinstance(value, str)]
     return once if len(numbers) < len(once) else [*sorted(numbers)]
-
-
-def typed_in(folder: Path) -> dict[str, str]:
-    """The overrides that Hydra noted in a run's folder, by key; {} where it did not."""
-    try:
-        pairs = [item.partition("=") for item in noted.overrides(folder)]
-    except StorageError:
-        return {}
-    return {key.lstrip("+").partition("@")[0]: value for key, equals, value in pairs if equals}
-
-
-def settings_in(folder: Path) -> dict[str, Any]:
-    """The config that Hydra noted in a run's folder, flat; {} where it did not."""
-    found: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        elif path:
-            found[path] = value
-
-    try:
-        walk(noted.plain_yaml(folder / noted.CONFIG), "")
-    except StorageError:
-        return {}
-    return found

@@ -1,16 +1,24 @@
-"""An error is placed where a person can do something about it."""
+"""Errors in one line, and text that a shell and Hydra read back as it was."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from runner.record.raised import shorten, told
+from runner.errors import ConfigError
+from runner.overrides.spelling import read
+from runner.record.text import describe_error, quote_for_shell, resume_argument, shorten
 from runner.security.targets import construct
 from runner.storage import read_record
+
+NAMES = [
+    "/srv/plain-1.5/a_b", "mit Leerzeichen äöü/x", "it's", 'a "quoted" one', "$HOME/`id`;&", "a\\b",
+    "1,2", "[a", "{b}", "a=b", "~", "C:\\x", "",
+]  # fmt: skip
 
 
 class Net(nn.Module):
@@ -30,7 +38,7 @@ def marked(mark: str) -> int:
 def test_a_fault_in_a_constructor_names_the_line_of_the_model_and_the_keys_it_got() -> None:
     with pytest.raises(TypeError) as raised:
         construct(Net, {"width": "abc"}, {"in_features": 4}, "model")
-    said, file, line = told(raised.value)
+    said, file, line = describe_error(raised.value)
     assert said.startswith("TypeError: empty()") and said.endswith("; Net got model.width")
     assert (file, line) == (__file__, marked("WIDTH"))
 
@@ -38,7 +46,7 @@ def test_a_fault_in_a_constructor_names_the_line_of_the_model_and_the_keys_it_go
 def test_a_fault_that_torch_raises_in_a_forward_is_placed_in_the_model() -> None:
     with pytest.raises(RuntimeError) as raised:
         Net(4)(torch.zeros(2, 3))
-    assert told(raised.value)[1:] == (__file__, marked("FORWARD"))
+    assert describe_error(raised.value)[1:] == (__file__, marked("FORWARD"))
 
 
 def test_a_fault_without_a_line_of_the_users_is_placed_where_it_was_raised(tmp_path: Path) -> None:
@@ -47,7 +55,7 @@ def test_a_fault_without_a_line_of_the_users_is_placed_where_it_was_raised(tmp_p
     trail = raised.value.__traceback__
     assert trail is not None
     raised.value.__traceback__ = trail.tb_next  # without this test's own line
-    said, file, _ = told(raised.value)
+    said, file, _ = describe_error(raised.value)
     assert said.startswith("FileNotFoundError: ") and file != __file__
 
 
@@ -60,3 +68,18 @@ def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
             cut.endswith(" …") and words[: len(cut.split()) - 1] == cut.split()[:-1]
         )
     assert shorten("x" * 20, 8) == "x" * 8 + " …"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_pasted_into_a_shell_is_read_as_it_was(name: str) -> None:
+    (word,) = shlex.split(quote_for_shell("data.path", name))
+    assert read(word).parsed.value() == name
+
+
+def test_a_plain_folder_is_not_quoted() -> None:
+    assert resume_argument(Path("outputs/runs/a/b")) == "checkpoint.resume=outputs/runs/a/b"
+
+
+def test_a_value_that_cannot_be_read_is_shown_as_it_is_to_be_typed() -> None:
+    with pytest.raises(ConfigError, match="quoted twice: 'data.path=\"häuser.csv\"'$"):
+        read("data.path=häuser.csv")

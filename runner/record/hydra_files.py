@@ -1,4 +1,4 @@
-"""What Hydra noted in a run's folder, read with care: the folder may come from anywhere."""
+"""The `.hydra` files of a run's folder, read safely: the folder may come from anywhere."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ NO_VALUE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 LARGEST = 2**18  # bytes; the overrides of two thousand jobs
 
 
-def overrides(folder: Path) -> list[str]:
-    """Those the run in `folder` was started with. StorageError where there are none."""
+def read_overrides(folder: Path) -> list[str]:
+    """The overrides that the run in `folder` was started with. StorageError if there are none."""
     path = folder / OVERRIDES
-    found = plain_yaml(path)
-    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+    lines = read_yaml(path)
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise StorageError(f"{path}: is no list of overrides")
-    return found
+    return lines
 
 
-def adopt(folder: Path) -> None:
-    """Let the config that a run goes on with take the place of the one it was started with."""
+def adopt_resumed_config(folder: Path) -> None:
+    """Replace the config of a run's folder by the one that it was resumed with."""
     new, old = folder / RESUMED, folder / FOLDER
     if new.is_dir():
         shutil.rmtree(old, ignore_errors=True)
         new.rename(old)
 
 
-def plain_yaml(path: Path) -> Any:
-    """What stands in a small YAML file without aliases, of which a few bytes can make gigabytes.
+def read_yaml(path: Path) -> Any:
+    """The values of a small YAML file. Aliases are refused: a few bytes of them make gigabytes.
 
-    StorageError says in what way it is not good.
+    Raises StorageError.
     """
     try:
         return yaml.load(read_record(path, LARGEST), _Plain)  # noqa: S506  # a SafeLoader
@@ -47,6 +47,33 @@ def plain_yaml(path: Path) -> Any:
         raise StorageError(f"{path}: is nested too deep") from None
     except (OSError, yaml.YAMLError, *NO_VALUE) as error:
         raise StorageError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def read_override_values(folder: Path) -> dict[str, str]:
+    """The overrides in a run's folder by key; {} where they cannot be read."""
+    try:
+        pairs = [line.partition("=") for line in read_overrides(folder)]
+    except StorageError:
+        return {}
+    return {key.lstrip("+").partition("@")[0]: value for key, equals, value in pairs if equals}
+
+
+def read_flat_config(folder: Path) -> dict[str, Any]:
+    """The config in a run's folder with dotted keys; {} where it cannot be read."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}" if path else str(key))
+        elif path:
+            flat[path] = value
+
+    try:
+        walk(read_yaml(folder / CONFIG), "")
+    except StorageError:
+        return {}
+    return flat
 
 
 class _Plain(yaml.SafeLoader):  # type: ignore[misc]  # it has no types

@@ -1,0 +1,138 @@
+"""Text for other readers: terminals, JSON, shells, Hydra; and errors in one line."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any, TypeVar
+
+from runner.errors import RunnerError
+from runner.masking import masked
+
+T = TypeVar("T")
+
+BREAKS = re.compile(r"([\n\t])")
+CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What could end a line, move the cursor, or turn the direction of writing; lone surrogates too."""
+INTERPOLATION = re.compile(r"(\\*)\$\{")
+PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")  # neither Hydra nor a shell reads anything into these
+LIBRARIES = sys.stdlib_module_names | {"runner", "torch"}
+INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
+
+
+def escape_control_chars(text: str) -> str:
+    """`text` on one line: control characters, line ends and direction marks are escaped."""
+    return CONTROL.sub(
+        lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text
+    )
+
+
+def escape_lines(text: str) -> str:
+    """The same for a text of many lines: line ends and tabs stay."""
+    if CONTROL.search(text) is None:
+        return text
+    return "".join(
+        part if part in "\n\t" else escape_control_chars(part) for part in BREAKS.split(text)
+    )
+
+
+def shorten(text: str, most: int) -> str:
+    """`text` on one line; one of more than `most` characters ends between two words, with ` …`."""
+    words = " ".join(text.split())
+    if len(words) <= most:
+        return words
+    return f"{words[:most].rpartition(' ')[0] or words[:most]} …"
+
+
+def describe_error(error: BaseException) -> tuple[str, str, int]:
+    """An error in one line with its notes, and the file and line to look at.
+
+    That is the innermost line of the user's code, not of torch, Python or this package, and
+    rather of code that is not installed; without one, the line that raised the error.
+    """
+    frames = list(walk_tb(error.__traceback__))
+    # by the name of the module: what torch generates lies in a cache, which may be anywhere
+    users = [(frame, line) for frame, line in frames if _top_package(frame) not in LIBRARIES]
+    own = [(frame, line) for frame, line in users if not _file(frame).startswith(INSTALLED)]
+    frame, line = (own or users or frames)[-1]
+    text = "; ".join([summarize_error(error), *getattr(error, "__notes__", [])])
+    return " ".join(text.split()), _file(frame), line
+
+
+def summarize_error(error: BaseException) -> str:
+    """Type and message on one line. Of ours the first line: a worker's traceback follows it."""
+    if isinstance(error, RunnerError):
+        return str(error).partition("\n")[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _top_package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def quote_for_hydra(text: str, mark: str = "single") -> str:
+    """The text as a value that Hydra reads back as it is; `mark` is single or double.
+
+    It takes backslashes for escapes only before a quote, and OmegaConf only before `${`.
+    """
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    literal = INTERPOLATION.sub(r"\1\1\\${", text)
+    return QuotedString(literal, Quote[mark]).with_quotes()
+
+
+def quote_for_shell(key: str, value: object) -> str:
+    """`key=value` with the quotes that it takes at a shell's prompt."""
+    text = str(value)
+    if PLAIN.fullmatch(text):
+        return f"{key}={text}"
+    return shlex.quote(f"{key}={quote_for_hydra(text, 'double')}")
+
+
+def resume_argument(folder: Path) -> str:
+    """The override that resumes the run in `folder`."""
+    return quote_for_shell("checkpoint.resume", folder)
+
+
+def json_value(value: Any) -> Any:
+    """Enums as their values, and numbers that JSON does not have as text."""
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_value(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_safe(value: Any) -> Any:
+    """Null for every number that JSON does not have; keys as text, and secrets masked."""
+    if isinstance(value, dict):
+        return {masked(str(key)): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, str):
+        return masked(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def dataclass_from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass of the keys that it has; those of a newer version are left out."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
+    return kind(**{name: value for name, value in values.items() if name in known})
