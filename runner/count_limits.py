@@ -38,7 +38,6 @@ LARGEST = {
     "training.micro_batch": 10_000_000,
     "verify.steps": 100_000,
     "stability.spike.window": 1_000_000,
-    "checks.inputs.baseline": 100_000,
     "checks.inputs.schema.classes": 1_000_000,
     "checks.model.probes": 100_000,
     "checkpoint.keep": 100_000,

@@ -71,13 +71,17 @@ def trouble(run: Run) -> int:
 
 
 def _state(run: Run) -> dict[str, Any]:
+    inputs = None
+    if run.inputs is not None:  # first: what it reads goes into the history and to the guardian
+        inputs = run.inputs.state()
+        run.guardian.vetoed += run.inputs.take_vetoed()
     return {
         "progress": asdict(run.progress),
         "update": run.update.state(),
         "reader": run.reader.state(),
         "history": run.history.state(),
         "stability": run.guardian.state(),
-        "inputs": None if run.inputs is None else run.inputs.state(),
+        "inputs": inputs,
         "random": {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runner.batch import Loader
     from runner.captures.taking import Captures
     from runner.checkpoint.checkpointer import Checkpointer
-    from runner.checks.inputs.admission import Inputs
+    from runner.checks.batch_validator import BatchValidator
     from runner.device.leaks import LeakDetector
     from runner.hook import Evaluation, Hook
     from runner.optim.update import Update
@@ -85,7 +85,7 @@ class Run(RunParts):
     reader: Reader
     guardian: Guardian
     whole: WholeStep | None = None  # makes steps in one graph
-    inputs: Inputs | None = None  # looks at each batch before its step
+    inputs: BatchValidator | None = None  # checks each batch before its step
     captures: Captures | None = None  # bad steps that are kept for job=replay
 
     progress: Progress = field(default_factory=Progress)

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.checks.inputs.admission import Inputs
-from runner.checks.inputs.beforehand import SMALL, Beforehand
-from runner.checks.inputs.look import InputChecks
+from runner.checks.batch_stats import BatchChecks, DataSpec
+from runner.checks.batch_validator import BatchValidator, Prescan
 from runner.checks.model.hook import ModelCheck
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
@@ -68,28 +67,26 @@ def watchers(
     return hooks
 
 
-def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> Inputs | None:
-    """What looks at batches, before they are moved to the device; None if nobody."""
+def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValidator | None:
+    """The checks of each batch before it is moved to the device; None where they are off."""
     if not config.checks.inputs.enabled:
         return None
-    checks = InputChecks(
-        config.checks.inputs,
-        classes=run.objective.indices,
-        ignored=run.objective.ignored,
-        vocab=run.sizes.vocab,
-        longest=run.sizes.sequence,
-    )
-    device, per_epoch = run.device.torch, train.steps_per_epoch
-    inputs = Inputs(checks, run.history, run.folder, device, per_epoch)
-    inputs.indices, inputs.stand_in = train.indices, partial(train.fetch, (0, 0))
+    objective, sizes = run.objective, run.sizes
+    spec = DataSpec(objective.indices, objective.ignored, sizes.vocab, sizes.sequence)
     source, order = train.fetch.source, train.fetch.order
-    work = order.batch_size * sum(weight.numel() for weight in run.model.parameters())
-    if type(source) is Tensors and work < SMALL:
-        inputs.beforehand = Beforehand(
-            source.inputs, source.target, order.indices, order.batch_size
-        )
-    train.inspector = inputs
-    return inputs
+    prescan = None
+    if type(source) is Tensors:
+        prescan = Prescan(source.inputs, source.target, order.indices, order.batch_size)
+    train.inspector = BatchValidator(
+        BatchChecks(config.checks.inputs, spec),
+        run.history,
+        run.folder,
+        run.device.torch,
+        first_batch=partial(train.fetch, (0, 0)),
+        indices=train.indices,
+        prescan=prescan,
+    )
+    return train.inspector
 
 
 def _tools(debug: DebugConfig) -> list[Hook]:

@@ -30,7 +30,7 @@ MODELS = {
     "gpt": ["data=stdlib_text", "model=gpt", "training.batch_size=8"],
 }  # fmt: skip
 STEPS = {"tiny": 200, "cnn": 10, "gpt": 10}  # of a block
-WARM = 70  # steps before: the baseline of 50 is complete by then
+WARM = 70  # steps before
 QUIET = ["monitoring.progress=false", "optimization=basic", "training.steps=1000000"]
 
 

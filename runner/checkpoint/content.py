@@ -173,7 +173,6 @@ Form = Whole | Number | Kind | Tensor | Maybe | Many | Row | Named | Fields
 
 WHOLE, STEP, NUMBER = Whole(), Whole(most=MOST_STEPS), Number()
 FACTOR = Number((1e-300, 1.0))  # of a learning rate: the product of many that lower it
-SAMPLES = Whole(most=2**31)  # of a batch
 TEXT, FLAG = Kind(str, "text"), Kind(bool, "true or false")
 
 PROGRESS = Fields(
@@ -219,19 +218,7 @@ STABILITY = Fields(
     },
     {"streak": STEP},
 )  # fmt: skip
-INPUTS = Fields({
-    "checks": Fields({
-        "last": STEP, "form": TEXT,
-        "schema": Fields({"forms": Named(Row((TEXT, Many(Whole(-1))))), "settled": FLAG}),
-        "baseline": Fields({"rows": Many(Many(NUMBER), alike=True), "samples": SAMPLES}),
-        "repeats": Fields({
-            "epoch": Whole(-1), "count": WHOLE, "marks": Tensor(torch.float32, (None, None)),
-            "steps": Many(STEP), "sizes": Many(WHOLE),
-        }),
-    }, {"pool": Many(Number((0, SAMPLES.most)))}),
-    "in_a_row": WHOLE,
-    "underway": Many(Row((STEP, TEXT, WHOLE, WHOLE, Many(NUMBER)))),
-})  # fmt: skip
+INPUTS = Fields({"in_a_row": WHOLE}, more=True)  # older versions kept more
 UPDATE = Fields({
     "optimizer": Fields(
         {"state": Kind(dict, "a dict"), "param_groups": Many(Kind(dict, "a dict"))}, more=True
@@ -264,7 +251,6 @@ def check_state(state: Any, step: int, where: str) -> None:
     odd = STATE.odd(state, "state")
     if not odd:
         progress, updates = state["progress"], int(state["update"]["updates"])
-        looked = state["inputs"]["checks"]["last"] if state.get("inputs") else 0
         behind = ("best_step", "validated_step", "skipped", "consecutive_skips")
         if progress["step"] != step:
             odd = f"state.progress.step is {progress['step']}, and the manifest says {step}"
@@ -272,8 +258,6 @@ def check_state(state: Any, step: int, where: str) -> None:
             odd = f"state.progress.{late[0]} is {progress[late[0]]}, beyond the step {step}"
         elif not 0 <= updates <= step:
             odd = f"state.update.updates is {updates}, and should be 0 to {step}, the step"
-        elif looked > step + 1:  # a batch is looked at before its step, which may have failed
-            odd = f"state.inputs.checks.last is {looked}, beyond the step {step}"
     if odd:
         raise refused(where, odd)
 

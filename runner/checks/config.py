@@ -20,14 +20,14 @@ class Policy(Enum):
 
 
 DTYPES = (
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-    "uint8", "int8", "int16", "int32", "int64", "bool",
-)  # fmt: skip
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("uint8", "int8", "int16", "int32", "int64", "bool"),
+)
 
 
 @dataclass
 class SchemaConfig:
-    """What inputs look like; None: learned from the first epoch."""
+    """What inputs look like; shape and dtype default to those of the first batch."""
 
     low: float | None = None  # of any input value
     high: float | None = None
@@ -55,27 +55,15 @@ class SchemaConfig:
 
 @dataclass
 class InputsConfig:
-    """Checks of every batch, as it comes by."""
+    """Checks of every training batch, before its step."""
 
     enabled: bool = True
     schema: SchemaConfig = field(default_factory=SchemaConfig)
-    form: Policy = Policy.stop  # type, dimensions or features are not those of the schema
+    form: Policy = Policy.stop  # dtype, dimensions or features differ from the schema's
     not_finite: Policy = Policy.skip
-    range: Policy = Policy.warn  # outside the schema's
-    labels: Policy = Policy.stop  # a class that there is not
-    constant: Policy = Policy.warn  # all samples of a batch are one and the same value
-    duplicates: Policy = Policy.warn  # a batch that was seen before in the epoch, or nearly
-    drift: Policy = Policy.warn  # unlike the first batches
-    baseline: int = 50  # batches that drift is held against
-    threshold: float = 8.0  # robust standard deviations that count as drift
-
-    def __post_init__(self) -> None:
-        if self.baseline < 8:
-            raise ConfigError("checks.inputs.baseline", f"{self.baseline} is too few", "use >= 8")
-        if not 0 < self.threshold < math.inf:
-            raise ConfigError(
-                "checks.inputs.threshold", f"{self.threshold} is no threshold", "use more than 0"
-            )
+    range: Policy = Policy.warn  # outside schema.low and schema.high, where they are given
+    labels: Policy = Policy.stop  # a class or token id that does not exist
+    constant: Policy = Policy.warn  # every value of a batch is the same
 
 
 @dataclass

@@ -98,11 +98,6 @@ ODD: dict[str, tuple[Change, str]] = {
     "no rate at all": (put(stability__share=0.0), "state.stability.share is 0.0"),
     "a rate of no number": (put(stability__share=float("nan")), "state.stability.share is nan"),
     "a number beyond floats": (put(progress__best=10**400), "state.progress.best is a int"),
-    "a look at batches to come": (
-        put(inputs__checks__last=8), "state.inputs.checks.last is 8, beyond the step 6",
-    ),
-    "absurd counts of labels": (put(inputs__checks__pool=[1e300]), "checks.pool[0] is 1e+300"),
-    "ragged baseline": (put(inputs__checks__baseline__rows=[[1.0], []]), "different lengths"),
     "a decision": (put(stability__decision={"row": "x"}), "decision has no 'kind'"),
 }  # fmt: skip
 
@@ -174,11 +169,6 @@ def groups_of_numbers(state: dict[str, Any]) -> None:
     state["update"]["optimizer"]["param_groups"][0]["params"] = 5
 
 
-def many_marks(state: dict[str, Any]) -> None:
-    marks = {"marks": torch.zeros(9999, 9), "steps": [1] * 9999, "sizes": [1] * 9999}
-    state["inputs"]["checks"]["repeats"].update(marks)
-
-
 ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
 
 
@@ -191,7 +181,6 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
         (count_of_none(float("nan")), "an optimizer's step is nan"),
         (put(stability__decision=ABOUT_NOTHING), "a decision about 'zz', which is no kind"),
         (groups_of_numbers, "does not fit this run's model or optimizer"),
-        (many_marks, "ValueError"),
         (put(progress__step=-5), "state.progress.step is -5"),
         (put(random__torch=torch.zeros(3, dtype=torch.uint8)), "RuntimeError: "),
     ],
@@ -202,7 +191,6 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
         "no count",
         "a decision",
         "groups",
-        "marks",
         "progress",
         "a short generator",
     ],
@@ -243,17 +231,3 @@ def test_a_decision_about_no_bad_step_ends_no_run(trained: Path, tmp_path: Path)
         forge(folder / "checkpoints" / "step_00000006", forged)
         with build(compose([*OVERRIDES, "checkpoint.resume=auto"]), folder) as run:
             assert run.progress.step == 6 and run.guardian.decision is None
-
-
-def test_rows_of_another_form_in_a_state_are_learned_anew(
-    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(trained, folder, symlinks=True)
-    rows = put(inputs__checks__baseline__rows=[[]] * 50)
-    forge(folder / "checkpoints" / "step_00000006", rows)
-    resume = ["checkpoint.resume=auto", "training.steps=8"]
-    with build(compose([*OVERRIDES, *resume]), folder) as run:
-        assert train(run).status == "done"
-        assert run.inputs is not None and len(run.inputs.checks.baseline.rows) == 2
-    assert "learned anew" in caplog.text

@@ -16,19 +16,12 @@ from torch import Tensor
 from runner import build, compose, train
 from runner.batch import Batch
 from runner.build import Given
+from runner.data.tensors import Tensors
 from runner.errors import DataError, Interrupted
 from runner.hook import Hook, Step, Verdict
 from runner.run import Run
 from runner.step import make_step
-from tests.checks.inputs.spoiled import (
-    BATCH,
-    FEATURES,
-    Spoiled,
-    faults,
-    same,
-    spoiled,
-    weights,
-)
+from tests.checks.spoiled import BATCH, FEATURES, QUIET, Spoiled, faults, same, spoiled, weights
 
 
 class Past(Hook):
@@ -68,21 +61,15 @@ def mislabelled(label: int, *samples: int) -> Spoiled:
     return data
 
 
+def constant_rows() -> Spoiled:
+    data = Spoiled()
+    data.x[192:208] = 1.0
+    return data
+
+
 def odd(batch: Tensor) -> Spoiled:
     data = Spoiled()
     data.odd = (16 * 12, batch)  # step 13
-    return data
-
-
-def twice() -> Spoiled:
-    data = Spoiled()
-    data.x[192:208] = data.x[32:48]  # step 13 is step 3 once more
-    return data
-
-
-def one_class() -> Spoiled:
-    data = Spoiled()
-    data.x[192:208] += 40.0
     return data
 
 
@@ -97,16 +84,15 @@ def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks(
     assert dict(on.history.counts) == {}
 
 
+HIGH = "checks.inputs.schema.high=100"
 SKIPS = {
     "not_finite": (poison(math.nan, 193, 200), []),
     "infinite": (poison(math.inf, 193), []),
     "labels": (mislabelled(99, 195), ["checks.inputs.labels=skip"]),
-    "range": (poison(1e5, 199), ["checks.inputs.range=skip"]),
+    "range": (poison(1e5, 199), ["checks.inputs.range=skip", HIGH]),
     "form": (odd(torch.zeros(16, 5)), ["checks.inputs.form=skip"]),
     "dtype": (odd(torch.zeros(16, FEATURES, dtype=torch.float64)), ["checks.inputs.form=skip"]),
     "constant": (odd(torch.ones(16, FEATURES)), ["checks.inputs.constant=skip"]),
-    "duplicates": (twice(), ["checks.inputs.duplicates=skip"]),
-    "drift": (one_class(), ["checks.inputs.drift=skip", "checks.inputs.range=off"]),
     "whole batch to drop": (poison(math.nan, *range(192, 208)), ["checks.inputs.not_finite=drop"]),
 }
 
@@ -150,7 +136,7 @@ def test_a_loss_that_is_nan_because_of_the_batch_is_said_to_be(tmp_path: Path) -
     [
         (poison(math.nan, 193, 200), "not_finite", ["data.workers=2"]),
         (mislabelled(99, 193, 200), "labels", []),
-        (poison(1e5, 193, 200), "range", ["training.micro_batch=5"]),
+        (poison(1e5, 193, 200), "range", ["training.micro_batch=5", HIGH]),
     ],
     ids=["not_finite, workers", "labels", "range, micro-batches"],
 )
@@ -181,7 +167,7 @@ def test_samples_with_different_faults_are_all_left_out() -> None:
     data.x[197, 1] = 1e6
     data.y[199] = -3
     policies = [f"checks.inputs.{level}=drop" for level in ("not_finite", "range", "labels")]
-    run, past = trained(data, None, *policies)
+    run, past = trained(data, None, *policies, HIGH)
     assert past.skipped[13] == 0
     assert run.history.counts == {"input_not_finite": 2, "input_range": 2, "input_labels": 2}
     assert all(torch.isfinite(value).all() for value in weights(run).values())
@@ -191,7 +177,6 @@ STOPS = {
     "not_finite": (poison(math.nan, 193), "not_finite=stop", "193"),
     "labels": (mislabelled(99, 195), "labels=stop", "195"),
     "form": (odd(torch.zeros(16, 5)), "form=stop", r"\[5\]"),
-    "duplicates": (twice(), "duplicates=stop", "step 3"),
 }
 
 
@@ -236,39 +221,51 @@ class Leave(Hook):
         return None
 
 
-@pytest.mark.parametrize("at", [5, 14])
-def test_a_resumed_run_finds_what_one_that_never_stopped_finds(at: int, tmp_path: Path) -> None:
-    data = twice()
-    data.x[224:240] += 40.0  # step 15: drift
+@pytest.mark.parametrize("at", [5, 14, 17])
+@pytest.mark.parametrize(
+    "extra", [[], ["optimizer.ema=0.9"], ["training.micro_batch=4"]], ids=["", "ema", "micro"]
+)
+@pytest.mark.parametrize("policy", ["skip", "drop"])
+def test_a_resumed_run_is_the_one_that_never_stopped(
+    policy: str, extra: list[str], at: int, tmp_path: Path
+) -> None:
+    if extra and at != 17:
+        pytest.skip("one step is enough")
+    data = poison(math.nan, 193)
     data.x[100, 2] = math.nan
-    own = ["checks.inputs.drift=skip", "checks.inputs.range=off", "checks.inputs.duplicates=skip",
-           "checks.inputs.baseline=11", "checkpoint.every=4"]  # fmt: skip
-    whole, _ = trained(data, None, *own)
+    own = [f"checks.inputs.not_finite={policy}", "checkpoint.every=4", "training.steps=20", *extra]
+    whole, past = trained(data, None, *own)
     with spoiled(data, tmp_path / "cut", *own) as run:
         run.hooks.append(Leave(at))
         with pytest.raises(Interrupted):
             train(run)
+    later = Past()
     with spoiled(data, tmp_path / "cut", *own, "checkpoint.resume=auto") as run:
+        run.hooks.append(later)
         train(run)
-    assert same(weights(run), weights(whole))
+    assert same(later.after[20], past.after[20]) and same(averaged(run), averaged(whole))
     assert run.history.counts == whole.history.counts
-    assert {"input_drift", "input_duplicates", "input_not_finite"} <= set(run.history.counts)
+    assert run.history.counts["input_not_finite"] == 2
 
 
-def test_the_schema_that_was_learned_can_be_given_to_another_run(tmp_path: Path) -> None:
-    trained(Spoiled(), tmp_path / "first")
-    written = json.loads((tmp_path / "first/debug/schema.json").read_text())
-    assert written["tensors"]["inputs"]["shape"] == [FEATURES]
-    given = written["overrides"]
-    with spoiled(poison(1e5, 3), None, *given, "checks.inputs.range=stop") as run:
-        with pytest.raises(DataError, match=r"step 1: inputs: values such as 100000, outside"):
-            train(run)
-    data = Spoiled()
-    data.x = data.x[:, :7]
-    data.sizes = type(data.sizes)("classification", in_features=7, classes=4)
-    with spoiled(data, None, *given) as run:
-        with pytest.raises(DataError, match=r"step 1: inputs is float32 of shape \[7\]"):
-            train(run)
+def averaged(run: Run) -> dict[str, Any]:
+    with run.update.averaged():
+        return weights(run)
+
+
+def test_a_state_of_an_older_version_is_taken() -> None:
+    with spoiled(Spoiled(), None) as run:
+        assert run.inputs is not None
+        run.inputs.load({"checks": {"last": 7}, "in_a_row": 3, "underway": [[1, "", 2, 3, [0.0]]]})
+        assert run.inputs.state() == {"in_a_row": 3}
+
+
+def test_the_first_batch_after_a_checkpoint_is_held_to_the_first_of_the_data() -> None:
+    with spoiled(odd(torch.randn(16, 5)), None, "checks.inputs.form=skip") as run:
+        batch = next(iter(run.train.batches(12)))
+        assert run.inputs is not None and batch[0].shape == (16, FEATURES)
+        run.inputs.admit(13, batch)
+        assert run.history.counts == {"input_form": 1}
 
 
 def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
@@ -284,6 +281,74 @@ def test_a_batch_fetched_again_is_what_its_step_had() -> None:
         assert (len(inputs), len(target)) == (BATCH - 1, BATCH - 1)
         assert inputs.isfinite().all()
         assert dict(run.history.counts) == {}  # a look besides
+
+
+STRICTEST = {
+    "range stops where not_finite warns": (
+        poison(math.inf, 193), ["not_finite=warn", "range=stop"], "range"),
+    "NaN is in no range": (poison(math.nan, 193), ["not_finite=warn", "range=stop"], "range"),
+    "another form with no class": (
+        odd(torch.zeros(16, 5)), ["form=skip", "labels=stop", "schema.classes=1"], "labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STRICTEST)
+def test_a_finding_hides_no_other_of_a_stricter_policy(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, policies, check = STRICTEST[what]
+    with spoiled(data, None, *(f"checks.inputs.{one}" for one in policies), HIGH) as run:
+        with pytest.raises(DataError, match=rf"\(checks\.inputs\.{check}=stop\)"):
+            train(run)
+    assert run.history.counts[f"input_{check}"] == 1
+    assert "the run ends" not in caplog.text  # the error says it
+
+
+def test_what_goes_with_the_samples_that_are_left_out_stops_nothing() -> None:
+    own = ["checks.inputs.not_finite=drop", "checks.inputs.range=stop", HIGH]
+    run, past = trained(poison(math.nan, 193), None, *own)
+    assert not any(past.skipped.values())
+    assert run.history.counts == {"input_not_finite": 2}
+
+
+# -- data in memory, scanned once ------------------------------------------------------------------
+
+
+def held(data: Spoiled, *overrides: str) -> Run:
+    """A run on the same data as tensors in memory."""
+    whole = Tensors(data.x, data.y, data.sizes, (data.train, data.validation))
+    own = [*QUIET, "checks.table.enabled=false", *overrides]
+    return build(compose(own), None, Given(data=whole))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("not_finite", poison(math.nan, 193)),
+        ("labels", mislabelled(99, 195)),
+        ("range", poison(1e5, 199)),
+        ("constant", constant_rows()),
+    ],
+)
+def test_what_is_wrong_with_data_in_memory_is_found_in_every_batch_that_has_it(
+    kind: str, data: Spoiled
+) -> None:
+    with held(data, "checks.inputs.labels=skip", HIGH) as run:
+        train(run)
+        assert run.history.counts[f"input_{kind}"] == 2  # steps 13 and 33
+
+
+def test_a_value_written_into_scanned_data_is_found_at_once() -> None:
+    data, found = Spoiled(), []
+    with held(data) as run:
+        assert run.inputs is not None and run.inputs.prescan is not None
+        for step, batch in zip(range(15), run.train.batches(0), strict=False):
+            run.inputs.admit(step + 1, batch)
+            found.append(run.history.counts.get("input_not_finite", 0))
+            if step == 10:
+                assert run.inputs.prescan.clean
+                run.inputs.prescan.inputs[193, 0] = math.inf
+        assert found == [0] * 12 + [1, 1, 1]
 
 
 # -- where the batch lies on an accelerator: nothing is read before two steps later ----------------
@@ -318,11 +383,11 @@ def far(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
     run = spoiled(data, folder, *overrides)
     run.train = Elsewhere(run)
     assert run.inputs is not None
-    run.inputs.at_once = "none"
+    run.inputs.host_type = "none"
     return run
 
 
-@pytest.mark.parametrize("what", ["not_finite", "labels", "range", "constant", "drift"])
+@pytest.mark.parametrize("what", ["not_finite", "labels", "range", "constant"])
 def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_later(
     what: str,
 ) -> None:
@@ -340,13 +405,31 @@ def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_lat
     assert run.progress.skipped == 2
 
 
+@pytest.mark.parametrize("at", [14, 15])
+def test_what_is_pending_on_an_accelerator_is_recorded_at_a_checkpoint(
+    at: int, tmp_path: Path
+) -> None:
+    data = poison(math.nan, 193)
+    own = ["training.steps=20", f"checkpoint.every={at - 1}"]
+    with far(data, None, *own) as whole:
+        train(whole)
+    with far(data, tmp_path, *own) as run:
+        run.hooks.append(Leave(at))
+        with pytest.raises(Interrupted):
+            train(run)
+    with far(data, tmp_path, *own, "checkpoint.resume=auto") as run:
+        train(run)
+    assert same(weights(run), weights(whole))
+    assert run.history.counts["input_not_finite"] == 1 == whole.history.counts["input_not_finite"]
+
+
 def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_update(
     tmp_path: Path,
 ) -> None:
     past = Past()
     with far(poison(math.nan, 193), tmp_path, "checks.inputs.not_finite=stop") as run:
         run.hooks.append(past)
-        with pytest.raises(DataError, match="step 13: inputs: values that are NaN"):
+        with pytest.raises(DataError, match="step 13: inputs: has values that are NaN"):
             train(run)
     assert max(past.after) == 14 and same(past.after[13], past.after[12])
     assert (tmp_path / "checkpoints/last").resolve().name == "step_00000014"
@@ -380,6 +463,7 @@ def test_nothing_is_read_from_the_gpu_while_batches_there_are_looked_at() -> Non
 def test_a_skipped_batch_leaves_a_compiled_whole_step_as_it_was(tmp_path: Path) -> None:
     data = poison(1e5, 199)
     own = ["optimization=none", "optimization.whole_step.enabled=true", "checks.inputs.range=skip"]
+    own.append(HIGH)
     run, past = trained(data, tmp_path, *own)
     assert run.whole is not None, run.fallen
     assert [step for step, flag in past.skipped.items() if flag] == [13, 33]

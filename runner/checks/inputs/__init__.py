@@ -1,1 +1,0 @@
-"""Batches, looked at as they come by: types, ranges, labels, repetition and drift."""

@@ -1,0 +1,255 @@
+"""What is wrong with a batch is found and named, and healthy batches have no finding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner import build, compose
+from runner.checks.batch_stats import BatchChecks, DataSpec, DeviceVeto
+from runner.checks.config import InputsConfig, Policy, SchemaConfig
+from runner.errors import ConfigError
+
+N, FEATURES, CLASSES = 32, 10, 5
+DEFAULT = DataSpec(CLASSES)
+
+
+def drawn(shape: list[int], seed: int = 0) -> Tensor:
+    return torch.randn(N, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(count: int = CLASSES, shape: tuple[int, ...] = ()) -> Tensor:
+    return torch.randint(0, count, (N, *shape), generator=torch.Generator().manual_seed(3))
+
+
+def checks_after(first: Any, spec: DataSpec = DEFAULT, **options: Any) -> BatchChecks:
+    """Checks that have seen one ordinary batch, and found nothing."""
+    checks = BatchChecks(InputsConfig(**options), spec)
+    assert found(checks, first) == []
+    return checks
+
+
+def found(checks: BatchChecks, batch: Any) -> list[str]:
+    view = checks.view(batch)
+    form = checks.form_finding(view)
+    values = checks.measure(view).tolist() if view.plan.leaves else None
+    findings = checks.findings(view, values) if values else []
+    return [one.check for one in ([form] if form else []) + findings]
+
+
+def put(x: Tensor, value: Any) -> Tensor:
+    x = x.clone()
+    x[3, 2] = value
+    return x
+
+
+X, Y = drawn([FEATURES]), labels()
+BAD = {
+    "nan": ((put(X, math.nan), Y), "not_finite"),
+    "inf": ((put(X, -math.inf), Y), "not_finite"),
+    "far out": ((put(X, 1e4), Y), "range"),
+    "no class": ((X, Y.index_fill(0, torch.tensor([5]), CLASSES)), "labels"),
+    "negative class": ((X, Y.index_fill(0, torch.tensor([5]), -7)), "labels"),
+    "dtype": ((X.double(), Y), "form"),
+    "shape": ((X[:, :4], Y), "form"),
+    "dimensions": ((X[:, None], Y), "form"),
+    "another tensor": (({"x": X}, Y), "form"),
+    "a tensor missing": ((X, torch.zeros(0)), "form"),
+    "all zero": ((torch.zeros_like(X), Y), "constant"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_batch_has_the_finding_and_none_where_its_check_is_off(what: str) -> None:
+    batch, check = BAD[what]
+    schema = SchemaConfig(low=-100, high=100)
+    assert check in found(checks_after((X, Y), schema=schema), batch)
+    off = checks_after((X, Y), schema=schema, **{check: Policy.off})
+    assert check not in found(off, batch)
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "far out", "no class", "all zero"])
+def test_the_flag_on_the_device_agrees_with_the_findings(what: str) -> None:
+    stops = dict.fromkeys(("not_finite", "range", "labels", "constant"), Policy.stop)
+    checks = checks_after((X, Y), schema=SchemaConfig(low=-100, high=100), **stops)
+    for batch, bad in (((X, Y), 0.0), (BAD[what][0], 1.0)):
+        view = checks.view(batch)
+        values = checks.measure(view)
+        veto = DeviceVeto(checks, view.plan, values.device, values.dtype)
+        flag = veto(values, checks.may_be_constant(view))
+        assert flag is not None and flag.item() == bad
+
+
+DTYPES = ["float16", "bfloat16", "float64", "uint8", "int16", "int64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_every_dtype_are_held_against_the_range(dtype: str) -> None:
+    x = (X.abs() * 3).clamp(0, 20).to(getattr(torch, dtype))
+    checks = checks_after((x, Y), schema=SchemaConfig(low=-1, high=21))
+    assert found(checks, (put(x, 100), Y)) == ["range"]
+    if x.is_floating_point():
+        assert found(checks, (put(x, math.nan), Y)) == ["not_finite"]
+
+
+@pytest.mark.parametrize("scale", [1e38, 1e-30, 1.7e18])
+def test_numbers_of_any_size_are_finite(scale: float) -> None:
+    checks = checks_after((X.clamp(-3, 3) * scale, Y))
+    assert found(checks, (put(X * scale, math.inf), Y)) == ["not_finite"]
+    assert checks_after((X.double() * 1e200, Y))
+
+
+@pytest.mark.parametrize("value", [complex(math.nan, 0), complex(0, math.inf), complex(0, -1e4)])
+def test_complex_numbers_are_checked_as_pairs(value: complex) -> None:
+    x = torch.view_as_complex(drawn([4, 2])).conj()
+    checks = checks_after((x, Y), schema=SchemaConfig(low=-100, high=100))
+    bad = torch.view_as_complex(drawn([4, 2])).clone()
+    bad[3, 2] = value
+    view = checks.view((bad, Y))
+    (finding,) = checks.findings(view, checks.measure(view).tolist())
+    assert finding.check == ("range" if math.isfinite(value.imag + value.real) else "not_finite")
+    assert finding.bad is not None and finding.bad.nonzero().flatten().tolist() == [3]
+
+
+def test_every_tensor_of_a_batch_is_checked() -> None:
+    x = {f"k{i}": drawn([3], i) for i in range(20)}
+    checks = checks_after((x, Y))
+    for name in ("k0", "k8", "k19"):
+        assert found(checks, (x | {name: put(x[name], math.nan)}, Y)) == ["not_finite"]
+
+
+def test_a_sparse_tensor_is_named_once_and_not_checked(caplog: pytest.LogCaptureFixture) -> None:
+    batch = {"sparse": X.to_sparse(), "x": X}, Y
+    checks = checks_after(batch)
+    assert found(checks, batch) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "checks.inputs covers dense tensors only, not inputs.sparse"
+    ]
+
+
+def test_ignored_labels_pass_and_tokens_are_below_the_vocabulary() -> None:
+    ids = labels(8, (6,))
+    target = ids.clone()
+    target[1, :4] = -100
+    checks = checks_after((ids, target), DataSpec(8, -100, 8))
+    assert found(checks, (ids + 5, target)) == ["labels"]
+    assert found(checks, (ids, target - 1)) == ["labels"]
+    inputs, safe = checks.make_harmless((ids + 5, target - 1))
+    assert inputs.max() < 8 and safe.min() >= -100 and (safe[safe != -100] >= 0).all()
+
+
+def test_a_finding_hides_those_of_its_tensor_that_are_not_stricter() -> None:
+    batch, schema = (put(X, math.nan), Y), SchemaConfig(low=-100, high=100)
+    assert found(checks_after((X, Y), schema=schema), batch) == ["not_finite"]
+    strict = checks_after((X, Y), schema=schema, range=Policy.stop)
+    assert found(strict, batch) == ["not_finite", "range"]
+
+
+# -- form: lengths may vary; dimensions, features and channels may not -----------------------------
+
+HONEST = {
+    "speech, features last": [[128, 8], [120, 8], [300, 8]],
+    "speech, features first": [[80, 128], [80, 90]],
+    "sound of one channel": [[1, 16_000], [1, 15_000]],
+    "images": [[3, 32, 32], [3, 40, 48], [3, 32, 40]],
+    "images, channels last": [[32, 32, 3], [40, 48, 3]],
+    "video": [[3, 8, 16, 16], [3, 6, 16, 16]],
+}
+FAULTY = {
+    "features of a table": [[10], [9]],
+    "another dimension": [[128, 8], [128, 8, 1]],
+    "both ends": [[128, 8], [120, 7]],
+    "grey images among coloured ones": [[3, 32, 32], [1, 32, 32]],
+    "channels last for once": [[3, 32, 32], [32, 32, 3]],
+}
+
+
+@pytest.mark.parametrize("what", [*HONEST, *FAULTY])
+def test_shapes_that_a_model_takes_pass_and_others_are_found(what: str) -> None:
+    first, *later = HONEST.get(what) or FAULTY[what]
+    checks = checks_after((drawn(first), Y))
+    for shape in later:
+        assert found(checks, (drawn(shape), Y)) == ([] if what in HONEST else ["form"])
+
+
+def texts(length: int, named: bool) -> Any:
+    ids = labels(50, (length,))
+    mask = torch.ones(N, 1, length, length, dtype=torch.bool)
+    return ({"input_ids": ids, "attention_mask": mask} if named else ids), ids.clone()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_texts_may_be_padded_to_any_length_that_the_model_takes(named: bool) -> None:
+    vocab = None if named else 50
+    checks = checks_after(texts(128, named), DataSpec(vocab=vocab, longest=128))
+    assert found(checks, texts(120, named)) == []
+    assert found(checks, texts(140, named)) == ["form"]
+    assert found(checks_after(texts(128, named), DataSpec(vocab=vocab)), texts(140, named)) == []
+
+
+def test_columns_of_whole_numbers_are_no_text() -> None:
+    assert found(checks_after(texts(128, False), DataSpec()), texts(120, False)) == ["form"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "check"),
+    [
+        ({"low": -1.0}, "range"),
+        ({"high": 1.0}, "range"),
+        ({"shape": [9]}, "form"),
+        ({"dtype": "float16"}, "form"),
+        ({"classes": 3}, "labels"),
+        ({"shape": [-1], "dtype": "float32", "low": -9.0, "high": 9.0, "classes": 9}, None),
+    ],
+)
+def test_a_schema_of_the_config_holds_from_the_first_batch(
+    schema: dict[str, Any], check: str | None
+) -> None:
+    checks = BatchChecks(InputsConfig(schema=SchemaConfig(**schema)), DataSpec(CLASSES))
+    assert found(checks, (X, Y)) == ([check] if check else [])
+
+
+def test_a_shape_that_the_config_gives_holds_for_lengths_too() -> None:
+    for shape, expected in (([128, 8], ["form"]), ([-1, 8], [])):
+        checks = checks_after((drawn([128, 8]), Y), schema=SchemaConfig(shape=shape))
+        assert found(checks, (drawn([120, 8]), Y)) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "schema"),
+    [
+        ("low", {"low": 2.0, "high": 1.0}),
+        ("high", {"high": math.inf}),
+        ("shape", {"shape": [-2]}),
+        ("dtype", {"dtype": "float"}),
+        ("classes", {"classes": 0}),
+    ],
+)
+def test_a_schema_that_makes_no_sense_is_refused(key: str, schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"checks\.inputs\.schema\.{key}"):
+        SchemaConfig(**schema)
+
+
+# -- no alarm on healthy data ----------------------------------------------------------------------
+
+DATA = {
+    "digits": "data=digits model=mlp",
+    "stdlib_text": "data=stdlib_text model=gpt training.batch_size=8",
+    "images": "data=synthetic data.samples=256 model=cnn",
+    "tabular": "data=synthetic data.form=tabular model=mlp",
+    "tokens": "data=synthetic data.form=tokens data.samples=256 model=gpt training.batch_size=4",
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_healthy_data_give_no_alarm(name: str) -> None:
+    with build(compose([*DATA[name].split(), "optimization=none", "training.steps=100"])) as run:
+        assert run.inputs is not None
+        run.inputs.prescan = None
+        for number, batch in zip(range(1, 101), run.train.batches(0), strict=False):
+            run.inputs.admit(number, batch)
+        assert list(run.history.faults) == []
