@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.checkpoint.content import check_state, refused
+from runner.checkpoint.content import check_state, state_error
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
 from runner.errors import CheckpointError
@@ -150,7 +150,7 @@ def _named(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except MISFITS as error:
-        raise refused(str(path), _reason(error)) from error
+        raise state_error(str(path), _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -88,7 +88,7 @@ def _write_quantized(run: Run, path: Path) -> None:
     if foreign:
         raise ConfigError(
             KEY, f"{foreign[0]} is a {type(state[foreign[0]]).__name__}, which is no plain tensor",
-            "use optimization.quantization.backend=own",
+            "use optimization.quantization.backend=torch",
         )  # fmt: skip
     path.unlink(missing_ok=True)
     write_file(path, partial(write_tensors, Copier(reuse=False).take(state, {})))

@@ -8,8 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.optim.kept import check_shapes
-from runner.optim.optimizer import Optimizer, fill_momentum, fit_state
+from runner.optim.optimizer_state import (
+    Optimizer,
+    align_state,
+    check_optimizer_state,
+    fill_momentum,
+)
 from runner.optim.update import Update
 from runner.optimizer_origin import runs_torchs_step
 
@@ -34,8 +38,8 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
         return optimizer
     scope.callback(_set_options, optimizer, [{k: group[k] for k in options} for group in groups])
     _set_options(optimizer, [options] * len(groups))
-    check_shapes(optimizer)
-    fit_state(optimizer)  # counters may lie on the host
+    check_optimizer_state(optimizer)
+    align_state(optimizer)  # counters may lie on the host
     return optimizer
 
 
@@ -54,8 +58,8 @@ def share_state(update: Update, options: Mapping[str, Any], scope: ExitStack) ->
     def loaded(*_: object) -> None:
         if update.in_kernel or update.undo is not None:  # the state may be of another kind
             _set_options(optimizer, [options] * len(optimizer.param_groups))
-        check_shapes(optimizer)
-        fit_state(optimizer)
+        check_optimizer_state(optimizer)
+        align_state(optimizer)
         take_over()
 
     for handle in (

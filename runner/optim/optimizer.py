@@ -13,7 +13,7 @@ from torch import nn
 
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig
-from runner.optimizer_origin import is_torchs
+from runner.optim.optimizer_state import fill_momentum
 
 Optimizer = torch.optim.Optimizer
 IMPLEMENTATION = frozenset({"fused", "foreach", "differentiable"})
@@ -132,40 +132,3 @@ def _accepted(cls: type[Optimizer]) -> list[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in found):
             break
     return list(names)
-
-
-def fill_momentum(optimizer: Optimizer) -> None:
-    """Give fused SGD its momentum buffers before its first step.
-
-    A first step that is skipped in the kernel leaves them uninitialised otherwise (torch 2.13).
-    Zeros give the same update, since a first buffer is the gradient itself. With dampening they
-    would not: such an optimizer is not skipped in the kernel.
-    """
-    is_torchs_sgd = type(optimizer) is torch.optim.SGD and is_torchs(torch.optim.SGD)
-    for group in optimizer.param_groups:
-        if is_torchs_sgd and group.get("fused") and group["momentum"] and not group["dampening"]:
-            for parameter in group["params"]:
-                if optimizer.state[parameter].get("momentum_buffer") is not None:
-                    continue  # it was used before
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def fit_state(optimizer: Optimizer) -> None:
-    """Bring state that was loaded to where an update takes it for granted to be.
-
-    That is, moments in their weights' memory order for fused kernels, counters on the device for
-    all that never make the host wait, and momentum buffers where fused SGD has none yet.
-    """
-    for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                dense = value.layout is torch.strided and value.shape == parameter.shape
-                if dense and value.stride() != parameter.stride():
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-                elif on_device and value.device != parameter.device:
-                    state[key] = value.to(parameter.device)
-    fill_momentum(optimizer)

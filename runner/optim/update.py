@@ -13,9 +13,8 @@ from runner.optim import gradients
 from runner.optim.buffers import LARGEST, Buffers
 from runner.optim.clip import Clip
 from runner.optim.gradients import norms
-from runner.optim.kept import fitting
 from runner.optim.kernel import FusedKernel
-from runner.optim.optimizer import Optimizer, fit_state
+from runner.optim.optimizer_state import Optimizer, align_state, compatible_state
 from runner.optim.scale import LossScale
 from runner.optim.undo import Undo
 from runner.optimizer_origin import runs_torchs_step
@@ -313,12 +312,12 @@ class Update:
             raise ValueError("optimizer.ema or the loss scale was switched since")
         if any(a.shape != b.shape for a, b in zip(state["average"], self.average, strict=True)):
             raise ValueError("an average has not its weight's shape")
-        fits = fitting(self.optimizer, state["optimizer"])
+        fits = compatible_state(self.optimizer, state["optimizer"])
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(fits)
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)  # the config decides, not what the state was saved under
-        fit_state(self.optimizer)
+        align_state(self.optimizer)
         if self.kernel is not None and not self.kernel.take_over():
             self.kernel = None
         self.updates.copy_(state["updates"])

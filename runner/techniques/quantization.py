@@ -36,12 +36,11 @@ class QuantizationMode(Enum):
 
 
 class QuantizationBackend(Enum):
-    """Whose layers: auto takes torch's kernel on a CPU that has it, else the runner's own."""
+    """Whose int8 products: torch's own operators (auto is the same), or torchao's tensors."""
 
     auto = "auto"
     torch = "torch"
     torchao = "torchao"
-    own = "own"
 
 
 @dataclass
@@ -60,46 +59,35 @@ class Quantization(Technique):
             raise ConfigError(
                 f"{KEY}.min_features", f"{self.min_features} is no count", "use 1 or more"
             )
-        weight_only = self.mode is QuantizationMode.weight_only
-        if weight_only and self.backend is QuantizationBackend.torch:
-            raise ConfigError(
-                f"{KEY}.backend", "torch has no weight-only int8 layer", "use own or torchao"
-            )
 
     def unavailable(self, device: Device) -> str | None:
         """A backend that is asked for by name has to be there."""
         if self.backend is QuantizationBackend.torchao and find_spec("torchao") is None:
             return "torchao is not installed: pip install 'runner[quantization]', or backend=auto"
-        if self.backend is QuantizationBackend.torch and device.kind != "cpu":
-            return f"torch's int8 kernels are for CPUs, not for {device.kind}: use backend=own"
         if self.mode is QuantizationMode.dynamic and device.kind == "mps":
             return "there is no int8 product on MPS: use mode=weight_only"
         return None
 
     def apply(self, draft: Draft) -> str | None:
         """Change nothing yet: the copy is made of the trained model."""
-        from runner.techniques.int8 import candidates, has_packed
+        from runner.techniques.int8 import candidates
 
         if not candidates(draft.model, self.min_features, self._multiple(draft.device.kind)):
             return (
                 f"no linear layer with {self.min_features} inputs and outputs or more "
                 "that shares its weights with none (min_features)"
             )
-        if self.backend is QuantizationBackend.torch and not has_packed():
-            return "this torch has no int8 kernel that works here: use backend=own"
-        if self.backend is QuantizationBackend.auto:
-            draft.choose(f"{KEY}.backend", lambda: self._decide(draft.device.kind))
         return None
 
     def engaged(self, run: Run) -> Evidence:
         """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
         from runner.evaluation import evaluate, standalone
-        from runner.techniques.int8 import size
+        from runner.techniques.int8 import model_bytes
 
         plain = standalone(run)
-        bytes_before, kinds_before = size(plain), _kinds(plain)
-        backend = self._backend(run)
-        model = self._quantize(plain, backend, run.device.kind)
+        bytes_before, kinds_before = model_bytes(plain), _kinds(plain)
+        torchao = self.backend is QuantizationBackend.torchao
+        model = self._quantize(plain, run.device.kind)
         progress = run.progress
         seen = progress.validated_step == progress.step and run.monitor in progress.metrics
         metrics = progress.metrics if seen else evaluate(run).metrics
@@ -109,7 +97,7 @@ class Quantization(Technique):
         kinds = _kinds(model)
         facts: dict[str, Any] = {
             "mode": self.mode.value,
-            "backend": backend.value,
+            "backend": "torchao" if torchao else "torch",
             "layers": dict(kinds - kinds_before),
             "left_float": kinds["Linear"] + kinds["Conv1D"],
             "metric": run.monitor,
@@ -118,7 +106,7 @@ class Quantization(Technique):
             "relative_drop": drop,
             "float_metrics": {k: x for k, x in metrics.items() if k.count("/") == 1},
             "float_bytes": bytes_before,
-            "int8_bytes": size(model),
+            "int8_bytes": model_bytes(model),
             "latency_ratio": round(latency_ratio(run, model), 3),
         }
         told = f"{run.monitor} {after:.4g} in int8, {before:.4g} in float"
@@ -133,43 +121,22 @@ class Quantization(Technique):
         run.quantized = Quantized(model, evaluation)
         return Evidence(True, told, facts)
 
-    def _decide(self, kind: str) -> tuple[str, str]:
-        from runner.techniques.int8 import has_packed
-
-        if self.mode is QuantizationMode.weight_only:
-            return "own", "weights become floats again for each product"
-        if kind == "cpu" and has_packed():
-            return "torch", "its int8 kernel is the fastest on a CPU"
-        return "own", f"torch has no int8 layer for {kind} here"
-
-    def _backend(self, run: Run) -> QuantizationBackend:
-        """The one named, else the one chosen when the run was built."""
-        if self.backend is not QuantizationBackend.auto:
-            return self.backend
-        chosen = [c.value for c in run.choices if c.key == f"{KEY}.backend"]
-        return QuantizationBackend(chosen[-1])
-
     def _multiple(self, kind: str) -> int:
         """What both sizes of a weight must be a multiple of."""
         return 8 if kind == "cuda" and self.mode is QuantizationMode.dynamic else 1
 
-    def _quantize(self, model: nn.Module, backend: QuantizationBackend, kind: str) -> nn.Module:
+    def _quantize(self, model: nn.Module, kind: str) -> nn.Module:
         from runner.techniques import int8
 
         layers = int8.candidates(model, self.min_features, self._multiple(kind))
-        weight_only = self.mode is QuantizationMode.weight_only
-        if backend is QuantizationBackend.torchao:
-            from torchao import quantization as ao
+        dynamic = self.mode is QuantizationMode.dynamic
+        if self.backend is not QuantizationBackend.torchao:
+            return int8.replace_layers(model, layers, dynamic)
+        from torchao import quantization as ao
 
-            of = (
-                ao.Int8WeightOnlyConfig if weight_only else ao.Int8DynamicActivationInt8WeightConfig
-            )
-            ao.quantize_(model, of(), filter_fn=lambda module, name: module in layers)
-            return model
-        if weight_only:
-            return int8.replace(model, layers, int8.WeightOnlyLinear)
-        packed = backend is QuantizationBackend.torch
-        return int8.replace(model, layers, int8.PackedLinear if packed else int8.DynamicLinear)
+        scheme = ao.Int8DynamicActivationInt8WeightConfig if dynamic else ao.Int8WeightOnlyConfig
+        ao.quantize_(model, scheme(), filter_fn=lambda module, name: module in layers)
+        return model
 
 
 def _kinds(model: nn.Module) -> Counter[str]:

@@ -15,25 +15,12 @@ from runner.evaluation import evaluate, standalone
 from runner.run import Run
 from runner.summary import Summary
 from runner.technique import Engagement
-from runner.techniques.int8 import (
-    DynamicLinear,
-    Int8Linear,
-    PackedLinear,
-    WeightOnlyLinear,
-    candidates,
-    has_packed,
-    replace,
-    size,
-)
+from runner.techniques.int8 import Int8Linear, candidates, model_bytes, replace_layers
 from runner.techniques.quantization import Quantization
 
 ON = "optimization.quantization.enabled=true"
 QUICK = ["training.steps=40", "monitoring.progress=false", "device=cpu", "device.threads=2",
          "optimization=none", ON]  # fmt: skip
-packed = pytest.param(
-    PackedLinear, marks=pytest.mark.skipif(not has_packed(), reason="this torch has no int8 kernel")
-)
-KINDS = [WeightOnlyLinear, DynamicLinear, packed]
 
 
 def built(*overrides: str) -> Run:
@@ -48,18 +35,18 @@ def off(ours: Tensor, exact: Tensor) -> float:
     return float((ours.float() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (1,), (2, 3)])
 def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
-    kind: type[Int8Linear], bias: bool, shape: tuple[int, ...]
+    dynamic: bool, bias: bool, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(70, 33, bias=bias), torch.randn(*shape, 70)
     with torch.no_grad():
         linear.weight[3] = 0.0  # a row without a scale
         linear.weight[4] *= 1000.0  # one that would drown the others, had they one scale
-        exact, ours = linear(x), kind(linear.weight, linear.bias)(x)
+        exact, ours = linear(x), Int8Linear(linear.weight, linear.bias, dynamic)(x)
     assert ours.shape == exact.shape
     assert ours.dtype is torch.float32
     others = [i for i in range(33) if i != 4]
@@ -67,13 +54,13 @@ def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
     assert off(ours, exact) < 0.03
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dynamic", [True, False])
 def test_an_int8_layer_puts_out_what_autocast_would_and_takes_16_bit_inputs(
-    kind: type[Int8Linear],
+    dynamic: bool,
 ) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 64), torch.randn(4, 64)
-    layer = kind(linear.weight, linear.bias)
+    layer = Int8Linear(linear.weight, linear.bias, dynamic)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype is linear(x).dtype is torch.bfloat16
         assert off(layer(x.bfloat16()), linear(x).float()) < 0.05
@@ -84,14 +71,14 @@ def test_an_int8_layer_puts_out_what_autocast_would_and_takes_16_bit_inputs(
 
 def test_weights_are_read_back_to_half_a_level_by_modules_that_look_past_the_forward() -> None:
     linear = nn.Linear(64, 64)
-    layer = WeightOnlyLinear(linear.weight, linear.bias)
+    layer = Int8Linear(linear.weight, linear.bias, dynamic=False)
     level = linear.weight.detach().abs().amax(1, keepdim=True) / 127
     assert bool(((layer.weight - linear.weight).abs() <= level / 2 + 1e-7).all())
     encoder = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
     x = torch.randn(2, 5, 64)
     with torch.no_grad():
         exact = encoder(x)
-        quantised = replace(encoder, candidates(encoder, 64), WeightOnlyLinear)
+        quantised = replace_layers(encoder, candidates(encoder, 64), dynamic=False)
         assert off(quantised(x), exact) < 0.03
 
 
@@ -115,14 +102,14 @@ def test_what_shares_its_weights_or_does_more_than_a_product_stays_float() -> No
     model = Odd()
     layers = candidates(model, 64)
     assert list(layers) == [model.twice[0]]
-    before = size(model)
-    replace(model, layers, WeightOnlyLinear)
-    assert type(model.twice[0]) is WeightOnlyLinear
+    before = model_bytes(model)
+    replace_layers(model, layers, dynamic=False)
+    assert type(model.twice[0]) is Int8Linear
     assert model.twice[1] is model.twice[0]
     assert model.head.weight is model.tokens.weight
-    assert size(model) < before
+    assert model_bytes(model) < before
     alone = nn.Linear(64, 64)
-    assert type(replace(alone, candidates(alone, 64), WeightOnlyLinear)) is WeightOnlyLinear
+    assert type(replace_layers(alone, candidates(alone, 64), False)) is Int8Linear
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
@@ -173,7 +160,7 @@ def test_the_averaged_weights_are_those_that_are_quantised() -> None:
         live = run.model.get_submodule("layers.2").weight
         with run.update.averaged():
             average = live.detach().clone()
-        assert isinstance(layer, WeightOnlyLinear)
+        assert isinstance(layer, Int8Linear)
         assert off(layer.weight, average) < 0.01 < off(layer.weight, live.detach())
 
 
@@ -209,12 +196,10 @@ def test_a_forward_that_the_user_replaced_stays_in_the_copy() -> None:
         assert torch.equal(standalone(run)(inputs), run.model(inputs))
 
 
-@pytest.mark.parametrize("backend", ["auto", "own"])
-def test_it_goes_with_mixed_precision_and_a_text_model(backend: str) -> None:
+def test_it_goes_with_mixed_precision_and_a_text_model() -> None:
     text = ["data=stdlib_text", "model=gpt", "model.width=64", "model.depth=1", "training.steps=2",
             "data.validation_samples=16", "optimization.amp.enabled=true"]  # fmt: skip
-    with built(*text, f"optimization.quantization.backend={backend}",
-               "optimization.amp.dtype=bf16") as run:  # fmt: skip
+    with built(*text, "optimization.amp.dtype=bf16") as run:
         summary = train(run)
         assert run.quantized is not None
         assert type(run.quantized.model.get_submodule("tokens")) is nn.Embedding
@@ -223,13 +208,6 @@ def test_it_goes_with_mixed_precision_and_a_text_model(backend: str) -> None:
     assert sum(found.evidence["layers"].values()) == 4
     assert found.evidence["metric"] == "val/loss"
     assert found.evidence["relative_drop"] == pytest.approx(0, abs=0.01)
-
-
-def test_what_was_chosen_is_noted_with_its_reason() -> None:
-    with built() as run:
-        choice = next(c for c in run.choices if c.key == "optimization.quantization.backend")
-    assert choice.value == ("torch" if has_packed() else "own")
-    assert choice.reason
 
 
 def test_a_model_without_a_large_linear_layer_says_so() -> None:
@@ -247,7 +225,7 @@ def test_a_model_without_a_large_linear_layer_says_so() -> None:
         ("max_drop=nan", r"max_drop: nan"),
         ("min_features=0", r"min_features: 0 is no count"),
         ("mode=int4", r"optimization\.quantization\.mode"),
-        ("backend=torch optimization.quantization.mode=weight_only", r"backend: .*own or torchao"),
+        ("backend=own", r"optimization\.quantization\.backend"),
     ],
 )
 def test_knobs_are_checked_by_name(knob: str, says: str) -> None:
@@ -289,10 +267,10 @@ def test_gpt2_of_transformers_is_quantised_though_its_layers_are_no_linear_ones(
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.arange(16)[None]
-    quantised = replace(copy := deepcopy(model), candidates(copy, 64), DynamicLinear)
+    quantised = replace_layers(copy := deepcopy(model), candidates(copy, 64), True)
     with torch.no_grad():
         assert off(quantised(ids).logits, model(ids).logits) < 0.05
-    assert sum(isinstance(m, DynamicLinear) for m in quantised.modules()) == 4
+    assert sum(isinstance(m, Int8Linear) for m in quantised.modules()) == 4
     assert quantised.lm_head.weight is quantised.transformer.wte.weight
 
 
@@ -302,4 +280,4 @@ def test_it_runs_on_a_gpu(mode: str) -> None:
     with built("device=cuda", f"optimization.quantization.mode={mode}") as run:
         found = row(train(run))
     assert found.engaged
-    assert found.evidence["backend"] == "own"
+    assert found.evidence["backend"] == "torch"

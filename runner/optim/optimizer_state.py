@@ -1,0 +1,144 @@
+"""The state of an optimizer: checked before it is loaded, and laid out as fused kernels want it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.optimizer_origin import is_torchs
+
+Optimizer = torch.optim.Optimizer
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
+"""What fused kernels read and write at the size of the weight, whatever size it has itself."""
+OPTION_OF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+"""State that there is only while an option is on; torch makes a missing momentum by itself."""
+
+
+def compatible_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a `state_dict` that the optimizer can continue from, unchanged but for options.
+
+    State of an option that is now off is left out. A class of the user's own is taken at its word,
+    but for the tensors of the class of torch that it derives from. Raises ValueError.
+    """
+    saved_groups, groups = saved["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
+    if torch_base(optimizer) is None or sizes[0] != sizes[1]:  # torch refuses other sizes itself
+        return dict(saved)
+    numbers = [number for group in saved_groups for number in group["params"]]
+    if numbers != list(range(len(numbers))) or not saved["state"].keys() <= set(numbers):
+        raise ValueError("an optimizer's state must be keyed by the numbers of its weights")
+    if is_torchs(type(optimizer)):
+        _check_options(optimizer, saved_groups)
+    state: dict[int, Any] = {}
+    for number, (group, weight) in zip(numbers, _weights(optimizer), strict=True):
+        entries = saved["state"].get(number, {})
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"the state of a weight is a {type(entries).__name__}")
+        if is_torchs(type(optimizer)):
+            entries = _select(optimizer, group, weight, entries)
+        check_tensors(optimizer, weight, entries)
+        if entries:
+            state[number] = dict(entries)
+    return {**saved, "state": state}
+
+
+def check_optimizer_state(optimizer: Optimizer) -> None:
+    """Raise ValueError where state that the optimizer holds has not the shape of its weight."""
+    if torch_base(optimizer) is not None:
+        for _, weight in _weights(optimizer):
+            check_tensors(optimizer, weight, optimizer.state.get(weight, {}))
+
+
+def check_tensors(optimizer: Optimizer, weight: Tensor, entries: Mapping[str, Any]) -> None:
+    """Raise ValueError for tensors of another shape or kind than this weight's state has."""
+    own = not is_torchs(type(optimizer))
+    if torch_base(optimizer) is torch.optim.Adafactor:  # rows and columns, and no fused kernel
+        return
+    for name, value in entries.items():
+        if value is None or (own and (name not in MOMENTS or not isinstance(value, Tensor))):
+            continue
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            raise ValueError(f"{name} is no dense tensor")
+        if value.shape != weight.shape and (value.ndim or name in MOMENTS):
+            raise ValueError(f"{name} has not its weight's shape, {list(weight.shape)}")
+        kinds = [(t.is_floating_point(), t.is_complex()) for t in (value, weight)]
+        if name in MOMENTS and (kinds[0] != kinds[1] or value.itemsize < 2):
+            raise ValueError(f"{name} is of {value.dtype}")
+        if name == "step" and not (value.numel() == 1 and 0 <= float(value) < math.inf):
+            raise ValueError("an optimizer's step must be one number ≥ 0")
+
+
+def torch_base(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch.optim that it is, or derives from; fused kernels come with it."""
+    classes = (cls for cls in type(optimizer).__mro__ if cls is not Optimizer)
+    return next((c for c in classes if c is getattr(torch.optim, c.__name__, None)), None)
+
+
+def _check_options(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
+    """Tell another class by its options; versions of torch add some to a class, and remove none."""
+    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
+        before, now = saved.keys() - {"initial_lr"}, group.keys() - {"initial_lr"}
+        if not (before <= now or now <= before):
+            theirs, name = ", ".join(sorted(before - now)), type(optimizer).__name__
+            raise ValueError(f"it was another optimizer: {name} has no {theirs}")
+
+
+def _select(
+    optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, entries: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The entries for options that are on; ValueError where one that is needed is missing."""
+    found = {
+        name: value
+        for name, value in entries.items()
+        if value is not None and group.get(OPTION_OF.get(name, ""), True)
+    }
+    needed = {name for name, option in OPTION_OF.items() if group.get(option)}
+    needed |= optimizer.state[weight].keys() if weight in optimizer.state else set()
+    missing = sorted(needed - {"momentum_buffer"} - found.keys())
+    if found and missing:
+        raise ValueError(f"{type(optimizer).__name__}: {', '.join(missing)} is missing")
+    return found
+
+
+def _weights(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    return ((group, weight) for group in optimizer.param_groups for weight in group["params"])
+
+
+def fill_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD its momentum buffers before its first step.
+
+    A first step that is skipped in the kernel leaves them uninitialised otherwise (torch 2.13).
+    Zeros give the same update, since a first buffer is the gradient itself. With dampening they
+    would not: such an optimizer is not skipped in the kernel.
+    """
+    if type(optimizer) is not torch.optim.SGD or not is_torchs(torch.optim.SGD):
+        return
+    for group, weight in _weights(optimizer):
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
+            state = optimizer.state[weight]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def align_state(optimizer: Optimizer) -> None:
+    """Lay loaded state out as an update takes it for granted.
+
+    That is, moments in their weights' memory order for fused kernels, counters on the device for
+    all that never make the host wait, and momentum buffers where fused SGD has none yet.
+    """
+    for group, weight in _weights(optimizer):
+        on_device = group.get("fused") or group.get("capturable")
+        state = optimizer.state.get(weight, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            dense = value.layout is torch.strided and value.shape == weight.shape
+            if dense and value.stride() != weight.stride():
+                state[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            elif on_device and value.device != weight.device:
+                state[key] = value.to(weight.device)
+    fill_momentum(optimizer)
