@@ -336,7 +336,7 @@ def _resolve_auto(config: RunConfig, given: Given) -> RunConfig:
         raise ConfigError(
             "optimization",
             "auto is found out by measuring, before a run is put together",
-            "use job=train, or from Python runner.benchmark.auto.choose.resolved(config)",
+            "use job=train, or from Python runner.benchmark.auto.resolve.resolve_auto(config)",
         )
     return config
 

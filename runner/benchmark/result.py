@@ -182,7 +182,7 @@ class BenchmarkResult:
         if isinstance(found["schema"], int) and found["schema"] > SCHEMA:
             raise StorageError(f"{path}: was written by a newer version of the runner")
         try:
-            return _made(cls, found, "")
+            return from_json(cls, found)
         except (TypeError, ValueError, OverflowError) as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
 
@@ -229,7 +229,7 @@ class Claims:
 T = TypeVar("T")
 
 
-def _made(kind: type[T], found: Mapping[str, Any], path: str) -> T:
+def from_json(kind: type[T], found: Mapping[str, Any], path: str = "") -> T:
     """A dataclass of ours from JSON. ValueError or TypeError names what does not fit."""
     hints = get_type_hints(kind)
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
@@ -256,7 +256,7 @@ def _value(wanted: Any, found: Any, path: str) -> Any:
     if shape is float and isinstance(found, int | float) and not isinstance(found, bool):
         return float(found)
     if is_dataclass(wanted) and isinstance(found, dict):
-        return _made(wanted, found, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
+        return from_json(wanted, found, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
     if shape is tuple and isinstance(found, list) and len(found) == len(inner):
         low, high = (_value(inner[0], item, path) for item in found)
         return low, math.inf if math.isnan(high) else high  # an interval without an end

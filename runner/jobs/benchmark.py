@@ -49,9 +49,9 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
         return None
     arms = arms_of(settings, *_typed())
     if any(arm.config.optimization.level == "auto" for arm in arms):
-        from runner.benchmark.auto.choose import settled_arms
+        from runner.benchmark.auto.resolve import resolve_arms
 
-        arms = settled_arms(arms, folder)
+        arms = resolve_arms(arms, folder)
     then = regression.stored(settings, [arm.name for arm in arms])
     errors: list[RunnerError] = []
     with _display(config, [arm.name for arm in arms]) as display:

@@ -43,9 +43,9 @@ def main(config: RunConfig, folder: Path) -> Summary:
     config.debug = DebugConfig(hooks=config.debug.hooks)
     given = None
     if config.optimization.level == "auto":  # what the model was trained with, or nothing
-        from runner.benchmark.auto.choose import resolved
+        from runner.benchmark.auto.resolve import resolve_auto
 
-        given = resolved(config, search=False)
+        given = resolve_auto(config, search=False)
     with build(config, folder, given) as run:
         run.recorder.open(run.progress.step)
         run.progress.metrics = _evaluate(run, config.checks.outputs).metrics

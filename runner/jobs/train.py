@@ -24,6 +24,6 @@ def _chosen(config: RunConfig, folder: Path) -> Given | None:
     """What `optimization=auto` comes to; nothing is measured for any other level."""
     if config.optimization.level != "auto":
         return None
-    from runner.benchmark.auto.choose import resolved
+    from runner.benchmark.auto.resolve import resolve_auto
 
-    return resolved(config, folder)
+    return resolve_auto(config, folder)

@@ -28,9 +28,9 @@ def main(config: RunConfig, folder: Path) -> Parity | Continuation:
     """Print what was found and write `verify.json`; NotVerified where it is not as it should be."""
     found: Parity | Continuation
     if config.optimization.level == "auto":
-        from runner.benchmark.auto.choose import settled
+        from runner.benchmark.auto.resolve import resolve_config
 
-        config = settled(config, folder)
+        config = resolve_config(config, folder)
     if config.verify.what is VerifyKind.parity:
         found = _parity(config)
         screen, failed = show_parity(found), found.verdict is Agreement.fail

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 from runner import modes
 from runner.batch import call
 from runner.benchmark.arms import Arm, arms_of, check_budget
-from runner.benchmark.auto.choose import settled_arms
+from runner.benchmark.auto.resolve import resolve_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
 from runner.benchmark.crew.process import Unguarded, leave_if_imported
 from runner.benchmark.engine import measure
@@ -120,7 +120,7 @@ def benchmark_optimizations(
     where = None if folder is None else Path(folder)
     if where is not None:
         where.mkdir(parents=True, exist_ok=True)
-    found = settled_arms(found, where, given)
+    found = resolve_arms(found, where, given)
     try:
         result = measure(found, settings, where, given, metrics, told=told)
     except Unguarded as error:

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from runner.benchmark.auto.choose import resolved
+from runner.benchmark.auto.resolve import resolve_auto
 from runner.build import Given, build
 from runner.errors import UsageError
 from runner.evaluation import evaluate
@@ -68,7 +68,7 @@ def create_training_pipeline(
         objective = Custom(loss_fn, named, "loss_fn")
     where = _folder(folder, config.name) if record else None
     given = Given(model, source, objective, optimizer)
-    run = build(config, where, resolved(config, where, given))
+    run = build(config, where, resolve_auto(config, where, given))
     run.hooks += hooks
     return Pipeline(run)
 

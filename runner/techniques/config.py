@@ -34,7 +34,6 @@ class AutoConfig:
     memory_budget_mb: float | None = None  # peak of the device, or on a CPU of the process
     without: list[str] = field(default_factory=list)  # techniques that are not to be tried
     cache: bool = True  # a choice made for the same model, data and machine is taken again
-    advise: bool = True  # with time left, try other batch sizes, and say what they would bring
 
     def __post_init__(self) -> None:
         for key in ("budget_s", "memory_budget_mb"):

@@ -1,1 +1,1 @@
-"""`optimization=auto`: which techniques a run is made with, found by measuring them on it."""
+"""`optimization=auto`: which techniques a run is built with, selected by measuring them on it."""

@@ -1,9 +1,9 @@
-"""The search of `optimization=auto`: heats, out of which drops what is shown to be slower.
+"""The search of `optimization=auto`: rounds of successive halving, then a final against `none`.
 
-What counts is how long the whole run would take: what a candidate takes to set up and compile, and
-then its steps. Every heat has `none` and the best so far in it, so what drifts hits all alike. What
-is left is measured afresh in a final, by the rule that the benchmark stops by: who looks best of
-many looks better than it is. Only what the final shows to be faster is chosen, else `none`.
+What counts is the time of the whole run: setting up and compiling, then its steps. Every round has
+`none` and the best so far in it, so a drift of the machine affects all alike. The best are measured
+afresh in a final, by the benchmark's own stopping rule, because the best of many looks better than
+it is. Only what the final shows to be faster may be selected.
 """
 
 from __future__ import annotations
@@ -11,34 +11,84 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import median
+from typing import Protocol
 
-from runner.benchmark.auto.budget import Budget
-from runner.benchmark.auto.space import NONE, Candidate, Space
-from runner.benchmark.auto.team import Team
-from runner.benchmark.auto.tried import NO_TIME, Tried
-from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
+from runner.benchmark.auto.candidates import NONE, Candidate, first_candidates, neighbours
+from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
+from runner.benchmark.crew.answers import Finished, Ready
 from runner.benchmark.statistics import SAME, paired
+from runner.techniques.break_even import COLD_S
 
 AGAIN = "none again"
 """The control of the final: what a difference of nothing looks like."""
 ALIVE = 6  # processes at a time
 SHARE = 0.6  # of the budget; after that nothing new is started
-LOOKS = (4, 6, 8, 12)  # numbers of blocks of a heat after which the slow ones are dropped
-FINAL = Rule(narrow=0.02, budget_s=0.0, looks=(8, 12, 16, 24, 32, 48))
+LOOKS = (4, 6, 8, 12)  # numbers of blocks of a round after which the slow ones are dropped
+FINAL_LOOKS = (8, 12, 16, 24, 32, 48)
 FINALISTS = 2
-ROUNDS = 4  # finals, where those who were first turn out to compute something else
-CLEARLY = 0.95  # of the best one's speed, in every block: it takes no interval to drop that
+CLEARLY = 0.95  # of the best one's time, in every block: dropping that takes no interval
 COMPILE_FROM_S = 30.0  # a run that is over sooner has no use for a compiler
+OVER = 1.5  # times the budget: what was started is ended then
+FINAL_S = 6.0  # of the final at least
+FINAL_STEPS = 108  # and so many of `none`: twelve blocks, of three steps of it and of its control
+PARITY_STEPS = 100  # of the plain run that a parity check takes, all its runs together
+WORTH = 10.0  # a parity check may take a tenth of the time that the candidate saves
+
+
+class Workers(Protocol):
+    """The part of `WorkerPool` that a search uses; its methods raise ArmEnded."""
+
+    def start(self, name: str, within_s: float | None = None) -> Ready:
+        """Start the process of that candidate."""
+
+    def turn(self, name: str, seconds: float) -> Turn:
+        """Let it make steps."""
+
+    def finish(self, name: str) -> Finished:
+        """Let its run end."""
+
+    def end(self, name: str) -> None:
+        """End its process."""
+
+
+class Budget:
+    """The time of one search, from now on, and estimates of what its parts take."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self.seconds, self.clock, self.began = seconds, clock, clock()
+        self.start_s = 0.0  # of a process that compiles nothing
+        self.step_s = 0.0  # at `none`
+        self.compiling_s = COLD_S
+
+    def left(self) -> float:
+        """Seconds left; below 0 once it is overdrawn."""
+        return self.seconds - (self.clock() - self.began)
+
+    def until_end(self) -> float:
+        """Seconds until what was started is ended."""
+        return max(0.0, self.left() + (OVER - 1) * self.seconds)
+
+    def start_estimate(self, one: Candidate) -> float:
+        """Seconds until a candidate has made its first steps."""
+        return self.start_s + (self.compiling_s if one.compiles else 0.0)
+
+    def parity_estimate(self, one: Candidate | None = None) -> float:
+        """Seconds that a parity check takes; it compiles the candidate another way."""
+        compiling = self.compiling_s if one is not None and one.compiles else 0.0
+        return self.start_s + PARITY_STEPS * self.step_s + compiling
+
+    def final_estimate(self) -> float:
+        """Seconds to reserve for a final with its control, and a parity check."""
+        return self.start_s + FINAL_S + self.parity_estimate()
 
 
 @dataclass
 class Search:
-    """A search, and where it stands."""
+    """A search, and its state."""
 
-    space: Space
-    team: Team
+    candidates: Sequence[Candidate]
+    workers: Workers
     steps: int  # that the run will make
     budget_s: float
     block_s: float
@@ -48,135 +98,131 @@ class Search:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.budget_s, self.clock)
-        self.must_pay = True  # False: what fits the memory is taken, however long it took to find
-        self.lot = random.Random(self.seed)  # noqa: S311  # the order of turns is no secret
-        self.rows = {one.name: Tried(one.name, list(one.techniques)) for one in self.space.all()}
-        self.none = Tried(NONE, [])
+        self.random = random.Random(self.seed)  # noqa: S311  # the order of turns is no secret
+        self.none = Candidate(NONE, [])
         self.alive: list[str] = []
         self.floor = SAME
 
-    def heats(self) -> list[Tried]:
-        """Measure candidates until there are none, or the time for it is over; best first.
+    def run_rounds(self) -> list[Candidate]:
+        """Measure candidates until none or no time is left; the measured ones, best first.
 
         Raises ArmEnded where not even `none` runs.
         """
-        self._start(self.none, must=True)
-        self.budget.start_s = self.none.setup_seconds
-        self.budget.step_s = 1e-3 * self.none.heat_ms[-1]
-        none_seconds = self.budget.step_s * self.steps
-        compiling = none_seconds >= COMPILE_FROM_S
-        if not compiling:
-            self._drop_compiling(f"the whole run takes {none_seconds:.0f} s at none")
-        queue = self.space.first(compiling)
-        best: list[Tried] = []
-        while queue:
-            new = self._started(queue, ALIVE - 1 - len(best), best)
-            if new:
-                best = self._heat([*best, *new])
+        self._start_none()
+        queue, best = first_candidates(self.candidates), list[Candidate]()
+        while queue := [one for one in queue if one.state == "not tried" and not one.why]:
+            started = self._start_some(queue, ALIVE - 1 - len(best))
+            if started:
+                best = self._run_round([*best, *started])
                 for row in best[FINALISTS:]:
-                    self._end(row.name)
+                    self.end(row)
                 best = best[:FINALISTS]
-            if self.budget.left() < (1 - SHARE) * self.budget_s:
+            if self._is_late():
                 break
-            queue = self._next(best, queue)
-        for row in self.rows.values():
+            around = neighbours(best[0], self.candidates) if best else []
+            queue = [*around, *(one for one in queue if one not in around)]
+        for row in self.candidates:
             if row.state == "not tried" and not row.why:
-                row.why = NO_TIME if queue or not best else "nothing led there"
-        measured = [row for row in self.rows.values() if row.heat_ratio is not None]
-        return sorted((row for row in measured if row.state != "ended"), key=self.planned)
+                row.why = f"no time left of optimization.auto.budget_s={self.budget_s:g}"
+                row.why = row.why if queue or not best else "no better candidate is next to it"
+        measured = [row for row in self.candidates if row.round_ratio and row.state != "ended"]
+        return sorted(measured, key=self.planned_seconds)
 
-    def final(self, rows: Sequence[Tried]) -> None:
-        """Measure these and `none` afresh, with an interval that holds."""
+    def run_final(self, rows: Sequence[Candidate]) -> None:
+        """Measure these against `none` and its control afresh, with an interval that holds."""
         end = self.budget.until_end
         running = [row for row in rows if row.name in self.alive or self._start(row, end())]
         self._start_control()
         names = [NONE, *([AGAIN] if AGAIN in self.alive else []), *(row.name for row in running)]
-        judging = max([self.budget.judging(r.techniques, r.compiles) for r in running], default=0.0)
-        rule = Rule(
-            FINAL.narrow, max(self.budget.left() - judging, self.budget.final_s), FINAL.looks
-        )
+        reserved = max(map(self.budget.parity_estimate, running), default=0.0)
+        seconds = max(self.budget.left() - reserved, FINAL_S, FINAL_STEPS * self.budget.step_s)
+        rule = Rule(0.02, seconds, FINAL_LOOKS)
         measured = run_blocks(
-            self.team.turn, names, NONE, rule, self.block_s, self.seed, self.clock
+            self.workers.turn, names, NONE, rule, self.block_s, self.seed, self.clock
         )
         if measured.stopped == "interrupted":
             raise KeyboardInterrupt
         if NONE in measured.ended:
             raise measured.ended[NONE]
-        control = measured.estimates.get(AGAIN)
-        if control is not None:
+        if (control := measured.estimates.get(AGAIN)) is not None:
             self.floor = max(self.floor, control.ratio - 1, 1 / control.ratio - 1)
-        self.none.heat_ms = [
-            self.none.samples_per_step * t.per_sample_ms for t in measured.turns[NONE]
-        ]
+        turns = measured.turns[NONE]
+        self.none.round_ms = [self.none.samples_per_step * t.per_sample_ms for t in turns]
         for row in running:
             if row.name in measured.ended:
-                self._lost(row, measured.ended[row.name])
-                continue
-            turns = measured.turns[row.name]
-            self._judge_speed(row, measured)
-            row.data_wait = sum(t.data_seconds for t in turns) / sum(t.seconds for t in turns)
+                self._note_end(row, measured.ended[row.name])
+            else:
+                _note_final(row, measured)
 
-    def _judge_speed(self, row: Tried, measured: Measured) -> None:
-        """By the faster of the two processes of `none`, and sure only where it beats both."""
-        found = [measured.estimates[row.name]]
-        if measured.turns.get(AGAIN):
-            alpha = min(measured.alphas[AGAIN], measured.alphas[row.name])
-            times = [[t.per_sample_ms for t in measured.turns[n]] for n in (AGAIN, row.name)]
-            found.append(paired(times[0], times[1], alpha))
-        least = min(found, key=lambda estimate: estimate.ratio)
-        row.final_ratio, row.final_blocks = least.ratio, measured.blocks
-        row.final_interval = min(e.low for e in found), least.high
-
-    def drop(self, row: Tried) -> None:
-        """End its process, where there is one."""
-        if row.name in self.alive:
-            self._end(row.name)
+    def planned_seconds(self, row: Candidate) -> float:
+        """The time of the whole run with it, by `none` in the same round: rounds may differ."""
+        return row.extra_seconds + self.none_seconds() / (row.round_ratio or 1e-9)
 
     def none_seconds(self) -> float:
-        """What the whole run takes at `none`."""
-        return 1e-3 * median(self.none.heat_ms) * self.steps
+        """The time of the whole run at `none`."""
+        return 1e-3 * median(self.none.round_ms) * self.steps
 
-    def end(self) -> None:
+    def parity_limit(self, row: Candidate) -> float:
+        """Seconds that its parity check may take."""
+        saved = self.none_seconds() * (1 - 1 / (row.gain or 1.0))
+        return max(self.budget.until_end(), saved / WORTH)
+
+    def end(self, row: Candidate) -> None:
+        """End its process, where there is one."""
+        if row.name in self.alive:
+            self.workers.end(row.name)
+            self.alive.remove(row.name)
+
+    def end_all(self) -> None:
         """End all that still run."""
-        for name in list(self.alive):
-            self._end(name)
+        for name in self.alive:
+            self.workers.end(name)
+        self.alive.clear()
 
-    # -- starting and ending -------------------------------------------------------------------
+    # -- starting ------------------------------------------------------------------------------
 
-    def _started(
-        self, candidates: Sequence[Candidate], most: int, best: Sequence[Tried]
-    ) -> list[Tried]:
-        """As many of these as may be alive; of the others, those for which it is too late."""
-        running: list[Tried] = []
-        best_s = min([self.none_seconds(), *map(self.planned, best)])
-        for one in candidates:
-            spent = running and self.budget.left() < (1 - SHARE) * self.budget_s
-            if spent or len(running) == most:
+    def _start_none(self) -> None:
+        self._start(self.none, None)
+        if self.none.state == "ended":
+            raise ArmEnded(*self.none.why.split(": ", 1))
+        self.budget.start_s = self.none.setup_seconds
+        self.budget.step_s = 1e-3 * self.none.round_ms[-1]
+        if (seconds := self.none_seconds()) < COMPILE_FROM_S:
+            for row in self.candidates:
+                if row.compiles:
+                    row.why = f"compiling does not pay back in a run of {seconds:.0f} s"
+
+    def _start_some(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+        """As many of these as may be alive and there is time for."""
+        running: list[Candidate] = []
+        reserved = self.budget.final_estimate()
+        for row in candidates:
+            if len(running) == most or (running and self._is_late()):
                 break
-            row = self.rows[one.name]
-            row.why = self.budget.why_not(
-                row.techniques, one.compiles, best_s if self.must_pay else inf
-            )
-            if not row.why and self._start(row, self.budget.until_end() - self.budget.finishing()):
+            takes = self.budget.start_estimate(row)
+            if takes + reserved > self.budget.left():
+                row.why = (
+                    f"starting it takes about {takes:.0f} s, the final {reserved:.0f} s, and "
+                    f"{max(0.0, self.budget.left()):.0f} s are left of "
+                    f"optimization.auto.budget_s={self.budget_s:g}"
+                )
+            elif self._start(row, self.budget.until_end() - reserved):
                 running.append(row)
         return running
 
-    def _start(self, row: Tried, within_s: float | None = None, must: bool = False) -> bool:
+    def _start(self, row: Candidate, within_s: float | None) -> bool:
         began = self.clock()
         if row.compiles:
             self.told(f"{row.name}: compiling, for about {self.budget.compiling_s:.0f} s")
         try:
-            ready = self.team.start(row.name, within_s)
+            ready = self.workers.start(row.name, within_s)
         except ArmEnded as error:
-            if must:
-                raise
-            self._lost(row, error)
+            self._note_end(row, error)
             return False
         self.alive.append(row.name)
         row.state, row.why = "running", ""
         row.samples_per_step = ready.samples_per_step
-        row.setup_seconds, row.first_seconds = self.clock() - began, ready.first_seconds
-        row.heat_ms = [ready.warm_ms]
+        row.setup_seconds, row.round_ms = self.clock() - began, [ready.warm_ms]
         row.extra_seconds = max(0.0, row.setup_seconds - self.none.setup_seconds)
         if row.compiles:
             self.budget.compiling_s = row.extra_seconds
@@ -189,108 +235,87 @@ class Search:
     def _start_control(self) -> None:
         if AGAIN in self.alive:
             return
-        began = self.clock()
-        try:
-            self.team.start(AGAIN, self.budget.until_end())
-        except ArmEnded as error:
-            self.told(f"no control: {error}")
+        control = Candidate(AGAIN, [])
+        if not self._start(control, self.budget.until_end()):
             return
-        self.alive.append(AGAIN)
         # the first process of all also waits for the disk to bring torch: the faster start counts
-        self.none.setup_seconds = min(self.none.setup_seconds, self.clock() - began)
-        for row in self.rows.values():
+        self.none.setup_seconds = min(self.none.setup_seconds, control.setup_seconds)
+        for row in self.candidates:
             if row.setup_seconds:
                 row.extra_seconds = max(0.0, row.setup_seconds - self.none.setup_seconds)
 
-    def _end(self, name: str) -> None:
-        self.team.end(name)
-        self.alive.remove(name)
-
-    def _lost(self, row: Tried, error: ArmEnded) -> None:
+    def _note_end(self, row: Candidate, error: ArmEnded) -> None:
         row.state, row.why = "ended", f"{error.status}: {error.reason}"
         if row.name in self.alive:
             self.alive.remove(row.name)
         self.told(f"{row.name}: {row.why}")
 
-    def _drop_compiling(self, why: str) -> None:
-        for one in self.space.all():
-            if one.compiles:
-                self.rows[one.name].why = f"{why}: compiling would not pay back"
+    def _is_late(self) -> bool:
+        return self.budget.left() < (1 - SHARE) * self.budget_s
 
-    # -- heats ---------------------------------------------------------------------------------
+    # -- rounds --------------------------------------------------------------------------------
 
-    def _heat(self, running: list[Tried]) -> list[Tried]:
-        """Blocks of turns; those that are still in at the end, best first."""
+    def _run_round(self, running: list[Candidate]) -> list[Candidate]:
+        """Blocks of turns, slow candidates dropped on the way; the remaining ones, best first."""
         rows = [self.none, *running]
         for row in rows:
-            row.heat_ms = []
+            row.round_ms = []
         for block in range(1, LOOKS[-1] + 1):
-            self.lot.shuffle(rows)
-            for row in list(rows):
-                if not self._turn(row):
-                    rows.remove(row)
+            self.random.shuffle(rows)
+            rows = [row for row in rows if self._take_turn(row)]
             if block in LOOKS:
-                for row in self._slower(rows):
+                for row in self._find_slow(rows):
                     rows.remove(row)
-                    self.drop(row)
-                if len(rows) <= 2 or self.budget.left() < self.budget.finishing():
+                    self.end(row)
+                if len(rows) <= 2 or self.budget.left() < self.budget.final_estimate():
                     break
-        self.budget.step_s = 1e-3 * median(self.none.heat_ms)
-        still = [row for row in rows if row is not self.none]
+        self.budget.step_s = 1e-3 * median(self.none.round_ms)
         for row in running:
-            blocks = min(len(row.heat_ms), len(self.none.heat_ms))
-            if row.state != "ended" and blocks:
-                ratios = [a / b for a, b in zip(self.none.heat_ms, row.heat_ms, strict=False)]
-                row.heat_ratio = median(ratios)
-        return sorted(still, key=self.planned)
+            if row.state != "ended" and row.round_ms:
+                pairs = zip(self.none.round_ms, row.round_ms, strict=False)
+                row.round_ratio = median(a / b for a, b in pairs)
+        return sorted((row for row in rows if row is not self.none), key=self.planned_seconds)
 
-    def _turn(self, row: Tried) -> bool:
+    def _take_turn(self, row: Candidate) -> bool:
         try:
-            turn = self.team.turn(row.name, self.block_s)
+            turn = self.workers.turn(row.name, self.block_s)
         except ArmEnded as error:
             if row is self.none:
                 raise
-            self._lost(row, error)
+            self._note_end(row, error)
             return False
-        row.heat_ms.append(row.samples_per_step * turn.per_sample_ms)
+        row.round_ms.append(row.samples_per_step * turn.per_sample_ms)
         return True
 
-    def _slower(self, rows: Sequence[Tried]) -> list[Tried]:
-        """Those with which the run would take longer than with the best one."""
-        best = min(rows, key=lambda row: median(self._totals(row)))
-        found = []
+    def _find_slow(self, rows: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates with which the run would take longer than with the best one."""
+
+        def totals(row: Candidate) -> list[float]:
+            return [row.extra_seconds + 1e-3 * ms * self.steps for ms in row.round_ms]
+
+        best = min(rows, key=lambda row: median(totals(row)))
+        slow = []
         for row in rows:
             if row in (best, self.none):
                 continue
-            theirs, ours = self._totals(best), self._totals(row)
+            theirs, ours = totals(best), totals(row)
             clearly = all(a < CLEARLY * b for a, b in zip(theirs, ours, strict=True))
-            interval = paired(theirs, ours, 0.05)
-            if clearly or interval.high < 1:
+            if clearly or paired(theirs, ours, 0.05).high < 1:
                 times = median(b / a for a, b in zip(theirs, ours, strict=True))
                 row.state = "out"
-                row.why = (
-                    f"the run would take {times:.2f} times as long as with {best.name}, "
-                    f"by {len(ours)} blocks"
-                )
-                self.told(f"{row.name}: out: {row.why}")
-                found.append(row)
-        return found
+                row.why = f"the run would take {times:.2f} times as long as with {best.name}"
+                self.told(f"{row.name}: out: {row.why}, by {len(ours)} blocks")
+                slow.append(row)
+        return slow
 
-    def _totals(self, row: Tried) -> list[float]:
-        return [row.extra_seconds + 1e-3 * ms * self.steps for ms in row.heat_ms]
 
-    def planned(self, row: Tried) -> float:
-        """The run's time by that of `none` in the same heat: heats may differ in the machine."""
-        none = self.none_seconds()
-        return row.extra_seconds + none / (row.heat_ratio or 1e-9)
-
-    def _next(self, best: Sequence[Tried], queue: Sequence[Candidate]) -> list[Candidate]:
-        """Those around the best one that nobody has tried."""
-        names = [row.name for row in best[:1]]
-        centre = [one for one in self.space.all() if one.name in names]
-        around = [other for one in centre for other in self.space.neighbours(one)]
-        return [
-            one
-            for one in dict.fromkeys([*around, *queue])
-            if self.rows[one.name].state == "not tried" and not self.rows[one.name].why
-        ]
+def _note_final(row: Candidate, measured: Measured) -> None:
+    """Its speedup over the faster of the two `none` processes, and an interval that covers both."""
+    estimates = [measured.estimates[row.name]]
+    if measured.turns.get(AGAIN):
+        alpha = min(measured.alphas[AGAIN], measured.alphas[row.name])
+        times = [[t.per_sample_ms for t in measured.turns[n]] for n in (AGAIN, row.name)]
+        estimates.append(paired(times[0], times[1], alpha))
+    least = min(estimates, key=lambda estimate: estimate.ratio)
+    row.final_ratio, row.final_blocks = least.ratio, measured.blocks
+    row.final_interval = min(e.low for e in estimates), least.high

@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.auto.cache import remembered
-from runner.benchmark.auto.choose import EVIDENCE, YAML, arms_in, resolved
-from runner.benchmark.auto.space import NONE, space_of
+from runner.benchmark.auto.candidates import NONE, make_candidates
+from runner.benchmark.auto.resolve import EVIDENCE, YAML, make_arms, read_cache, resolve_auto
 from runner.build import build
 from runner.composing import compose, compose_raw, typed
 from runner.errors import ConfigError
@@ -33,9 +32,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 LONG = [
-    "optimization=auto", "model.width=512", "training.steps=20000", "training.batch_size=256",
-    "optimization.auto.budget_s=2", "optimization.auto.without=[compile,whole_step]",
-    "optimization.auto.advise=false", "checkpoint=off",
+    "optimization=auto", "model.width=512", "training.steps=400000", "training.batch_size=256",
+    "optimization.auto.budget_s=60", "optimization.auto.without=[compile,whole_step]",
+    "checkpoint=off",
 ]  # fmt: skip
 
 
@@ -44,7 +43,7 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = compose(LONG)
-    given = resolved(config, tmp_path / "run")
+    given = resolve_auto(config, tmp_path / "run")
     assert given.optimization is not None
     asked = [name for name, t in given.optimization.techniques() if t.enabled]
     evidence = json.loads((tmp_path / "run" / EVIDENCE).read_text())
@@ -71,13 +70,13 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     # another run of the same kind measures nothing
     (stored,) = own_cache.glob("*.json")
     before = len(multiprocessing.active_children())
-    again_given = resolved(config, tmp_path / "second")
+    again_given = resolve_auto(config, tmp_path / "second")
     assert again_given.optimization == given.optimization
     assert "measured before" in again_given.chosen[0].reason
     assert len(multiprocessing.active_children()) == before
 
     stored.write_text("{half a")
-    assert remembered(stored.stem) is None
+    assert read_cache(stored.stem) is None
     assert "is damaged and not used" in caplog.text
 
 
@@ -106,8 +105,7 @@ def test_a_run_that_is_continued_keeps_what_it_had_chosen(tmp_path: Path, own_ca
 
 def test_what_is_switched_on_by_name_is_on_in_every_candidate() -> None:
     config = compose(["optimization=auto", "optimization.amp.enabled=true"])
-    space = space_of({"tf32": "not here"}, ["amp"], memory=False)
-    arms = arms_in(config, space)
+    arms = make_arms(config, make_candidates({"tf32": "not here"}, ["amp"], memory=False))
     assert all(arm.config.optimization.amp.enabled for arm in arms)
     assert [arm.name for arm in arms][:2] == [NONE, "none again"]
     assert all(not arm.config.checkpoint.enabled for arm in arms)
@@ -128,7 +126,7 @@ def test_a_knob_that_is_wrong_is_named(key: str, value: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "runner", *LONG, "optimization.auto.budget_s=5",
+    command = [sys.executable, "-m", "runner", *LONG, "optimization.auto.budget_s=60",
                "training.steps=100000", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with subprocess.Popen(
@@ -163,5 +161,5 @@ def test_the_choice_is_within_five_percent_of_an_exhaustive_search(own_cache: Pa
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # its dataclasses look themselves up there
     spec.loader.exec_module(script)
-    found = script.compare("mlp", script.MODELS["mlp"], steps=50_000, budget_s=60, each_s=3)
-    assert found.kept != "NO", script.table([found])
+    found = script.compare("mlp", steps=50_000, budget_s=60, each_s=3)
+    assert found.kept != "NO", found.row()

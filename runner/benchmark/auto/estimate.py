@@ -1,7 +1,7 @@
-"""A look at a run before it is put together: what it would do here, and how long it would take.
+"""What a run would do before it is built for good: step time, impossible techniques, a cache key.
 
-The run is built at `none`, makes some steps and is thrown away; nothing is written, and models of
-the caller's own are copied first.
+The run is built at `none`, makes some steps and is discarded; nothing is written, and models of the
+caller's own are copied first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import runner
 from runner.batch import Batch, call
-from runner.benchmark.auto.space import switched_on
+from runner.benchmark.auto.candidates import enable_techniques
 from runner.build import Given
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
@@ -34,21 +35,18 @@ from runner.techniques import kernels
 from runner.techniques.config import Optimization
 
 WARM_UP = 3  # steps that are not timed
-MOST_STEPS = 30
-TIMED_S = 0.5
-LEARNING_RATE = ("lr", "options")  # of the optimizer: what has no part in how fast it is
+MOST_STEPS, TIMED_S = 30, 0.5
+LEARNING_RATE = ("lr", "options")  # of the optimizer: no part in how fast it is
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was seen."""
+class RunEstimate:
+    """What is known of a run before the search."""
 
     steps: int  # that the run makes
     step_seconds: float  # at `none`, the device waited for
-    samples: int  # to train on
-    device: str  # kind
-    reasons: dict[str, str] = field(default_factory=dict)  # techniques that can do nothing here
-    facts: dict[str, Any] = field(default_factory=dict)  # what a choice depends on
+    reasons: dict[str, str] = field(default_factory=dict)  # techniques that cannot help, and why
+    facts: dict[str, Any] = field(default_factory=dict)  # what a selection depends on
 
     @property
     def seconds(self) -> float:
@@ -57,48 +55,36 @@ class Look:
 
     @property
     def key(self) -> str:
-        """The same for runs to which a choice of another one applies."""
+        """Hash of the facts: equal for runs that may share a selection."""
         text = json.dumps(self.facts, sort_keys=True, default=str)
         return sha256(text.encode()).hexdigest()[:32]
 
 
 def arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
     """The run with these techniques, from its first step on, with nothing written."""
-    found = deepcopy(config)
-    found.optimization = switched_on(config.optimization, names)
-    found.checkpoint.enabled, found.checkpoint.resume = False, "none"
-    found.monitoring.progress = False
-    return found
+    arm = deepcopy(config)
+    arm.optimization = enable_techniques(config.optimization, names)
+    arm.checkpoint.enabled, arm.checkpoint.resume = False, "none"
+    arm.monitoring.progress = False
+    return arm
 
 
-def look_at(config: RunConfig, given: Given) -> Look:
-    """Build the run at `none`, and look. Raises what building and stepping raise."""
-    with opened(_plain(config, ()), given=fresh(given)) as run:
+def estimate_run(config: RunConfig, given: Given) -> RunEstimate:
+    """Build the run at `none` and measure it. Raises what building and stepping raise."""
+    with opened(quiet(arm_config(config, ())), given=fresh(given)) as run:
         batch = run.train.at(0)
-        facts = _facts(run, config, batch)
-        reasons = _reasons(run, config, batch)
-        return Look(
-            steps=run.total_steps,
-            step_seconds=_step_seconds(run),
-            samples=run.train.steps_per_epoch * run.train.samples(0),
-            device=run.device.kind,
-            reasons=reasons,
-            facts=facts,
-        )
+        facts, reasons = _collect_facts(run, config, batch), _find_reasons(run, config, batch)
+        return RunEstimate(run.total_steps, _time_steps(run), reasons, facts)
 
 
-def step_seconds(config: RunConfig, given: Given, names: Iterable[str]) -> float:
-    """How long a step takes with these techniques, by a short look in this process."""
-    with opened(_plain(config, names), given=fresh(given)) as run:
-        return _step_seconds(run)
+def time_step(config: RunConfig, given: Given, names: Iterable[str]) -> float:
+    """Seconds of a step with these techniques, measured briefly in this process."""
+    with opened(quiet(arm_config(config, names)), given=fresh(given)) as run:
+        return _time_steps(run)
 
 
-def _plain(config: RunConfig, names: Iterable[str]) -> RunConfig:
-    return quiet(arm_config(config, names))
-
-
-def _step_seconds(run: Run) -> float:
-    """The median of some real steps of a run that is thrown away."""
+def _time_steps(run: Run) -> float:
+    """The median of some real steps."""
     laps: list[float] = []
     run.model.train()
     batches = run.train.batches(0)
@@ -112,13 +98,11 @@ def _step_seconds(run: Run) -> float:
     return median(laps[WARM_UP:] or laps[-1:])
 
 
-def _reasons(run: Run, config: RunConfig, batch: Batch) -> dict[str, str]:
+def _find_reasons(run: Run, config: RunConfig, batch: Batch) -> dict[str, str]:
     """Techniques that could not do anything, or must not be tried."""
-    found: dict[str, str] = {}
-    for name, technique in Optimization().techniques():
-        reason = technique.unavailable(run.device)
-        if reason is not None:
-            found[name] = reason
+    techniques = Optimization().techniques()
+    reasons = {name: technique.unavailable(run.device) for name, technique in techniques}
+    found = {name: reason for name, reason in reasons.items() if reason is not None}
     if not any(isinstance(module, nn.Conv2d) for module in run.model.modules()):
         found.setdefault("channels_last", "the model has no 2-d convolution")
     with torch.no_grad():
@@ -132,21 +116,21 @@ def _reasons(run: Run, config: RunConfig, batch: Batch) -> dict[str, str]:
         found.setdefault("pipeline", "the data is in memory")
     if run.micro_batch < run.train.samples(0):
         found.setdefault("whole_step", f"micro-batches of {run.micro_batch}")
-    if refused := WholeStep.refuses(run.update):
-        if "parameter groups" in refused:
-            found.setdefault("whole_step", refused)
-    for name in config.optimization.auto.without:
-        found[name] = "optimization.auto.without names it"
+    refused = WholeStep.refuses(run.update)
+    if refused and "parameter groups" in refused:
+        found.setdefault("whole_step", refused)
+    found |= {n: "optimization.auto.without names it" for n in config.optimization.auto.without}
     if "compile" in found:
         found.setdefault("whole_step", found["compile"])
     return found
 
 
-def _facts(run: Run, config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """Model, shapes, device, versions, knobs, and how long the run is, to half a power of ten."""
+def _collect_facts(run: Run, config: RunConfig, batch: Batch) -> dict[str, Any]:
+    """Model, shapes, device, versions, knobs; the run's length to half a power of ten."""
     optimizer = {k: v for k, v in asdict(config.optimizer).items() if k not in LEARNING_RATE}
     knobs = asdict(config.optimization)
-    knobs["auto"] = {k: v for k, v in knobs["auto"].items() if k not in ("cache", "advise")}
+    knobs["auto"].pop("cache")
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return {
         "model": f"{type(run.model).__module__}.{type(run.model).__qualname__}",
         "modules": _digest(type(m).__qualname__ for m in run.model.modules()),
@@ -154,7 +138,7 @@ def _facts(run: Run, config: RunConfig, batch: Batch) -> dict[str, Any]:
             f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
             for name, p in run.model.named_parameters()
         ),
-        "batch": [f"{tuple(t.shape)} {t.dtype}" for t in _tensors(batch)],
+        "batch": [f"{tuple(t.shape)} {t.dtype}" for t in tensors],
         "batch_size": config.training.batch_size,
         "micro_batch": config.training.micro_batch,
         "objective": f"{type(run.objective).__module__}.{type(run.objective).__qualname__}",
@@ -173,11 +157,3 @@ def _facts(run: Run, config: RunConfig, batch: Batch) -> dict[str, Any]:
 
 def _digest(lines: Iterable[str]) -> str:
     return sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, tuple | list) else []

@@ -1,0 +1,346 @@
+"""`optimization=auto`: from a config that leaves it open to the techniques of a run.
+
+They are measured on the run's own model, data and device, unless an earlier run of the same kind
+did that (`$XDG_CACHE_HOME/runner/auto`), or the run is too short for a search.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from runner.benchmark.agreement import Judge, Verdict
+from runner.benchmark.arms import Arm
+from runner.benchmark.auto.candidates import (
+    ALWAYS,
+    NONE,
+    Candidate,
+    SearchResult,
+    enable_techniques,
+    make_candidates,
+    pinned_techniques,
+    sort_techniques,
+)
+from runner.benchmark.auto.estimate import RunEstimate, arm_config, estimate_run, time_step
+from runner.benchmark.auto.search import AGAIN, OVER, Search
+from runner.benchmark.auto.select import select
+from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.crew.crew import Crew
+from runner.benchmark.result import from_json
+from runner.build import Given
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.config import RunConfig
+from runner.errors import RunnerError
+from runner.interrupts import Interrupts
+from runner.record.text import escape_control_chars, json_safe
+from runner.storage import replace_text
+from runner.technique import Choice
+from runner.techniques.config import Optimization
+
+log = logging.getLogger("runner")
+
+KEY = "optimization"
+YAML = "optimization.yaml"
+EVIDENCE = "optimization_evidence.json"
+SCHEMA = 2
+BLOCK_S = 0.2
+WARM_UP = 5  # steps
+LEAST_S = 120.0  # that a candidate may take to build and compile, however small the budget
+BUDGETS = 2  # a run must take so many for a search to be worth it
+TIMINGS, TIMING_S = 5, 4.0  # of a too short run with what is free and without, in turn
+BY_RULE = "it differs from none by rounding only; the numbers of this run were not judged"
+
+
+def resolve_auto(
+    config: RunConfig, folder: Path | None = None, given: Given | None = None, search: bool = True
+) -> Given:
+    """What to build the run with: `given`, and what `optimization=auto` selected.
+
+    Any other level is left as it is. A resumed run keeps what it had selected. Without `search`
+    nothing is measured. With a `folder` the selection is written there as a config file, with the
+    evidence beside it. Raises Interrupted; any other failure costs only the selection.
+    """
+    given = given or Given()
+    if config.optimization.level != "auto":
+        return given
+    recorded = _read_checkpoint(config, folder)
+    if recorded is not None:
+        names = sort_techniques(recorded.split())
+        return _choose(given, config, names, "as before the run was resumed")
+    if not search:
+        return _choose(given, config, [], "nothing is measured for this job")
+    result = _measure(config, given)
+    if folder is not None:
+        _write(config, result, folder)
+    _log(f"{result.chosen}: {result.reason}")
+    return _choose(given, config, result.techniques, result.reason)
+
+
+def resolve_config(
+    config: RunConfig, folder: Path | None = None, given: Given | None = None
+) -> RunConfig:
+    """The same config with the selection of `optimization=auto` in its place."""
+    optimization = resolve_auto(config, folder, given).optimization
+    return config if optimization is None else replace(config, optimization=optimization)
+
+
+def resolve_arms(
+    arms: Sequence[Arm], folder: Path | None = None, given: Given | None = None
+) -> list[Arm]:
+    """The same for arms of a benchmark that will be recorded in `folder`."""
+    return [
+        replace(arm, config=resolve_config(arm.config, folder and folder / arm.folder, given))
+        for arm in arms
+    ]
+
+
+def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
+    """`none`, its control, and every candidate."""
+    arms = [Arm(name, arm_config(config, ())) for name in (NONE, AGAIN)]
+    return arms + [Arm(one.name, arm_config(config, one.techniques)) for one in candidates]
+
+
+def _choose(given: Given, config: RunConfig, names: list[str], reason: str) -> Given:
+    value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
+    return replace(
+        given,
+        optimization=enable_techniques(config.optimization, names),
+        chosen=[Choice(KEY, value, escape_control_chars(reason))],
+    )
+
+
+def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
+    """The selection of the run that is resumed."""
+    resume = config.checkpoint.resume
+    where = folder if resume == "auto" else None if resume == "none" else Path(resume)
+    value = None if where is None else Checkpointer(None, 1).recorded(where).get(KEY)
+    return None if value is None else str(value)
+
+
+def _measure(config: RunConfig, given: Given) -> SearchResult:
+    """A result from the cache, by rule or by a search; whatever fails, there is one."""
+    with Interrupts() as interrupts:
+        interrupts.waiting = True  # the processes are ended by the `with` that started them
+        try:
+            estimate = estimate_run(config, given)
+            result = _find_result(config, given, estimate)
+            result.facts = estimate.facts
+            return result
+        except KeyboardInterrupt:
+            raise interrupts.error(" while optimization=auto was measuring") from None
+        except ArmEnded as error:
+            return SearchResult(reason=f"nothing could be measured: none {error.status}: {error}")
+        except RunnerError:
+            raise  # it would end the run as well
+        except Exception as error:  # the run itself will report it, if it meets it
+            log.error("optimization=auto failed", exc_info=error, extra={"live": True})
+            reason = f"nothing could be measured: {type(error).__name__}: {error}"
+            return SearchResult(reason=reason)
+
+
+def _find_result(config: RunConfig, given: Given, estimate: RunEstimate) -> SearchResult:
+    auto = config.optimization.auto
+    cached = read_cache(estimate.key) if auto.cache else None
+    if cached is not None:
+        _log(f"found in {cache_folder() / estimate.key}.json; nothing is measured again")
+        cached.reason += "; measured before, for an earlier run"
+        return cached
+    if estimate.seconds < BUDGETS * auto.budget_s:
+        why = (
+            f"the run takes about {estimate.seconds:.2g} s at none: a search of "
+            f"optimization.auto.budget_s={auto.budget_s:g} is for runs of "
+            f"{BUDGETS * auto.budget_s:g} s"
+        )
+        return _select_by_rule(config, given, estimate, why)
+    result = _search(config, given, estimate)
+    judged = all(row.parity is not None or not row.parity_reason for row in result.tried)
+    if auto.cache and judged:
+        _write_cache(estimate.key, result)
+    return result
+
+
+def _search(config: RunConfig, given: Given, estimate: RunEstimate) -> SearchResult:
+    auto = config.optimization.auto
+    limit = None if auto.memory_budget_mb is None else auto.memory_budget_mb * 2**20
+    pinned = pinned_techniques(config.optimization)
+    candidates = make_candidates(estimate.reasons, pinned, limit is not None)
+    arms = {arm.name: arm for arm in make_arms(config, candidates)}
+    settings = BenchmarkConfig(
+        warmup_steps=WARM_UP, block_s=BLOCK_S, timeout_s=max(LEAST_S, auto.budget_s)
+    )
+    most = f"{auto.budget_s:g} s (optimization.auto.budget_s), {OVER * auto.budget_s:g} s at most"
+    _log(f"{len(candidates)} candidates, for {most}")
+
+    def log_waiting(seconds: float) -> None:
+        _log(f"parity is still being checked, after {seconds:.0f} s")
+
+    with (
+        Crew(list(arms.values()), settings, None, given) as workers,
+        Judge(settings.timeout_s, given) as checker,
+    ):
+
+        def check_parity(name: str, within_s: float) -> Verdict:
+            return checker.judge(arms[name], None, within_s, log_waiting)
+
+        search = Search(
+            candidates, workers, estimate.steps, auto.budget_s, BLOCK_S, time.monotonic, _log,
+            config.seed,
+        )  # fmt: skip
+        result = select(search, check_parity, limit, estimate.reasons)
+    untried = sum(row.state == "not tried" for row in result.tried)
+    _log(f"searched for {result.seconds:.0f} s; {untried} of {len(result.tried)} not tried")
+    if limit is None and untried == len(result.tried):
+        why = f"optimization.auto.budget_s={auto.budget_s:g} is too small for a search here"
+        return _select_by_rule(config, given, estimate, why)
+    return result
+
+
+def _select_by_rule(
+    config: RunConfig, given: Given, estimate: RunEstimate, why: str
+) -> SearchResult:
+    """Without a search: the free techniques, where a step with them takes no longer here."""
+    auto, pinned = config.optimization.auto, pinned_techniques(config.optimization)
+    names = [name for name in ALWAYS if name not in estimate.reasons and name not in pinned]
+    result = SearchResult(
+        steps=estimate.steps,
+        none_ms=1e3 * estimate.step_seconds,
+        budget_s=auto.budget_s,
+        left_out=dict(estimate.reasons),
+    )
+    if auto.memory_budget_mb is not None:
+        why += "; optimization.auto.memory_budget_mb was not checked"
+    if not names:
+        result.reason = f"{why}, and no free technique is left"
+        return result
+    free = sort_techniques(names)
+    ratios = _time_in_turn(config, given, free)
+    row = Candidate(" ".join(free), free, parity_reason=BY_RULE, round_ratio=1 / median(ratios))
+    result.tried.append(row)
+    times = f"a step takes {median(ratios):.2f} times as long, by {len(ratios)} timings of each"
+    if median(ratios) > 1:
+        row.state, row.why = "out", times
+        result.reason = f"{why}, and with what is free ({row.name}) {times}"
+        return result
+    row.state = "chosen"
+    result.chosen, result.techniques = row.name, free
+    result.reason = f"{why}; what is free, by rule: {times}, and {BY_RULE}"
+    return result
+
+
+def _time_in_turn(config: RunConfig, given: Given, names: Sequence[str]) -> list[float]:
+    """Ratios of step times with these techniques and without; one run at a time, here.
+
+    No more memory is held than the run itself will hold.
+    """
+    began, ratios = time.monotonic(), list[float]()
+    while len(ratios) < TIMINGS and (not ratios or time.monotonic() - began < TIMING_S):
+        order = (names, ()) if len(ratios) % 2 else ((), names)
+        seconds = {bool(some): time_step(config, given, some) for some in order}
+        ratios.append(seconds[True] / seconds[False])
+    return ratios
+
+
+def _log(line: str) -> None:
+    log.info("optimization=auto: %s", escape_control_chars(line))
+
+
+# -- cache and files ---------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/runner/auto`, by default under `~/.cache`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "runner" / "auto"
+
+
+def read_cache(key: str) -> SearchResult | None:
+    """The result of an earlier search, if any; a damaged file is reported and left alone."""
+    path = cache_folder() / f"{key}.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+            raise ValueError("it is of another version")
+        return from_json(SearchResult, stored)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")
+        log.warning("%s is damaged and not used (%s); measuring again", path, reason)
+        return None
+
+
+def _as_json(result: SearchResult) -> str:
+    """Without secrets; the open end of an interval is null."""
+    data = {"schema": SCHEMA, **json_safe(asdict(result))}
+    return json.dumps(data, indent=1, default=str) + "\n"
+
+
+def _write_cache(key: str, result: SearchResult) -> None:
+    """Keep it for later runs; a full disk is reported, and no reason to fail."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_text(folder / f"{key}.json", _as_json(result))
+    except OSError as error:
+        log.warning("%s: the choice is not kept for later runs: %s", folder, error.strerror)
+
+
+def _write(config: RunConfig, result: SearchResult, folder: Path) -> None:
+    """`optimization.yaml` to commit, and the evidence; a full disk costs only these."""
+    optimization = enable_techniques(config.optimization, result.techniques)
+    texts = {YAML: _as_yaml(optimization, result.reason), EVIDENCE: _as_json(result)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            replace_text(folder / name, text)
+    except OSError as error:
+        log.warning("%s: not written: %s", folder / YAML, error.strerror)
+
+
+def _as_yaml(optimization: Optimization, reason: str) -> str:
+    """A config file of the group `optimization`: what differs from `none`."""
+    changed = _changed_keys(optimization)
+    typed = [f"optimization.{key}={value}" for key, value in changed.items()]
+    nested = OmegaConf.from_dotlist([f"{key}={value}" for key, value in changed.items()])
+    body = OmegaConf.merge({"defaults": ["none", "_self_"], "level": "custom"}, nested)
+    lines = [
+        "# chosen by optimization=auto",
+        "#",
+        f"# {escape_control_chars(reason)}",
+        "# Under conf/optimization/<name>.yaml it is optimization=<name>. The same by hand:",
+        f"#   {shlex.join(['python', '-m', 'runner', 'optimization=custom', *typed])}",
+    ]
+    return "\n".join(lines) + "\n" + OmegaConf.to_yaml(body)
+
+
+def _changed_keys(optimization: Optimization) -> dict[str, str]:
+    """Dotted keys whose values are not those of `none`, as they are typed."""
+    ours, plain = asdict(optimization), asdict(Optimization())
+    changed = {}
+    for key, knobs in ours.items():
+        if key in ("level", "auto") or (isinstance(knobs, dict) and not knobs["enabled"]):
+            continue
+        pairs = knobs.items() if isinstance(knobs, dict) else [("", knobs)]
+        for name, value in pairs:
+            if value != (plain[key][name] if name else plain[key]):
+                changed[f"{key}.{name}".rstrip(".")] = _as_typed(value)
+    return changed
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_typed, value))}]"
+    return (
+        json.dumps(value) if isinstance(value, bool | None) else str(getattr(value, "name", value))
+    )
