@@ -299,7 +299,7 @@ def _write_cache(key: str, result: SearchResult) -> None:
 def _write(config: RunConfig, result: SearchResult, folder: Path) -> None:
     """`optimization.yaml` to commit, and the evidence; a full disk costs only these."""
     optimization = enable_techniques(config.optimization, result.techniques)
-    texts = {YAML: _as_yaml(optimization, result.reason), EVIDENCE: _as_json(result)}
+    texts = {YAML: as_yaml(optimization, result.reason), EVIDENCE: _as_json(result)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -308,7 +308,7 @@ def _write(config: RunConfig, result: SearchResult, folder: Path) -> None:
         log.warning("%s: not written: %s", folder / YAML, error.strerror)
 
 
-def _as_yaml(optimization: Optimization, reason: str) -> str:
+def as_yaml(optimization: Optimization, reason: str) -> str:
     """A config file of the group `optimization`: what differs from `none`."""
     changed = _changed_keys(optimization)
     typed = [f"optimization.{key}={value}" for key, value in changed.items()]

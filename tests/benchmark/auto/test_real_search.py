@@ -15,8 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.benchmark.auto.candidates import NONE, make_candidates
-from runner.benchmark.auto.resolve import EVIDENCE, YAML, make_arms, read_cache, resolve_auto
+from runner.benchmark.auto.candidates import NONE, enable_techniques, make_candidates
+from runner.benchmark.auto.resolve import (
+    EVIDENCE,
+    YAML,
+    as_yaml,
+    make_arms,
+    read_cache,
+    resolve_auto,
+)
 from runner.build import build
 from runner.composing import compose, compose_raw, typed
 from runner.errors import ConfigError
@@ -56,17 +63,6 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
         assert rows[evidence["chosen"]]["final_interval"][0] > 1
     assert evidence["left_out"]["compile"] == "optimization.auto.without names it"
 
-    # the file is an option of the group, and its command says the same
-    folder = tmp_path / "conf" / "optimization"
-    folder.mkdir(parents=True)
-    text = (tmp_path / "run" / YAML).read_text()
-    (folder / "mine.yaml").write_text(text)
-    by_file = typed(compose_raw(["optimization=mine"], folders=[tmp_path / "conf"])).optimization
-    command = next(line for line in text.splitlines() if "python -m runner" in line)
-    by_hand = compose(shlex.split(command.removeprefix("#"))[3:]).optimization
-    for other in (by_file, by_hand):
-        assert other.techniques() == given.optimization.techniques()
-
     # another run of the same kind measures nothing
     (stored,) = own_cache.glob("*.json")
     before = len(multiprocessing.active_children())
@@ -78,6 +74,19 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     stored.write_text("{half a")
     assert read_cache(stored.stem) is None
     assert "is damaged and not used" in caplog.text
+
+
+def test_the_selection_is_a_config_file_and_a_command_that_say_the_same(tmp_path: Path) -> None:
+    base = compose(["optimization.attention.kernel=flash"]).optimization
+    optimization = enable_techniques(base, ["amp", "attention", "fused_optimizer"])
+    text = as_yaml(optimization, "faster: much")
+    folder = tmp_path / "conf" / "optimization"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(text)
+    by_file = typed(compose_raw(["optimization=mine"], folders=[tmp_path / "conf"])).optimization
+    command = next(line for line in text.splitlines() if "python -m runner" in line)
+    by_hand = compose(shlex.split(command.removeprefix("#"))[3:]).optimization
+    assert by_file.techniques() == by_hand.techniques() == optimization.techniques()
 
 
 def test_a_run_too_short_for_a_search_takes_what_is_free_and_says_so(
