@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from runner.checks.model.hook import ModelCheck
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors
-from runner.debug.config import DebugConfig
+from runner.debug.config import DebugConfig, enabled_tools
 from runner.debug.oom_report import OomReport
 from runner.device.resources import Machine
 from runner.errors import ConfigError
@@ -44,7 +45,7 @@ def watchers(
     `debug` is the config's, with an `every` that fits the length of the run.
     """
     hooks: list[Hook] = []
-    tools = _tools(debug)
+    tools = load_tools(debug)
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None:
         check(config.monitoring.export)
@@ -89,29 +90,12 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
     return train.inspector
 
 
-def _tools(debug: DebugConfig) -> list[Hook]:
-    """The debug tools asked for; each is imported only then, since most runs have none."""
-    tools: list[Hook] = []
-    if debug.gradcheck.enabled:
-        from runner.debug.gradcheck.tool import Gradcheck
-
-        tools.append(Gradcheck(debug))
-    if debug.memory.enabled:
-        from runner.debug.memory.tool import MemoryTool
-
-        tools.append(MemoryTool(debug))
-    if debug.profile.enabled:
-        from runner.debug.profile.tool import Profile
-
-        tools.append(Profile(debug))
-    if debug.gradients.enabled:
-        from runner.debug.gradients.tool import Gradients
-
-        tools.append(Gradients(debug))
-    if debug.anomaly.enabled:
-        from runner.debug.anomaly.tool import Anomaly
-
-        tools.append(Anomaly(debug))
+def load_tools(debug: DebugConfig) -> list[Hook]:
+    """The debug tools that are switched on; each is imported only then."""
+    tools = []
+    for path in enabled_tools(debug):
+        module, _, name = path.partition(":")
+        tools.append(getattr(import_module(module), name)(debug))
     return tools
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -12,6 +12,18 @@ from runner.errors import ConfigError
 # `raise` is no name that a class could give: it is in debug/history.json and captured, or the run
 # ends there, and says where
 OnAnomaly = Enum("OnAnomaly", ["record", "raise"])
+
+
+def tool(path: str, config: Any) -> Any:
+    """The field of a debug tool: its class as `module:Class`, imported where it is enabled."""
+    return field(default_factory=config, metadata={"tool": path})
+
+
+@dataclass
+class ToolConfig:
+    """The keys of a tool that needs no others."""
+
+    enabled: bool = False
 
 
 @dataclass
@@ -184,11 +196,12 @@ class DebugConfig:
     max_iterations: int | None = None  # steps after which the tools rest; the run goes on
     timeout_s: float | None = None  # seconds after which the tools rest; the run goes on
     capture: CaptureConfig = field(default_factory=CaptureConfig)
-    anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)
-    gradients: GradientsConfig = field(default_factory=GradientsConfig)
-    gradcheck: GradcheckConfig = field(default_factory=GradcheckConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    # the tools, outermost first: a new one is a file and a line here
+    gradcheck: GradcheckConfig = tool("runner.debug.gradcheck.tool:Gradcheck", GradcheckConfig)
+    memory: MemoryConfig = tool("runner.debug.memory:MemoryTool", MemoryConfig)
+    profile: ProfileConfig = tool("runner.debug.profile.tool:Profile", ProfileConfig)
+    gradients: GradientsConfig = tool("runner.debug.gradients.tool:Gradients", GradientsConfig)
+    anomaly: AnomalyConfig = tool("runner.debug.anomaly.tool:Anomaly", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
     def __post_init__(self) -> None:
@@ -196,3 +209,9 @@ class DebugConfig:
             value = getattr(self, key)
             if value is not None and not 0 < value < math.inf:  # NaN is neither
                 raise ConfigError(f"debug.{key}", f"{value} is not positive", "use 1 or more")
+
+
+def enabled_tools(config: DebugConfig) -> list[str]:
+    """The classes of the tools that are switched on, as `module:Class`, outermost first."""
+    tools = [f for f in fields(config) if "tool" in f.metadata]
+    return [f.metadata["tool"] for f in tools if getattr(config, f.name).enabled]

@@ -15,7 +15,7 @@ from runner.run import Run
 from runner.storage import replace_text
 
 if TYPE_CHECKING:
-    from runner.debug.memory.account import Account
+    from runner.debug.memory_breakdown import Breakdown
 
 log = logging.getLogger("runner")
 
@@ -36,13 +36,13 @@ class OomReport(Hook):
             raise
 
 
-def write_report(run: Run, reason: str, account: Account | None = None) -> None:
+def write_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> None:
     """Write what holds the memory, ranked; an error here is logged, the run's own error counts."""
     if run.folder is None:
         return
     path = run.folder / FILE
     try:
-        text = _report(run, reason, account)
+        text = _report(run, reason, breakdown)
         path.parent.mkdir(exist_ok=True)
         replace_text(path, text)
         run.recorder.text("memory/out_of_memory", text, run.progress.step)
@@ -51,7 +51,7 @@ def write_report(run: Run, reason: str, account: Account | None = None) -> None:
         log.warning("no %s: %s: %s", FILE, type(error).__name__, error)
 
 
-def _report(run: Run, reason: str, account: Account | None) -> str:
+def _report(run: Run, reason: str, breakdown: Breakdown | None) -> str:
     room = resources.room()
     left = (
         f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.whose)}, "
@@ -60,11 +60,9 @@ def _report(run: Run, reason: str, account: Account | None) -> str:
     if run.device.kind != "cpu":
         left += f" The device has {run.device.memory_bytes / MIB:,.0f} MiB."
     lines = ["# Out of memory", "", markdown.escape(reason), "", left, "", *_predicted(run), ""]
-    if account is not None:
-        from runner.debug.memory.account import table
-
-        title = f"## By module, MiB, at step {account.step} with {account.samples} samples"
-        lines += [title, "", markdown.table(*table(account, 20))]
+    if breakdown is not None:
+        title = f"## By module, MiB, at step {breakdown.step} with {breakdown.samples} samples"
+        lines += [title, "", markdown.table(*breakdown.table(20))]
     else:
         lines += ["The largest modules:", "", _largest_modules(run)]
     return "\n".join(lines) + "\n"
@@ -72,10 +70,10 @@ def _report(run: Run, reason: str, account: Account | None) -> str:
 
 def _predicted(run: Run) -> list[str]:
     """What a step holds by what it is for, largest first; a model may refuse to be traced."""
-    from runner.debug.memory.prediction import of_run  # most runs never need it
+    from runner.debug.memory_breakdown import predict_step  # most runs never need it
 
     try:
-        step = of_run(run, min(run.micro_batch, run.train.samples(0)))
+        step = predict_step(run, min(run.micro_batch, run.train.samples(0)))
     except Exception as error:
         log.debug("no prediction of the memory: %s", error)
         return []

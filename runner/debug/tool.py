@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from runner.debug.config import DebugConfig
 from runner.errors import RunnerError
 from runner.hook import Cost, Hook
 from runner.run import Run
+from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -68,6 +71,16 @@ class Tool(Hook):
         finally:
             self.looks += 1
             self.seconds += time.perf_counter() - start
+
+    def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
+        """Replace a file of the run's folder; a full disk is logged and ends nothing."""
+        if folder is None:
+            return
+        try:
+            (folder / name).parent.mkdir(exist_ok=True)
+            replace_text(folder / name, json.dumps(record) + "\n")
+        except OSError as error:
+            log.warning("%s is not written: %s", name, error)
 
     def cost(self, run: Run) -> Cost | None:
         """Its row of the summary."""

@@ -77,7 +77,7 @@ class Faults(Hook):
     def _show(self, run: Run) -> None:
         if run.folder is None or not run.history.faults:
             return
-        from runner.record import plots_faults
+        from runner.record import plots
 
         faults, step = list(run.history.faults.values()), run.progress.step
         lanes: dict[str, set[int]] = {}
@@ -89,13 +89,12 @@ class Faults(Hook):
             worst = max(fault.severity, severities.get(fault.kind, "info"), key=SEVERITIES.index)
             severities[fault.kind] = worst
         counts = run.history.counts
-        self._picture(run, "timeline", plots_faults.timeline(lanes, counts, severities, step))
-        self._picture(run, "distribution", plots_faults.distribution(counts, severities, step))
+        self._picture(run, "timeline", plots.fault_timeline(lanes, counts, severities, step))
+        self._picture(run, "distribution", plots.fault_counts(counts, severities, step))
         if len(self.stretches) > 1:
             steps, typical, largest = zip(*self.stretches, strict=True)
-            self._picture(
-                run, "gradient_norm", plots_faults.norms(steps, typical, largest, self.bad)
-            )
+            picture = plots.grad_norms(steps, typical, largest, self.bad)
+            self._picture(run, "gradient_norm", picture)
         run.recorder.text("faults/history", history.fault_table(faults), step)
 
     def _picture(self, run: Run, name: str, rgb: NDArray[np.uint8]) -> None:

@@ -1,33 +1,92 @@
-"""Pictures of what a model makes of its data."""
+"""Every picture of a run, drawn by matplotlib: import this module only where something is drawn.
+
+Each function returns pixels [height, width, 3], 640 wide. Names are shown as they are, without
+mathematics in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageDraw
-
-from runner.record.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    PAPER,
-    RED,
-    SIDE,
-    Font,
-    fit,
-    font,
-    shorten,
-    turned,
-    width,
-)
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
+SIDE, DPI = 640, 100  # pixels across; TensorBoard shows 320 of them at first, so letters are large
+BLUE, GREEN, RED, ORANGE = "#0d47a1", "#1b7a33", "#c01c28", "#d97706"
+INK, GREY, PALE, PURPLE = "#212529", "#6c757d", "#a6bddb", "#783ca0"
+COLOURS = (BLUE, ORANGE, GREEN, RED, GREY, PURPLE)
+SEVERITY = {"info": BLUE, "warning": ORANGE, "error": RED}
+STYLE: Any = {
+    "text.parse_math": False,
+    "font.size": 13,
+    "font.family": "DejaVu Sans",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dee2e6",
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#dee2e6",
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": INK,
+}
 MOST_CLASSES = 24  # in one picture; more could not be read
+MOST_ROWS = 12
+NAME = 28  # letters of a name
+
+
+class _Picture:
+    """A figure of one row of axes; `pixels` draws it."""
+
+    def __init__(self, height: float, title: str, columns: int = 1, **keywords: Any) -> None:
+        self.figure = Figure(figsize=(SIDE / DPI, height / DPI), dpi=DPI, layout="constrained")
+        self.canvas: Any = FigureCanvasAgg(self.figure)
+        self.figure.suptitle(title, fontsize=16 if len(title) < 48 else 12)
+        self.axes: list[Axes] = list(self.figure.subplots(1, columns, squeeze=False, **keywords)[0])
+
+    def legend(self, colours: Mapping[str, str]) -> None:
+        """Names and their colours, below the axes."""
+        handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+        self.figure.legend(
+            handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=11
+        )
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """RGB of the figure."""
+        with warnings.catch_warnings():  # about letters that the font has not
+            warnings.simplefilter("ignore")
+            self.canvas.draw()
+        return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
+
+
+def _power(value: float, position: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _shorten(name: str, most: int = NAME) -> str:
+    """A name without its middle: first and last part tell modules apart."""
+    half = most // 2
+    return name if len(name) <= most else f"{name[: most - half - 1]}…{name[-half:]}"
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """One row for each name, the first at the top."""
+    axes.set_yticks(range(len(names)), [_shorten(name) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
 
 
 def confusion_matrix(counts: NDArray[np.int64], names: Sequence[str]) -> NDArray[np.uint8]:
@@ -35,81 +94,32 @@ def confusion_matrix(counts: NDArray[np.int64], names: Sequence[str]) -> NDArray
 
     Of many classes only those with the most mistakes are drawn, and the title says so.
     """
-    kept = _worst(counts)
-    right, total = int(np.trace(counts)), int(counts.sum())
-    title = f"{right:,} of {total:,} right"
+    kept = _most_mistaken(counts)
+    title = f"{int(np.trace(counts)):,} of {int(counts.sum()):,} right"
     if len(kept) < len(counts):
         title += f" · {len(kept)} worst of {len(counts)} classes"
-    totals = counts.sum(axis=1, keepdims=True)
-    shares = (counts / np.maximum(totals, 1))[np.ix_(kept, kept)]
-    counts = counts[np.ix_(kept, kept)]
-    labels = [str(names[i]) if i < len(names) else str(i) for i in kept]
-
-    n = len(kept)
-    size = 26 if n <= 12 else 18
-    widest = max(width(label, size) for label in labels)
-    margin = int(min(widest, 150)) + 52  # the turned axis title stands left of the labels
-    cell = (SIDE - margin - 12) // n
-    upright = widest < cell - 6
-    foot = size + 14 if upright else int(min(widest, 150)) + 14
-    height = 52 + cell * n + foot + 40
-    picture = Image.new("RGB", (SIDE, height), PAPER)
-    draw = ImageDraw.Draw(picture)
-    draw.text((SIDE / 2, 26), title, INK, fit(title, SIDE - 24, 28), anchor="mm")
-    inside = font(max(10, min(30, int(cell * 0.42))))
-    for row in range(n):
-        for column in range(n):
-            _cell(draw, margin + column * cell, 52 + row * cell, cell,
-                  int(counts[row, column]), float(shares[row, column]), inside)  # fmt: skip
-    for i, label in enumerate(labels):
-        label = shorten(label, 150, size)
-        middle = i * cell + cell / 2
-        draw.text((margin - 8, 52 + middle), label, INK, font(size), anchor="rm")
-        below = 52 + n * cell + 6
-        if upright:
-            draw.text((margin + middle, below), label, INK, font(size), anchor="mt")
-        else:
-            turned(picture, label, size, INK, x=margin + middle, y=below)
-    draw.text((margin + n * cell / 2, height - 20), "predicted", GREY, font(26), anchor="mm")
-    turned(picture, "true", 26, GREY, x=18, y=52 + n * cell / 2 - 30)
-    return np.asarray(picture)
+    shares = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))[np.ix_(kept, kept)]
+    shown = counts[np.ix_(kept, kept)]
+    labels = [_shorten(str(names[i]) if i < len(names) else str(i), 14) for i in kept]
+    shade = LinearSegmentedColormap.from_list("shade", ["white", BLUE])
+    size = 13 if len(kept) <= 12 else 8
+    with rc_context(STYLE | {"axes.grid": False, "font.size": size}):
+        picture = _Picture(SIDE, title)
+        axes = picture.axes[0]
+        axes.imshow(shares, cmap=shade, vmin=0, vmax=1)
+        turned = 90 if max(map(len, labels)) * len(kept) > 40 else 0
+        axes.set_xticks(range(len(kept)), labels, rotation=turned)
+        axes.set_yticks(range(len(kept)), labels)
+        axes.set_xlabel("predicted")
+        axes.set_ylabel("true")
+        for row, column in np.argwhere(shown):  # zeros would only be noise
+            colour = "white" if shares[row, column] > 0.5 else INK
+            text = str(shown[row, column])
+            axes.text(column, row, text, ha="center", va="center", color=colour)
+        return picture.pixels()
 
 
-def image_grid(
-    images: NDArray[np.floating], true: Sequence[str], predicted: Sequence[str]
-) -> NDArray[np.uint8]:
-    """Images [N, C, H, W] in rows of four, each with what it was taken for.
-
-    Values may have any range. A right one says its class in green; a wrong one,
-    framed in red, what was said and what it is.
-    """
-    low, high = images.min(), images.max()
-    pixels = ((images - low) / (high - low or 1.0) * 255).astype(np.uint8)
-    if pixels.shape[1] != 3:
-        pixels = np.repeat(pixels[:, :1], 3, axis=1)
-    side, edge = SIDE // 4, 6
-    right = [a == b for a, b in zip(true, predicted, strict=True)]
-    captions = [32 if all(right[i : i + 4]) else 58 for i in range(0, len(right), 4)]
-    picture = Image.new("RGB", (SIDE, sum(captions) + side * len(captions)), PAPER)
-    draw = ImageDraw.Draw(picture)
-    for i, array in enumerate(pixels):
-        x, y = i % 4 * side, sum(captions[: i // 4]) + i // 4 * side
-        inner = (side - 2 * edge, side - 2 * edge)
-        tile = Image.fromarray(array.transpose(1, 2, 0)).resize(inner, Image.Resampling.NEAREST)
-        picture.paste(tile, (x + edge, y + edge))
-        if right[i]:
-            lines, ink, size = [true[i]], GREEN, 26
-        else:
-            lines, ink, size = [f"said {predicted[i]}", f"is {true[i]}"], RED, 22
-            box = (x + 1, y + 1, x + side - 2, y + side - 2)
-            draw.rectangle(box, outline=RED, width=edge - 1)
-        for k, line in enumerate(lines):
-            text, at = shorten(line, side - 8, size), (x + side / 2, y + side + 2 + 25 * k)
-            draw.text(at, text, ink, font(size), anchor="mt")
-    return np.asarray(picture)
-
-
-def _worst(counts: NDArray[np.int64]) -> NDArray[np.intp]:
+def _most_mistaken(counts: NDArray[np.int64]) -> NDArray[np.intp]:
     """The classes to draw, in order: all, or those most often mistaken or mistaken for."""
     if len(counts) <= MOST_CLASSES:
         return np.arange(len(counts))
@@ -117,12 +127,185 @@ def _worst(counts: NDArray[np.int64]) -> NDArray[np.intp]:
     return np.sort(np.argsort(-wrong, kind="stable")[:MOST_CLASSES])
 
 
-def _cell(
-    draw: ImageDraw.ImageDraw, x: int, y: int, side: int, count: int, share: float, font: Font
-) -> None:
-    colour = tuple(round(p + (b - p) * share) for p, b in zip(PAPER, BLUE, strict=True))
-    draw.rectangle((x, y, x + side, y + side), fill=colour, outline=(222, 226, 230))
-    text = str(count)
-    if count and draw.textlength(text, font) < side - 2:  # zeros would only be noise
-        ink = PAPER if share > 0.5 else INK
-        draw.text((x + side / 2, y + side / 2), text, ink, font, anchor="mm")
+def image_grid(
+    images: NDArray[np.floating], true: Sequence[str], predicted: Sequence[str]
+) -> NDArray[np.uint8]:
+    """Images [N, C, H, W] in rows of four: a right one with its class, a wrong one framed in red.
+
+    Values may have any range.
+    """
+    low, high = images.min(), images.max()
+    pixels = ((images - low) / (high - low or 1.0)).transpose(0, 2, 3, 1)
+    pixels = pixels if pixels.shape[3] == 3 else np.repeat(pixels[..., :1], 3, axis=3)
+    deep = -(-len(images) // 4)
+    style = STYLE | {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}
+    with rc_context(style):
+        picture = _Picture(deep * 200, "", 1)
+        picture.axes[0].remove()
+        for i, image in enumerate(pixels):
+            axes = picture.figure.add_subplot(deep, 4, i + 1)
+            axes.imshow(image, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            right = true[i] == predicted[i]
+            name = _shorten(true[i], 16)
+            wrong = f"said {_shorten(predicted[i], 12)}\nis {name}"
+            axes.set_xlabel(name if right else wrong, color=GREEN if right else RED)
+            for spine in axes.spines.values():
+                spine.set(visible=not right, color=RED, linewidth=4)
+        return picture.pixels()
+
+
+def fault_timeline(
+    lanes: Mapping[str, Collection[int]],
+    counts: Mapping[str, int],
+    severities: Mapping[str, str],
+    last: int,
+) -> NDArray[np.uint8]:
+    """A lane for each kind of fault, a mark for each step at which it was; up to step `last`.
+
+    Where not all of its `counts` steps are known, a lighter bar goes from the first to the last.
+    """
+    shown = list(lanes.items())[:MOST_ROWS]
+    with rc_context(STYLE):
+        picture = _Picture(110 + 54 * len(shown), "faults by step")
+        axes = picture.axes[0]
+        names = [f"{kind} · {counts.get(kind, len(steps)):,}" for kind, steps in shown]
+        _rows(axes, names)
+        for i, (kind, steps) in enumerate(shown):
+            colour = SEVERITY[severities[kind]]
+            if counts.get(kind, 0) > len(steps) > 1:
+                axes.barh(i, max(steps) - min(steps), 0.3, min(steps), color=colour, alpha=0.3)
+            axes.scatter(list(steps), [i] * len(steps), 260, colour, marker="|", linewidths=3)
+        axes.set_xlim(-0.02 * last, 1.02 * max(last, 1))
+        axes.set_xlabel("step")
+        return picture.pixels()
+
+
+def fault_counts(
+    counts: Mapping[str, int], severities: Mapping[str, str], steps: int
+) -> NDArray[np.uint8]:
+    """How often each kind of fault was, as bars; the most frequent first."""
+    shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_ROWS]
+    with rc_context(STYLE):
+        picture = _Picture(90 + 54 * len(shown), f"faults in {steps:,} steps")
+        axes = picture.axes[0]
+        _rows(axes, [kind for kind, _ in shown])
+        colours = [SEVERITY[severities.get(kind, "info")] for kind, _ in shown]
+        bars = axes.barh(range(len(shown)), [count for _, count in shown], 0.6, color=colours)
+        axes.bar_label(bars, [f" {count:,}" for _, count in shown])
+        axes.margins(x=0.15)
+        axes.set_xticks([])
+        return picture.pixels()
+
+
+def grad_norms(
+    steps: Sequence[int], typical: Sequence[float], largest: Sequence[float], bad: Sequence[int]
+) -> NDArray[np.uint8]:
+    """The gradient norm before clipping over the steps, on a logarithmic scale.
+
+    Of each stretch that ends at a step of `steps` the median is a line and the largest a lighter
+    one; `bad` are steps that were not finite, marked in red.
+    """
+    with rc_context(STYLE):
+        picture = _Picture(430, "gradient norm before clipping")
+        axes = picture.axes[0]
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_power)
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        for values, colour, width in ((largest, PALE, 2), (typical, BLUE, 3)):
+            points = [(s, v) for s, v in zip(steps, values, strict=True) if 0 < v < math.inf]
+            axes.plot([s for s, _ in points], [v for _, v in points], color=colour, linewidth=width)
+        for step in bad:
+            axes.axvline(step, 0.94, 1, color=RED, linewidth=4)
+        axes.set_xlabel("step")
+        legend = {"median": BLUE, "largest": PALE} | ({"not finite": RED} if bad else {})
+        picture.legend(legend)
+        return picture.pixels()
+
+
+def gradient_flow(
+    names: Sequence[str],
+    norms: Sequence[float | None],
+    updates: Sequence[float | None],
+    colours: Sequence[str],
+    legend: Mapping[str, str],
+    step: int,
+) -> NDArray[np.uint8]:
+    """Bars for the gradient norm and the relative update of each layer, from input to output.
+
+    The dashed line is an update of a thousandth of the weight, the rule of thumb of CS231n.
+    """
+    with rc_context(STYLE | {"font.size": 11}):
+        picture = _Picture(170 + 32 * len(names), f"gradient flow, step {step:,}", 2, sharey=True)
+        panels = (("gradient norm", norms), ("update / weight", updates))
+        for axes, (title, values) in zip(picture.axes, panels, strict=True):
+            axes.set_title(title, fontsize=12, color=GREY)
+            _logarithmic_bars(axes, values, colours)
+        _rows(picture.axes[0], names)
+        picture.axes[1].axvline(1e-3, color=GREEN, linestyle="--")
+        picture.legend({**legend, "0.001: a rule of thumb": GREEN})
+        return picture.pixels()
+
+
+def _logarithmic_bars(axes: Axes, values: Sequence[float | None], colours: Sequence[str]) -> None:
+    finite = [value for value in values if value is not None and 0 < value < math.inf]
+    low, high = min(finite, default=0.1) / 10, max(finite, default=1.0)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(numticks=4))
+    axes.xaxis.set_major_formatter(_power)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
+        if value is None or value == 0:
+            axes.text(low, i, " none" if value is None else " 0", color=colour, va="center")
+            continue
+        axes.barh(i, (value if value < math.inf else high) - low, 0.6, low, color=colour)
+        if not math.isfinite(value):
+            axes.text(low, i, " not finite", color="white", va="center", fontsize=9)
+    axes.set_xlim(low, 2 * high)
+    axes.grid(axis="y", visible=False)
+
+
+Line = Sequence[tuple[int, float]]
+
+
+def memory_timeline(
+    lines: Mapping[str, Line], dots: Mapping[str, Line], last: int, unit: str
+) -> NDArray[np.uint8]:
+    """Lines and dots over the steps, from nothing up; a later one is drawn over an earlier."""
+    with rc_context(STYLE):
+        picture = _Picture(430, f"memory, {unit}")
+        axes = picture.axes[0]
+        legend = dict(zip([*lines, *dots], COLOURS, strict=False))
+        for width, (name, line) in zip((6, 3, 2), lines.items(), strict=False):
+            mark = "o" if len(line) == 1 else None
+            axes.plot(*_columns(line), color=legend[name], linewidth=width, marker=mark)
+        for name, line in dots.items():
+            axes.scatter(*_columns(line), 30, legend[name], zorder=3)
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, max(last, 1))
+        axes.set_xlabel("step")
+        picture.legend(legend)
+        return picture.pixels()
+
+
+def _columns(line: Line) -> tuple[list[int], list[float]]:
+    return [step for step, _ in line], [value for _, value in line]
+
+
+def memory_modules(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> NDArray[np.uint8]:
+    """A bar for each module, in a colour for each part of its memory, in MiB."""
+    shown = {part: np.array(held) for part, held in parts.items() if any(held)}
+    with rc_context(STYLE):
+        picture = _Picture(150 + 42 * len(names), "memory of a step by module, MiB")
+        axes = picture.axes[0]
+        _rows(axes, names)
+        legend = dict(zip(shown, COLOURS, strict=False))
+        start = np.zeros(len(names))
+        for part, held in shown.items():
+            axes.barh(range(len(names)), held, 0.6, start, color=legend[part])
+            start += held
+        for i, total in enumerate(start):
+            axes.text(total, i, f" {total:,.3g}", va="center")
+        axes.margins(x=0.15)
+        picture.legend(legend)
+        return picture.pixels()

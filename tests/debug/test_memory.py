@@ -18,11 +18,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from runner import build, compose, train
 from runner.build import Given
 from runner.debug.config import MemoryConfig
-from runner.debug.memory import account as accounts
-from runner.debug.memory import census, plots
-from runner.debug.memory.account import Saved
-from runner.debug.memory.timeline import Point, Timeline
-from runner.debug.memory.tool import MemoryTool
+from runner.debug.memory import MemoryTool, Point, Timeline
+from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
+from runner.debug.object_counts import count_objects, find_growth
 from runner.errors import ConfigError, OutOfMemory
 from runner.hook import Hook, Step
 from runner.objective import Objective
@@ -72,7 +70,7 @@ def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None
         own = sum(p.nbytes for p in run.model.parameters())
         buffers = sum(b.nbytes for b in run.model.buffers())
     rows = found_in(tmp_path)["account"]["rows"]
-    total = {part: sum(row[part] for row in rows) for part in accounts.PARTS}
+    total = {part: sum(row[part] for row in rows) for part in PARTS}
     assert total["parameters"] == total["gradients"] == total["average"] == own
     assert 2 * own <= total["optimizer"] < 2.01 * own  # two moments, and the numbers of steps
     assert total["buffers"] == 2 * buffers  # and what a skipped step puts back
@@ -117,7 +115,7 @@ def test_what_is_kept_for_the_backward_is_what_was_predicted(
         train(run)
     found = found_in(tmp_path)
     rows, said = found["account"]["rows"], found["predicted"]
-    saved = sum(row["activations"] for row in rows if row["name"] != accounts.BATCH)
+    saved = sum(row["activations"] for row in rows if row["name"] != BATCH)
     assert said["saved"] == pytest.approx(saved, rel=0.05)
     assert found["account"]["peak"] == pytest.approx(
         said["activations"] + said["gradients"], rel=0.25
@@ -134,12 +132,12 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -
             return self.second(self.first(x).relu())
 
     model, x = Two(), torch.randn(32, 8)
-    saved = Saved(model, model.parameters())
+    saved = SavedTensors(model, model.parameters())
     with saved.counting():
         model(x).square().sum().backward()
         model(x).sum().backward()  # of a second micro-batch nothing is added
     hidden = 32 * 16 * 4  # relu keeps its output, which is what the second layer keeps too
-    assert saved.bytes == {accounts.BATCH: 32 * 8 * 4, "": hidden, accounts.LOSS: 32 * 4 * 4}
+    assert saved.bytes == {BATCH: 32 * 8 * 4, "": hidden, LOSS: 32 * 4 * 4}
     assert saved.samples == 32
     assert not torch.nn.modules.module._global_forward_hooks
 
@@ -256,8 +254,8 @@ class First(Hook):
 
     def on_step(self, run: Run, step: Step) -> None:
         (tool,) = (hook for hook in run.hooks if isinstance(hook, MemoryTool))
-        if tool.account is not None:
-            self.accounts.append((tool.account.step, tool.account.samples))
+        if tool.breakdown is not None:
+            self.accounts.append((tool.breakdown.step, tool.breakdown.samples))
 
 
 def test_a_run_of_partial_batches_only_says_so(tmp_path: Path) -> None:
@@ -275,11 +273,11 @@ KEPT: list[Any] = []
 
 
 def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
-    before = census.take()
+    before = count_objects()
     KEPT.extend([object()] for _ in range(5000))
     gone = [[] for _ in range(5000)]
     del gone
-    grown = census.compare(before, census.take())
+    grown = find_growth(before, count_objects())
     KEPT.clear()
     said = [str(growth) for growth in grown]
     assert any("5,000 more items in the list" in x and x.endswith("test_memory.KEPT") for x in said)
@@ -289,20 +287,20 @@ def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
 def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor(
     mapped: Callable[[int], mmap.mmap],
 ) -> None:
-    before = census.take()
+    before = count_objects()
     for _ in range(400):
         KEPT.append(mapped(100_000))
     small = torch.zeros(2, 2, dtype=torch.int64)
-    grown = census.compare(before, census.take())
+    grown = find_growth(before, count_objects())
     KEPT.clear()
     assert small.nbytes == 32 and not any(growth.kind == "tensors" for growth in grown)
     assert (grown[0].kind, grown[0].more) == ("items", 400) and grown[0].what.endswith(".KEPT")
 
 
 def test_functions_that_an_import_makes_are_no_growth() -> None:
-    before = census.take()
+    before = count_objects()
     made = [lambda: None for _ in range(500)]
-    said = [str(growth) for growth in census.compare(before, census.take())]
+    said = [str(growth) for growth in find_growth(before, count_objects())]
     assert len(made) == 500 and not any("function" in x for x in said)
 
 
@@ -311,16 +309,6 @@ def test_a_picture_has_one_line_for_two_that_are_the_same() -> None:
     assert list(same.lines()[0]) == ["process"]
     apart = Timeline([Point(step, 100 * 2**20, 120 * 2**20) for step in (10, 20)])
     assert list(apart.lines()[0]) == ["process, at most", "process"]
-
-
-def test_the_picture_of_modules_has_a_legend_for_what_there_is_and_names_told_apart() -> None:
-    def drawn(rows: list[accounts.Row], parts: tuple[str, ...]) -> bytes:
-        return plots.modules(rows, parts).tobytes()
-
-    names = [f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(2)]
-    first, second = (accounts.Row(name, "Linear", parameters=2**20) for name in names)
-    assert drawn([first], ("parameters", "average")) == drawn([first], ("parameters",))
-    assert drawn([first], ("parameters",)) != drawn([second], ("parameters",))
 
 
 # out of memory
@@ -414,7 +402,7 @@ def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_pa
 
 def test_a_lazy_parameter_somewhere_in_the_process_is_no_hindrance() -> None:
     kept = [nn.LazyLinear(3), nn.Linear(71, 5)]
-    assert [shape for shape, *_ in census.take().tensors if shape == "5×71"]
+    assert [shape for shape, *_ in count_objects().tensors if shape == "5×71"]
     assert len(kept) == 2
 
 
@@ -422,6 +410,6 @@ def test_a_tensor_of_the_compilers_tracer_is_not_counted() -> None:
     real = torch.ones(7, 73)
     fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 73))
     assert isinstance(fake.numel(), torch.SymInt)  # which has no hash
-    shapes = [shape for shape, *_ in census.take().tensors]
+    shapes = [shape for shape, *_ in count_objects().tensors]
     assert shapes.count("7×73") == 1 and not [shape for shape in shapes if shape.startswith("s")]
     assert real.numel() == 511

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from runner import build, compose, train
-from runner.debug.config import DebugConfig
+from runner.debug.config import DebugConfig, ToolConfig, tool
 from runner.debug.tool import Tool
 from runner.errors import GaveUp
 from runner.hook import Report, Step
 from runner.run import Run
 from runner.summary import Summary
+from runner.watchers import load_tools
 
 SMALL = ["data=cancer", "optimization=none", "device.threads=1", "monitoring.progress=false",
          "training.steps=8", "training.batch_size=32"]  # fmt: skip
@@ -88,3 +90,38 @@ def test_what_a_step_raises_is_not_taken_for_the_tools() -> None:
         with pytest.raises(ValueError, match="of the model"):
             train(run)
     assert not tool.broken and "tool_failed" not in run.history.counts
+
+
+class Dummy(Tool):
+    """A tool that only counts its steps."""
+
+    name = "dummy"
+
+    def __init__(self, config: DebugConfig) -> None:
+        super().__init__(config, every=2)
+
+    def on_step(self, run: Run, step: Step) -> None:
+        with self.looking():
+            self.finding = f"step {step.number}"
+
+
+@dataclass
+class WithDummy(DebugConfig):
+    """The group with a line more."""
+
+    dummy: ToolConfig = tool(f"{__name__}:Dummy", ToolConfig)
+
+
+def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
+    assert load_tools(WithDummy()) == []
+    tools = load_tools(WithDummy(dummy=ToolConfig(enabled=True)))
+    with build(compose(SMALL)) as run:
+        run.hooks += tools
+        summary = train(run)
+    row = next(row for row in summary.tools if row.name == "dummy")
+    assert (row.looks, row.finding) == (4, "step 8")
+
+
+def test_full_debugging_has_every_tool_outermost_first() -> None:
+    names = [tool.name for tool in load_tools(compose([*SMALL, "debug=full"]).debug)]
+    assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]

@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runner import Hook, build, compose, train
 from runner.errors import ConfigError, SecurityError
 from runner.hook import Report, Step
-from runner.record import plots_faults
 from runner.run import Run
 
 POISONED = [
@@ -41,31 +40,6 @@ def test_every_fault_is_in_the_history_in_tensorboard_and_in_pictures(
         with Image.open(plots / f"{name}.png") as picture:
             assert picture.size[0] == 640
     assert (tmp_path / "debug" / "tables" / "history_faults.csv").exists()
-
-
-def test_the_timeline_marks_every_step_and_bars_what_is_not_known() -> None:
-    name = "vanishing_gradients_of_a_layer"
-    kind, few = {"spike": "warning", name: "error"}, list(range(1, 21))
-    known = plots_faults.timeline(
-        {"spike": range(1, 101), name: [50]}, {"spike": 100, name: 1}, kind, 100
-    )
-    barred = plots_faults.timeline(
-        {"spike": [*few, 100], name: [50]}, {"spike": 100, name: 1}, kind, 100
-    )
-    row = 52 + plots_faults.LANE // 2 - 6  # in the first lane, beside its middle
-    late = slice(plots_faults.LEFT + 150, plots_faults.LEFT + 200)
-    assert (known[row - 6, late] == plots_faults.ORANGE).all(1).sum() > 25
-    assert not (barred[row - 6, late] == plots_faults.ORANGE).all(1).any()
-    assert (barred[row, late] != 255).any(1).all()
-
-
-def test_the_picture_of_norms_says_what_its_lines_are() -> None:
-    def red(bad: list[int]) -> bool:
-        picture = plots_faults.norms([10, 20], [1.0, 2.0], [3.0, 4.0], bad)
-        assert (picture[60] == plots_faults.PALE).all(1).any()
-        return bool((picture[60] == plots_faults.RED).all(1).any())
-
-    assert red([15]) and not red([])
 
 
 def test_a_healthy_run_leaves_no_debug_folder(tmp_path: Path) -> None:

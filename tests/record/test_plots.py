@@ -1,21 +1,28 @@
+"""Pictures: their width, what stands out in them, and names of any kind."""
+
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
-from runner.record.plots import BLUE, RED, SIDE, confusion_matrix, image_grid
-
-
-def has(picture: np.ndarray, colour: tuple[int, int, int]) -> bool:
-    return bool((picture == np.array(colour, np.uint8)).all(2).any())
+from runner.record import plots
+from runner.record.plots import BLUE, GREEN, ORANGE, RED, SIDE, confusion_matrix, image_grid
 
 
-@pytest.mark.parametrize("classes", [2, 10, 24, 100])
-@pytest.mark.parametrize("name", ["{}", "a class with a very long name {}", "größe {}", ""])
+def has(picture: np.ndarray, colour: str) -> bool:
+    pixel = np.array([round(255 * part) for part in to_rgb(colour)], np.uint8)
+    return bool((picture == pixel).all(2).any())
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100])
+@pytest.mark.parametrize("name", ["{}", "a class with a very long name {}", "größe $x^ {}", ""])
 def test_any_number_of_classes_of_any_name_fits(classes: int, name: str) -> None:
     names = [name.format(i) for i in range(classes)]
     picture = confusion_matrix(np.eye(classes, dtype=np.int64) * 5, names)
-    assert picture.shape[1] == SIDE and picture.shape[0] < 1.4 * SIDE
+    assert picture.shape == (SIDE, SIDE, 3) and picture.dtype == np.uint8
     assert has(picture, BLUE)  # the whole of a class in one cell
 
 
@@ -31,14 +38,58 @@ def test_of_many_classes_those_with_mistakes_are_drawn() -> None:
     assert not np.array_equal(quiet, confusion_matrix(counts, [str(i) for i in range(60)]))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("count", [1, 4, 12])
+@pytest.mark.parametrize(("channels", "count"), [(1, 1), (3, 4), (1, 12)])
 def test_only_what_was_mistaken_is_framed_in_red(channels: int, count: int) -> None:
     images = np.random.default_rng(0).normal(size=(count, channels, 8, 8))
     true = ["cat"] * count
-    assert not has(image_grid(images, true, true), RED)
+    right = image_grid(images, true, true)
+    assert right.shape[1] == SIDE and not has(right, RED)
     assert has(image_grid(images, true, [*true[1:], "dog"]), RED)
 
 
 def test_an_image_of_one_value_is_drawn_too() -> None:
     assert image_grid(np.ones((1, 1, 4, 4)), ["a"], ["a"]).shape[1] == SIDE
+
+
+def test_faults_have_the_colour_of_their_severity() -> None:
+    kinds = {"spike": "warning", "non_finite": "error"}
+    lanes = {"spike": {3, 9}, "non_finite": {5}}
+    for picture in (
+        plots.fault_timeline(lanes, {"spike": 50, "non_finite": 1}, kinds, 100),
+        plots.fault_counts({"spike": 50, "non_finite": 1}, kinds, 100),
+    ):
+        assert has(picture, ORANGE) and has(picture, RED) and not has(picture, BLUE)
+
+
+def test_the_timeline_marks_every_step_and_bars_what_is_not_known() -> None:
+    def marked(steps: list[int]) -> int:
+        picture = plots.fault_timeline({"spike": steps}, {"spike": 100}, {"spike": "warning"}, 100)
+        return int((picture == np.array([0xD9, 0x77, 0x06], np.uint8)).all(2).sum())
+
+    few = marked([*range(1, 21), 100])
+    assert 0 < few < 0.4 * marked(list(range(1, 101)))
+    assert few == marked([*range(1, 21), 100]) > marked([1, 2])
+
+
+def test_steps_that_were_not_finite_are_marked_among_the_norms() -> None:
+    norms = [1.0, math.nan, 0.0]
+    assert not has(plots.grad_norms([10, 20, 30], norms, [3.0, math.inf, 9.0], []), RED)
+    assert has(plots.grad_norms([10, 20, 30], norms, [3.0, math.inf, 9.0], [15]), RED)
+
+
+def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
+    values = [1e-3, None, 0.0, math.inf, math.nan]
+    names = [f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(5)]
+    picture = plots.gradient_flow(names, values, values, [BLUE] * 3 + [RED] * 2, {"fine": BLUE}, 7)
+    assert has(picture, BLUE) and has(picture, RED) and has(picture, GREEN)
+    nothing = plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1)
+    assert nothing.shape[1] == SIDE
+
+
+def test_the_legend_of_modules_has_only_parts_that_there_are_and_names_are_told_apart() -> None:
+    def draw(name: str, **parts: list[float]) -> bytes:
+        return plots.memory_modules([name], parts).tobytes()
+
+    first, second = (f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(2))
+    assert draw(first, parameters=[1.0], average=[0.0]) == draw(first, parameters=[1.0])
+    assert draw(first, parameters=[1.0]) != draw(second, parameters=[1.0])
