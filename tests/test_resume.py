@@ -117,16 +117,8 @@ def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
     ("before", "then", "why"),
     [
         ([], ["model.width=7"], "size mismatch"),
-        (
-            [],
-            ["optimizer=sgd"],
-            "SGD .* keeps momentum_buffer .*, and exp_avg, exp_avg_sq, step is there: it was",
-        ),
-        (
-            ["optimizer=sgd"],
-            [],
-            "AdamW .* keeps exp_avg, exp_avg_sq, step of a weight, and momentum_buffer is there",
-        ),
+        ([], ["optimizer=sgd"], "another optimizer: SGD has no amsgrad"),
+        (["optimizer=sgd"], [], "another optimizer: AdamW has no dampening"),
         ([], ["+optimizer.options.amsgrad=true"], "max_exp_avg_sq is missing"),
     ],
 )
