@@ -145,7 +145,7 @@ class Synthetic(DataConfig):
 
 @dataclass
 class Tabular(DataConfig):
-    """A table of numbers and categories: csv, or parquet with the extra `parquet`."""
+    """A table of numbers and categories: csv or parquet."""
 
     kind: str = "tabular"
     path: str = MISSING

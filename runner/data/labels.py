@@ -34,7 +34,7 @@ def encode(values: Sequence[object]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels int64 from 0, and the name of each: the different values, sorted."""
     distinct = sorted(set(values), key=lambda v: (isinstance(v, str), v))
     number = {value: label for label, value in enumerate(distinct)}
-    return np.array([number[v] for v in values], np.int64), tuple(_name(v) for v in distinct)
+    return np.array([number[v] for v in values], np.int64), tuple(class_name(v) for v in distinct)
 
 
 def check_classes(names: Sequence[str], what: str) -> None:
@@ -65,6 +65,7 @@ def check_range(target: Tensor, below: int, indices: np.ndarray, what: str, fix:
         raise DataError(f"{what} {indices[where[0]]}: {value} is not in 0 to {below - 1}; {fix}")
 
 
-def _name(value: object) -> str:
+def class_name(value: object) -> str:
+    """A class as people call it: 3 for 3.0."""
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if whole else str(value)  # type: ignore[call-overload]

@@ -11,12 +11,19 @@ import torch
 
 from runner.batch import Column, Sizes
 from runner.data.bad import dropping, left_out
-from runner.data.budget import FEATURE
 from runner.data.config import Tabular
-from runner.data.labels import check_classes, check_task, encode, guess_task
+from runner.data.labels import check_classes, check_task, class_name, guess_task
 from runner.data.order import split
 from runner.data.paths import suggestion
-from runner.data.table import LONGEST, Table, bad_cells, numbers, read_table
+from runner.data.table import (
+    LONGEST,
+    Table,
+    bad_cells,
+    check_memory,
+    numbers,
+    read_table,
+    words_of,
+)
 from runner.data.tensors import Tensors, scale_of, standardised
 from runner.errors import ConfigError, DataError
 from runner.technique import Choice
@@ -24,6 +31,7 @@ from runner.technique import Choice
 log = logging.getLogger("runner")
 
 MOST_CATEGORIES = 256
+FEATURE = 4  # bytes of a float32
 DECIMAL_COMMA = re.compile(r"-?[0-9.]*[0-9],[0-9]+")
 
 
@@ -56,7 +64,8 @@ def tabular(config: Tabular) -> Tensors:
         )
         values = torch.from_numpy(target.astype(np.float32))
     else:
-        labels, names = encode(target.tolist())
+        distinct, labels = np.unique(target, return_inverse=True)
+        names = tuple(class_name(value) for value in distinct.tolist())
         check_classes(names, f"{table.path}: column {config.target!r}")
         sizes = Sizes("classification", features, classes=len(names), class_names=names)
         values = torch.from_numpy(labels)
@@ -70,8 +79,13 @@ def _inputs(
 ) -> tuple[np.ndarray, tuple[Column, ...]]:
     """The columns as float32 [rows, features], and what was made of each."""
     read = [_column(table, name, train) for name in used]
-    rows = np.arange(len(table))
-    inputs = np.zeros((len(rows), sum(column.width for _, column in read)), np.float32)
+    rows, width = np.arange(len(table)), sum(column.width for _, column in read)
+    widest = max((column for _, column in read), key=lambda column: column.width)
+    check_memory(
+        table.path, FEATURE * len(rows) * width, f"{width:,} numbers a row, {widest.width:,} of "
+        f"them for column {widest.name!r},", f"leave it out with data.ignore=[{widest.name}]",
+    )  # fmt: skip
+    inputs = np.zeros((len(rows), width), np.float32)
     at = 0
     for values, column in read:
         if column.values:
@@ -87,7 +101,6 @@ def _column(table: Table, name: str, train: np.ndarray) -> tuple[np.ndarray, Col
     leave_out = f"leave it out with data.ignore=[{name}]"
     found = numbers(table, name)
     if found is not None:
-        table.budget.take(FEATURE * len(found), f"column {name!r} as a number a row", leave_out)
         with np.errstate(all="ignore"):  # said below
             scaled, mean, deviation = standardised(found[:, None], train)
         if len(far := np.flatnonzero(~np.isfinite(scaled[:, 0]))):
@@ -97,7 +110,7 @@ def _column(table: Table, name: str, train: np.ndarray) -> tuple[np.ndarray, Col
                 f"{leave_out}"
             )
         return scaled[:, 0], Column(name, 1, float(mean[0]), float(deviation[0]))
-    labels, texts = encode([str(v) for v in table.columns[name]])
+    labels, texts = _categories(table, name)
     commas = _decimal_commas(texts)
     if len(texts) > MOST_CATEGORIES:
         raise DataError(
@@ -106,9 +119,17 @@ def _column(table: Table, name: str, train: np.ndarray) -> tuple[np.ndarray, Col
         )
     if commas:
         log.warning("%s: column %r is taken for categories; %s", table.path, name, commas)
-    width = f"column {name!r} as {len(texts)} numbers a row"
-    table.budget.take(FEATURE * len(labels) * len(texts), width, leave_out)
     return labels, Column(name, len(texts), values=texts)
+
+
+def _categories(table: Table, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Which category each row has, and the categories, sorted."""
+    codes, words = words_of(table.columns[name])
+    used = [words[code] or "" for code in np.unique(codes).tolist()]
+    texts = sorted(set(used))
+    place = {word: number for number, word in enumerate(texts)}
+    numbered = np.array([place.get(word or "", 0) for word in words])
+    return numbered[codes], tuple(texts)
 
 
 def _target(table: Table, config: Tabular) -> tuple[str, str, np.ndarray]:
@@ -116,15 +137,16 @@ def _target(table: Table, config: Tabular) -> tuple[str, str, np.ndarray]:
     values = numbers(table, config.target)
     if values is None:
         if config.task == "regression":
-            texts = (str(v) for v in table.columns[config.target] if not _is_number(v))
-            first = next(texts)[:LONGEST]
+            words = words_of(table.columns[config.target])[1]
+            first = next(word for word in words if word and not _is_number(word))[:LONGEST]
             raise ConfigError(
                 "data.task",
                 f"column {config.target!r} holds texts such as {first!r}, which have no size",
                 suggestion("classification", ["classification"], "use"),
             )
-        classes = np.array([str(v) for v in table.columns[config.target]], dtype=object)
-        if commas := _decimal_commas(classes.tolist()):
+        codes, texts = _categories(table, config.target)
+        classes = np.array(texts, dtype=object)[codes]
+        if commas := _decimal_commas(texts):
             log.warning("%s: column %r is taken for classes; %s", table.path, config.target, commas)
         return "classification", f"column {config.target!r} holds texts", classes
     task, reason = guess_task(values)

@@ -47,14 +47,15 @@ Sample = tuple[str, bytes, str]
 
 def _from_table(config: Text, problems: list[str]) -> list[Sample]:
     """The rows of a table; where bad ones are dropped, `problems` has a line for each."""
-    table = read_table(config.path, dropping(config))
     used = (config.text, config.target)
+    table = read_table(config.path, dropping(config), texts=used)
     table.column(config.text, "data.text")
     table.column(config.target, "data.target")
+    columns = {name: table.columns[name].to_pylist() for name in used}
     empty = {
-        row: f"column {name!r}: the value is missing"
+        row: f", column {name!r}: the value is missing"
         for name in used
-        for row, value in enumerate(table.columns[name])
+        for row, value in enumerate(columns[name])
         if value is None or value == ""
     }
     if dropping(config):
@@ -62,8 +63,10 @@ def _from_table(config: Text, problems: list[str]) -> list[Sample]:
         problems += table.problems
     elif empty:
         row = min(empty)
-        raise table.missing(next(n for n in used if table.columns[n][row] in (None, "")), row)
-    texts, labels = (table.columns[name] for name in used)
+        raise table.missing(next(n for n in used if columns[n][row] in (None, "")), row)
+    texts, labels = (
+        [value for row, value in enumerate(columns[name]) if row not in empty] for name in used
+    )
     return [
         (f"{table.path}: {table.where(row)}", str(content).encode(), str(label))
         for row, (content, label) in enumerate(zip(texts, labels, strict=True))

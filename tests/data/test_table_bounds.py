@@ -11,11 +11,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from runner.data import budget
 from runner.data.config import BadSamples, Tabular
 from runner.data.table import read_table
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
+from runner.device import memory
 from runner.errors import ConfigError, DataError
 
 LABELS = ["yes", "no"] * 15
@@ -34,62 +34,34 @@ def opened(path: str, target: str = "label", **changes: object) -> Tensors:
     return tabular(Tabular(path=path, target=target, **changes))  # type: ignore[arg-type]
 
 
-def varint(number: int, length: int = 0) -> bytes:
-    """A number as parquet's footer has it, drawn out to so many bytes."""
-    number, found = number * 2, []
-    while number > 127 or len(found) < length - 1:
-        found.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*found, number])
-
-
-def test_a_parquet_file_whose_footer_lies_about_its_size_is_refused_as_it_is_read(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "small.parquet"
-    texts = ["a" * (24 << 20), *["b"] * 29]
-    table = pyarrow.table({"text": texts, "label": LABELS})
-    options = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
-    parquet.write_table(table, path, **options)
-    group = parquet.ParquetFile(path).metadata.row_group(0)
-    data = path.read_bytes()
-    sizes = {group.total_byte_size, *(group.column(i).total_uncompressed_size for i in range(2))}
-    end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    footer = data[end:]
-    for size in sizes - {group.column(1).total_uncompressed_size}:
-        assert varint(size) in footer
-        footer = footer.replace(varint(size), varint(10, len(varint(size))))
-    path.write_bytes(data[:end] + footer)
-    told = parquet.ParquetFile(path).metadata.row_group(0)
-    assert told.total_byte_size == told.column(0).total_uncompressed_size == 10
-    with pytest.raises(DataError, match=r"data.path: .* become 25,166,\d+ \(30 rows or more\)"):
-        opened(str(path))
-
-
-def test_a_table_takes_as_much_memory_as_its_file_allows_and_no_more(
+def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers, codes = list(range(30)), CODES[:30]
-    path = csv(tmp_path, numbers, codes)
-    whole = opened(path)
-    assert whole.inputs.shape == (30, 31)
-    held = read_table(path).budget.taken
-    monkeypatch.setattr(budget, "RATIO", 1)
-    monkeypatch.setattr(budget, "FREE", held + 4 * 30 * 31)
-    assert opened(path).inputs.equal(whole.inputs)  # the last byte that it needs
-    monkeypatch.setattr(budget, "FREE", held + 4 * 30 * 31 - 1)
-    with pytest.raises(DataError, match=r"'c1' as 30 numbers a row.*data.ignore=\[c1\]"):
+    path = csv(tmp_path, list(range(30)), CODES[:30])
+    assert opened(path).inputs.shape == (30, 31)
+    free = 4 * Path(path).stat().st_size
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
+    with pytest.raises(DataError, match=r"31 numbers a row, 30 .* 'c1'.*data.ignore=\[c1\]"):
         opened(path)
     assert opened(path, ignore=["c1"]).inputs.shape == (30, 1)
-    monkeypatch.setattr(budget, "FREE", held - 1)
-    with pytest.raises(DataError, match=r"data.path: .* with 30 rows, .* at most may be; split"):
+    free = 100
+    with pytest.raises(DataError, match=r"data.path: .*numbers.csv: refused: its cells take"):
         opened(path)
     small = tmp_path / "numbers.parquet"
-    parquet.write_table(pyarrow.table({"a": numbers, "label": LABELS}), small)
-    monkeypatch.setattr(budget, "FREE", 0)
-    monkeypatch.setattr(budget, "RATIO", 0)
-    with pytest.raises(DataError, match=r"data.path: .* with column 'a'.*leave out rows"):
+    parquet.write_table(pyarrow.table({"a": range(30), "label": LABELS}), small)
+    with pytest.raises(DataError, match=r"data.path: .* 30 rows take 480 bytes.*leave out rows"):
         opened(str(small))
+
+
+def test_what_a_parquet_file_decodes_to_is_counted_whatever_its_footer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, left = tmp_path / "small.parquet", iter([1 << 20, 1 << 10])
+    texts = ["a" * (4 << 20), *["b"] * 29]
+    parquet.write_table(pyarrow.table({"text": texts, "label": LABELS}), path, compression="zstd")
+    monkeypatch.setattr(memory, "available_bytes", lambda: next(left))
+    with pytest.raises(DataError, match=r"bytes of decoded rows take 4,194,\d+ bytes, and 1,024"):
+        opened(str(path))
 
 
 def test_a_table_of_many_columns_is_opened(tmp_path: Path) -> None:
