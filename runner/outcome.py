@@ -97,11 +97,14 @@ def engagements(run: Run) -> list[Engagement]:
     """A row per technique: requested, engaged, and the evidence collected so far."""
     rows = {row.name: row for row in run.engagements}
     for name, _ in run.techniques:
-        evidence = run.evidence.get(name)
+        evidence, fallen = run.evidence.get(name), run.fallen.get(name, "")
         if evidence is None:
-            fallen = run.fallen.get(name, "")
             reason = fallen or "the run ended before it was looked at"
-            rows[name] = Engagement(name, True, False, reason, known=bool(fallen))
+            status = "fell back" if fallen else ""
+            rows[name] = Engagement(name, True, False, reason, known=bool(fallen), status=status)
             continue
-        rows[name] = Engagement(name, True, evidence.engaged, evidence.reason, evidence.facts)
+        status = "engaged" if evidence.engaged else "fell back" if fallen else "failed"
+        rows[name] = Engagement(
+            name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
+        )
     return list(rows.values())

@@ -79,7 +79,8 @@ class Engagement:
     engaged: bool
     reason: str
     evidence: dict[str, Any] = field(default_factory=dict)
-    known: bool = True  # False: the run ended before it was looked at
+    known: bool = True  # False: the run ended before there was evidence
+    status: str = ""  # engaged | not applicable | skipped | failed | fell back, of one requested
 
 
 @dataclass(kw_only=True)

@@ -1,14 +1,15 @@
-"""The columns of a comparison: what each is called, what stands in it, what it is sorted by."""
+"""The columns of a comparison: the title of each, its text, and the number that sorts it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from runner.report import facts, words
+from runner.report import format, row_fields
 from runner.report.comparison import Comparison, Row
 
 METRICS = 6  # of a run, beside the monitored one; results.csv has them all
+Number = Callable[[Row], float | None]
 
 
 @dataclass(frozen=True)
@@ -17,115 +18,103 @@ class Column:
 
     key: str
     title: str
-    number: Callable[[Row], float | None]
+    number: Number
     text: Callable[[Row], str]
-    wide: bool = False  # left to the page and the document; the terminal has no room
-
-    def filled(self, comparison: Comparison) -> bool:
-        """Whether any row has something in it."""
-        return any(self.number(row) is not None for row in comparison.rows)
 
 
-def columns(comparison: Comparison) -> list[Column]:
-    """The columns that at least one row has something in, in the order in which they are read."""
-    every = [
-        *_speed(),
-        Column("parity", "numbers", lambda row: None if row.parity is None else 0.0, words.parity),
-        Column("memory", "memory", facts.process_bytes, _size(facts.process_bytes)),
-        Column("device_memory", "device memory", facts.device_bytes, _size(facts.device_bytes)),
-        *_measured(),
-        *_metrics(comparison),
-    ]
-    return [column for column in every if column.filled(comparison)]
+def _column(key: str, title: str, number: Number, show: Callable[[float | None], str]) -> Column:
+    return Column(key, title, number, lambda row: show(number(row)))
 
 
-def of_documents(comparison: Comparison) -> list[Column]:
-    """The same, but speed-up and interval as one: that is how they should be read."""
-    both = Column("speedup", "speed-up (95 %)", _speedup, words.speedup)
-    found = [column for column in columns(comparison) if column.key != "interval"]
-    paired = any(row.speedup_interval for row in comparison.rows)
-    return [both if paired and column.key == "speedup" else column for column in found]
-
-
-def _speed() -> list[Column]:
-    return [
-        Column("speedup", "speed-up", _speedup, lambda row: words.times(_speedup(row))),
-        Column(
-            "interval",
-            "95 % interval",
-            lambda row: row.speedup_interval[0] if row.speedup_interval else None,
-            lambda row: words.interval(row.speedup_interval),
-        ),
-        Column("step_ms", "step, ms", facts.step_ms, _milliseconds(facts.step_ms)),
-        Column(
-            "rate",
-            "samples/s",
-            facts.samples_per_second,
-            lambda row: words.rate(facts.samples_per_second(row)),
-        ),
-    ]
+def _measured(key: str) -> Number:
+    return lambda row: row_fields.measured(row, key)
 
 
 def _speedup(row: Row) -> float | None:
-    return facts.number(vars(row), "speedup") if row.finished else None
+    return row_fields.number(vars(row), "speedup") if row.finished else None
 
 
-def _measured() -> list[Column]:
-    """What only a benchmark knows."""
+def _low_end(row: Row) -> float | None:
+    return row.speedup_interval[0] if row.speedup_interval else None
 
-    def of(key: str) -> Callable[[Row], float | None]:
-        return lambda row: facts.measured(row, key)
 
-    def told(key: str, say: Callable[[float | None], str]) -> Callable[[Row], str]:
-        return lambda row: say(of(key)(row))
+def speedup_text(row: Row) -> str:
+    """A row's ratio with its interval, as `1.83× (1.79 to 1.86)`."""
+    return format.times_interval(row.speedup if row.finished else None, row.speedup_interval)
 
-    compile_s, target = "compile_seconds", "seconds_to_target"
+
+def _break_even_text(row: Row) -> str:
+    """After how many steps compiling is paid back."""
+    measured = row.measured
+    if measured is None or measured.speedup is None or (measured.compile_seconds or 0.0) < 0.1:
+        return format.NONE  # nothing was paid
+    return "never" if measured.break_even_steps is None else f"{measured.break_even_steps:,}"
+
+
+def _parity_text(row: Row) -> str:
+    """Whether it is the same training, in a word or two."""
+    if row.parity is None:
+        return format.NONE
+    text = row.parity
+    if text == "explained by precision":
+        text = row_fields.low_precision(row) or "rounding"
+    other = row.measured.other_work if row.measured is not None else []
+    return f"{text}, other {other[0] if len(other) == 1 else 'work'}" if other else text
+
+
+COLUMNS = (
+    _column("speedup", "speed-up", _speedup, format.times),
+    Column(
+        "interval", "95 % interval", _low_end, lambda row: format.interval(row.speedup_interval)
+    ),
+    _column("step_ms", "step, ms", row_fields.step_ms, format.milliseconds),
+    _column("rate", "samples/s", row_fields.samples_per_second, format.rate),
+    Column("parity", "numbers", lambda row: None if row.parity is None else 0.0, _parity_text),
+    _column("memory", "memory", row_fields.process_bytes, format.size),
+    _column("device_memory", "device memory", row_fields.device_bytes, format.size),
+    _column("compile_seconds", "compile", _measured("compile_seconds"), format.seconds),
+    Column("break_even", "paid back after", _measured("break_even_steps"), _break_even_text),
+    _column("data_wait", "waits for data", _measured("data_wait"), format.share),
+    _column("mfu", "MFU", _measured("mfu"), format.share),
+    _column("to_target", "to the target loss", _measured("seconds_to_target"), format.seconds),
+)
+"""In the order in which they are read; those of metrics follow."""
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """The columns that at least one row has something in."""
+    every = [*COLUMNS, *_metrics(comparison)]
+    rows = comparison.rows
+    return [column for column in every if any(column.number(row) is not None for row in rows)]
+
+
+def document_columns(comparison: Comparison) -> list[Column]:
+    """The same, with speed-up and interval as one: that is how they should be read."""
+    found = [column for column in columns(comparison) if column.key != "interval"]
+    if not any(row.speedup_interval for row in comparison.rows):
+        return found
     return [
-        Column(compile_s, "compile", of(compile_s), told(compile_s, words.seconds)),
-        Column("break_even", "paid back after", of("break_even_steps"), words.break_even),
-        Column(
-            "data_wait", "waits for data", of("data_wait"), told("data_wait", words.share), True
-        ),
-        Column("mfu", "MFU", of("mfu"), told("mfu", words.share), True),
-        Column(target, "to the target loss", of(target), told(target, words.seconds), True),
+        replace(column, title="speed-up (95 %)", text=speedup_text)
+        if column.key == "speedup"
+        else column
+        for column in found
     ]
 
 
 def _metrics(comparison: Comparison) -> list[Column]:
     """The monitored metric's best value, then others; in a benchmark the user's own alone."""
-    found: list[Column] = []
-    monitor = facts.monitored([row for row in comparison.rows if row.finished])
     rows = comparison.rows
     if comparison.kind == "benchmark":
         own = [name for row in rows if row.measured for name in row.measured.metrics]
         return [_metric(name) for name in dict.fromkeys(own)]
-    if monitor:
-        found.append(
-            Column(
-                "best",
-                f"best {monitor}",
-                facts.best,
-                lambda row: words.metric(facts.best(row)),
-            )
-        )
-    others = dict.fromkeys(name for row in rows for name in facts.metrics(row))
+    monitor = row_fields.monitored([row for row in rows if row.finished])
+    best = _column("best", f"best {monitor}", row_fields.best, format.metric)
+    others = dict.fromkeys(name for row in rows for name in row_fields.metrics(row))
     plain = [name for name in others if name != monitor and name.count("/") < 2]
-    return found + [_metric(name) for name in plain[:METRICS]]
+    return [*([best] if monitor else []), *(_metric(name) for name in plain[:METRICS])]
 
 
 def _metric(name: str) -> Column:
-    return Column(
-        f"metric:{name}",
-        name,
-        lambda row: facts.metrics(row).get(name),
-        lambda row: words.metric(facts.metrics(row).get(name)),
-        wide=True,
+    return _column(
+        f"metric:{name}", name, lambda row: row_fields.metrics(row).get(name), format.metric
     )
-
-
-def _size(of: Callable[[Row], float | None]) -> Callable[[Row], str]:
-    return lambda row: words.size(of(row))
-
-
-def _milliseconds(of: Callable[[Row], float | None]) -> Callable[[Row], str]:
-    return lambda row: words.milliseconds(of(row))

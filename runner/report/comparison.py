@@ -113,9 +113,9 @@ def of_folders(folders: Sequence[Path]) -> Comparison:
 
     Raises UsageError where there is nothing to compare; a damaged summary is a row that says so.
     """
-    from runner.report import folders as reading
+    from runner.report import discover
 
-    return reading.compare(folders)
+    return discover.compare(folders)
 
 
 def moved(comparison: Comparison, folder: Path) -> Comparison:
@@ -149,14 +149,14 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
 
     SecurityError where that would be through a link that leads out of the folder.
     """
-    from runner.report import document, page, plain
+    from runner.report import page, serialize
 
     here = moved(comparison, folder)
     keep_within(folder, BOARD)
     makers: list[tuple[str, Callable[[], str]]] = [
-        (FILE, lambda: plain.as_json(here)),
-        ("results.csv", lambda: plain.as_csv(here)),
-        ("comparison.md", lambda: document.markdown(here)),
+        (FILE, lambda: serialize.as_json(here)),
+        ("results.csv", lambda: serialize.as_csv(here)),
+        ("comparison.md", lambda: page.document(here)),
         (PAGE, lambda: page.html(here)),
     ]
     written = []
@@ -174,7 +174,7 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
 
 def _board(comparison: Comparison, folder: Path) -> list[Path]:
     """The TensorBoard run: protobuf and pictures are imported for it alone."""
-    from runner.report.board import write_board
+    from runner.report.tensorboard_export import write_board
 
     try:
         write_board(comparison, folder)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runner.report import facts, verdicts
+from runner.report import row_fields, verdicts
 from runner.report.comparison import Comparison, Row
 from runner.storage import open_regular
 
@@ -19,86 +19,83 @@ BYTES = 256 << 20  # of a record: what lies beyond is not read
 LONGEST = 1 << 20  # bytes of a line
 
 
-def losses(comparison: Comparison) -> dict[str, Curve]:
+def read_losses(comparison: Comparison) -> dict[str, Curve]:
     """The training loss by step, for each row that has one of two steps or more."""
-    found = {row.name: _curve(row, comparison.home) for row in comparison.rows}
-    return {name: thin(curve) for name, curve in found.items() if len(curve) > 1}
+    curves = {row.name: _row_curve(row, comparison.home) for row in comparison.rows}
+    return {name: thin_curve(curve) for name, curve in curves.items() if len(curve) > 1}
 
 
-def _curve(row: Row, home: Path | None) -> Curve:
+def _row_curve(row: Row, home: Path | None) -> Curve:
     if home is not None and row.folder:
-        if curve := read(home / row.folder / "metrics.jsonl"):
+        if curve := read_curve(home / row.folder / "metrics.jsonl"):
             return curve
     first = row.measured.losses if row.measured else []  # of the first steps
-    return [(step, loss) for step, loss in enumerate(first, 1) if facts.number(loss) is not None]
+    return [(i, loss) for i, loss in enumerate(first, 1) if row_fields.number(loss) is not None]
 
 
-def read(path: Path) -> Curve:
-    """The training losses in a record; lines that are damaged are left out.
+def read_curve(path: Path) -> Curve:
+    """The training losses in a record; damaged lines are left out.
 
     A step that comes twice, in a run that was rolled back or resumed, counts as it was last.
     """
-    found: dict[float, float] = {}
+    losses: dict[float, float] = {}
     try:
         with open_regular(path) as lines:
-            while line := lines.readline(LONGEST):
-                if b'"train"' not in line:
-                    continue
-                try:
-                    entry = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                step, loss = facts.number(entry, "step"), facts.number(entry, "loss")
-                if facts.text(entry, "split") == "train" and step is not None and loss is not None:
-                    found[step] = loss
-                if lines.tell() > BYTES:
-                    break
+            while (line := lines.readline(LONGEST)) and lines.tell() <= BYTES:
+                if b'"train"' in line:
+                    losses |= _train_loss(line)
     except OSError:
         return []
-    return sorted(found.items())
+    return sorted(losses.items())
 
 
-def reach(comparison: Comparison, found: Mapping[str, Curve]) -> float:
-    """The highest loss of the curves that did not diverge: where an axis for all of them ends.
+def _train_loss(line: bytes) -> dict[float, float]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    step, loss = row_fields.number(entry, "step"), row_fields.number(entry, "loss")
+    if row_fields.text(entry, "split") != "train" or step is None or loss is None:
+        return {}
+    return {step: loss}
 
-    One that diverged went many times above where sound runs begin. Infinite where none did.
+
+def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
+    """The highest loss of the curves that did not diverge; infinite where none did.
+
+    One that diverged went many times above where sound runs begin.
     """
     sound = {row.name for row in comparison.rows if verdicts.sound(row)}
-    begun = sorted(abs(curve[0][1]) for name, curve in found.items() if name in sound)
-    if not begun:
+    starts = sorted(abs(curve[0][1]) for name, curve in curves.items() if name in sound)
+    if not starts:
         return math.inf
-    limit = DIVERGED * begun[(len(begun) - 1) // 2]
-    tops = [max(loss for _, loss in curve) for curve in found.values()]
-    kept = [top for top in tops if top <= limit]
-    return max(kept) if 0 < len(kept) < len(tops) else math.inf
+    limit = DIVERGED * starts[(len(starts) - 1) // 2]
+    tops = [max(loss for _, loss in curve) for curve in curves.values()]
+    below = [top for top in tops if top <= limit]
+    return max(below) if 0 < len(below) < len(tops) else math.inf
 
 
-def beyond(found: Mapping[str, Curve], reach: float) -> list[str]:
-    """Whose losses are above it."""
-    return [name for name, curve in found.items() if any(loss > reach for _, loss in curve)]
-
-
-def pieces(curve: Sequence[tuple[float, float]], reach: float) -> list[Curve]:
-    """The parts of a curve up to `reach`, each as far as the point at which it goes beyond."""
-    made: list[Curve] = [[]]
+def clip_curve(curve: Sequence[tuple[float, float]], top: float) -> list[Curve]:
+    """The parts of a curve up to `top`, each as far as the point at which it goes beyond."""
+    pieces: list[Curve] = [[]]
     for before, here in zip([None, *curve], curve, strict=False):
-        if here[1] <= reach:
-            if before is not None and before[1] > reach:
-                made.append([(before[0], reach)])
-            made[-1].append(here)
-        elif before is not None and before[1] <= reach:
-            made[-1].append((here[0], reach))
-    return [piece for piece in made if len(piece) > 1]
+        if here[1] <= top:
+            if before is not None and before[1] > top:
+                pieces.append([(before[0], top)])
+            pieces[-1].append(here)
+        elif before is not None and before[1] <= top:
+            pieces[-1].append((here[0], top))
+    return [piece for piece in pieces if len(piece) > 1]
 
 
-def thin(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:
+def thin_curve(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:
     """At most `most` points: the lowest and highest of each stretch, so that no spike is lost."""
     if len(curve) <= most:
         return list(curve)
     stretches = most // 2
-    kept: Curve = []
+    thinned: Curve = []
     for i in range(stretches):
         part = curve[i * len(curve) // stretches : (i + 1) * len(curve) // stretches]
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
+        thinned += sorted(ends)
+    return thinned

@@ -23,10 +23,10 @@ from runner.record.drawing import (
     turned,
     width,
 )
-from runner.report.curves import pieces
+from runner.report.charts import LARGEST
+from runner.report.charts import group_near as together
+from runner.report.curves import clip_curve as pieces
 from runner.report.naming import labels
-from runner.report.places import together
-from runner.report.svg import LARGEST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

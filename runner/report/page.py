@@ -1,219 +1,328 @@
-"""`comparison.html`: one file that needs no network, no script and no colour to be read."""
+"""`comparison.html` and `comparison.md`, from the templates beside this module.
+
+The page is one file that needs no network, no script and no colour to be read.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from runner.report import curves, facts, sections, verdicts, words
-from runner.report.columns import Column, of_documents
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from runner.benchmark.result import BenchmarkResult, Effect
+from runner.record import markdown
+from runner.report import format, row_fields, verdicts
+from runner.report.charts import printable
+from runner.report.columns import document_columns
 from runner.report.comparison import Comparison, Row
-from runner.report.look import SCRIPT, STYLE
-from runner.report.svg import Markup, join, prose, tag
+from runner.report.figures import NUMBERED, figures
+from runner.report.verdicts import Trend, trends_of
 
+TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
-LONG = 160  # letters of a sentence, from which on it is set smaller
-NUMBERED = 8  # rows, from which on they are called by number where there is no room for names
+LONG_SENTENCE = 160  # letters, from which on it is set smaller
+LONG_NAME = 20
+EFFECTS = (
+    "technique", "added alone", "within the level", "interaction", "memory, added",
+    "memory, within", "numbers", "note",
+)  # fmt: skip
+STATISTICS = (
+    "In each block every arm had one turn, in an order drawn by lot, and what is compared is the "
+    "time per sample of its median step (with data workers the mean one) as a ratio to the "
+    "reference's in the same block, so that a drift of the machine hits both alike. An interval "
+    "holds the true ratio 95 times in 100 "
+    "although measuring stops once it is narrow, and nothing is claimed within 2 %, nor within the "
+    "noise floor: what the reference differed by from itself, run a second time in a process of "
+    "its own. That is true of these processes: the same work started anew, in other memory, may "
+    "be a per cent or two faster or slower, which no number of blocks shows."
+)
+ONE_RUN = (
+    "Each row is one run, and the runs were not taken in turn: whatever else the machine did "
+    "meanwhile is in these numbers, so a ratio here has no interval and is a hint. "
+    "job=benchmark measures the same arms in randomised blocks, with intervals."
+)
 
 
 def html(comparison: Comparison) -> str:
-    """The whole page."""
-    said = verdicts.conclusion(comparison)
-    title = f"{comparison.title}: {said[0].text}"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
-        Markup(f"<style>{STYLE}</style>"),
-    )
-    body = tag("body", sections.PATTERNS, tag("main", *_sections(comparison)), _script())
-    return f'<!doctype html>\n<html lang="en">{head}\n{body}</html>\n'
-
-
-def _policy() -> str:
-    """Nothing may be fetched or sent, and only this very style and script count."""
-    style, script = (
-        "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() + "'"
-        for part in (STYLE, SCRIPT)
-    )
+    """`comparison.html`."""
+    style, script = (_text(f"comparison.{kind}") for kind in ("css", "js"))
     return (
-        f"default-src 'none'; style-src {style}; script-src {script}; "
+        _environment()
+        .get_template("comparison.html")
+        .render(
+            **_context(comparison),
+            policy=_policy(style, script),
+            style=Markup(style),  # noqa: S704  # a file of ours
+            script=Markup(script),  # noqa: S704  # a file of ours
+            figures=figures(comparison),
+            numbered=len(comparison.rows) > NUMBERED,
+            long_names=any(len(row.name) > LONG_NAME for row in comparison.rows),
+            long_lead=len(verdicts.conclusion(comparison)[0].text) > LONG_SENTENCE,
+            engagement=_engagement(comparison.rows),
+        )
+    )
+
+
+def document(comparison: Comparison) -> str:
+    """`comparison.md`, with tables as GitHub shows them."""
+    context = _context(comparison)
+    shown, rows = context["columns"], context["rows"]
+    return (
+        _environment()
+        .get_template("comparison.md")
+        .render(
+            **context,
+            numbers=[[row.name, stands, *(c.text(row) for c in shown)] for row, stands, _ in rows],
+            failed=[
+                (row.name, row.status, row.reason or "no reason is known")
+                for row in context["failures"]
+            ],
+            engagement=_engagement_cells(comparison.rows),
+            trends=[(trend, *_trend_table(trend)) for trend in trends_of(comparison.history)],
+        )
+    )
+
+
+def _text(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing may be fetched or sent, and only this very style and script count."""
+    hashes = [
+        "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() + "'"
+        for part in (style, script)
+    ]
+    return (
+        f"default-src 'none'; style-src {hashes[0]}; script-src {hashes[1]}; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-def _script() -> Markup:
-    return Markup(f"<script>{SCRIPT}</script>")
-
-
-def _sections(comparison: Comparison) -> Iterator[Markup]:
-    yield _head(comparison)
-    yield from _failures(comparison)
-    yield from sections.speed(comparison)
-    yield _table(comparison)
-    yield from sections.attribution(comparison)
-    yield from sections.memory(comparison, NUMBERED)
-    yield from sections.losses(comparison, curves.losses(comparison))
-    yield from sections.trends(comparison)
-    yield from _engagement(comparison)
-    yield from _commands(comparison)
-    yield from _machine(comparison)
-    yield from _notes(comparison)
-    yield tag("footer", "Made by runner from comparison.json and results.csv in the same folder.")
-
-
-def _head(comparison: Comparison) -> Markup:
-    first, *more = verdicts.conclusion(comparison)
-    marks = {"warning": "Note: ", "shout": "Attention: ", "plain": ""}
-    lead = f"lead {first.tone}" if first.tone != "plain" else "lead"
-    lead += " long" if len(first.text) > LONG else ""
-    found = comparison.benchmark
-    about = [
-        f"{len(comparison.rows)} {'arms' if comparison.kind == 'benchmark' else 'runs'}",
-        *facts.device(comparison),
-        *([words.when(found.started)] if found and found.started else []),
-        *([f"{found.blocks} blocks in {words.seconds(found.seconds)}"] if found else []),
-    ]
-    return tag(
-        "header",
-        tag(
-            "p",
-            "Damaged benchmark" if comparison.damaged else KINDS[comparison.kind],
-            class_="kind",
+@cache
+def _environment() -> Environment:
+    """Every text of a page passes `printable` and is escaped; one of a document, `markdown`."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(["html"]),
+        finalize=printable,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "units": _keep_units,
+        "md": lambda value: Markup(markdown.escape(value)),  # noqa: S704  # for the document
+        "code": lambda text: Markup(markdown.code(text, "sh")),  # noqa: S704  # the same
+    }
+    environment.globals |= {
+        "table": lambda header, rows: Markup(  # noqa: S704  # the same
+            markdown.table([markdown.escape(cell) for cell in header], rows)
         ),
-        tag("h1", comparison.title),
-        tag("p", prose(first.text), class_=lead),
-        *(tag("p", marks[s.tone], prose(s.text), class_=f"said-too {s.tone}") for s in more),
-        tag("ul", *(tag("li", item) for item in about), class_="facts"),
-    )
+        "NONE": format.NONE,
+    }
+    return environment
 
 
-def _section(heading: str, about: str, *inside: object) -> Markup:
-    told = [tag("p", prose(about), class_="about")] if about else []
-    return tag("section", tag("h2", heading), *told, *inside)
+def _keep_units(text: str) -> str:
+    """Text in which a number and its unit stay on one line."""
+    return re.sub(r"(?<=\d) (?=%|×|s\b|MiB|GiB|ms\b)|(?<=±) ", "\u00a0", text)
 
 
-def _failures(comparison: Comparison) -> Iterator[Markup]:
-    if failed := facts.failures(comparison):
-        entries = [
-            join([
-                tag("dt", row.name, ": ", tag("span", row.status, class_="fail-text")),
-                tag("dd", row.reason or "no reason is known"),
-            ])
-            for row in failed
-        ]  # fmt: skip
-        yield _section("What failed", "", tag("dl", *entries, class_="failures"))
+def _context(comparison: Comparison) -> dict[str, Any]:
+    """What both templates show."""
+    rows = comparison.rows
+    lead, *remarks = verdicts.conclusion(comparison)
+    benchmark = comparison.benchmark
+    attribution = benchmark.attribution if benchmark else None
+    commands = [(row.name, row.command) for row in rows if row.command]
+    if comparison.command:
+        commands.insert(0, ("all of it", comparison.command))
+    return {
+        "comparison": comparison,
+        "kind": "Damaged benchmark" if comparison.damaged else KINDS[comparison.kind],
+        "lead": lead,
+        "remarks": remarks,
+        "about": _about(comparison),
+        "failures": row_fields.failures(comparison),
+        "what": "arm" if comparison.kind == "benchmark" else "run",
+        "standing": "verdict" if any(row.measured for row in rows) else "status",
+        "columns": document_columns(comparison),
+        "rows": [(row, verdicts.standing(row, comparison), verdicts.sound(row)) for row in rows],
+        "attribution": attribution,
+        "effect_header": EFFECTS,
+        "effects": [_effect_cells(one) for one in (attribution.effects if attribution else [])],
+        "commands": commands,
+        "method": _method(comparison),
+        "machine": _machine(comparison),
+    }
 
 
-def _table(comparison: Comparison) -> Markup:
-    shown = of_documents(comparison)
-    numbered = len(comparison.rows) > NUMBERED
-    long = " long" if max(len(row.name) for row in comparison.rows) > 20 else ""
-    first = [tag("th", "#", scope="col")] if numbered else []
-    what = "arm" if comparison.kind == "benchmark" else "run"
-    standing = "verdict" if any(row.measured for row in comparison.rows) else "status"
-    head = tag(
-        "tr",
-        *first,
-        tag("th", what, scope="col", data_text="1", class_="stick"),
-        tag("th", standing, scope="col", data_text="1"),
-        *(tag("th", column.title, scope="col") for column in shown),
-    )
-    rows = [
-        _row(row, shown, comparison, number if numbered else None)
-        for number, row in enumerate(comparison.rows, 1)
+def _about(comparison: Comparison) -> list[str]:
+    """How much was compared, on what, when and for how long."""
+    benchmark = comparison.benchmark
+    count = f"{len(comparison.rows)} {'arms' if comparison.kind == 'benchmark' else 'runs'}"
+    facts = [count, *row_fields.device(comparison)]
+    if benchmark and benchmark.started:
+        facts.append(format.when(benchmark.started))
+    if benchmark:
+        facts.append(f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}")
+    return facts
+
+
+def _effect_cells(effect: Effect) -> list[str]:
+    """A technique's row in the table of effects."""
+    return [
+        effect.name.replace("_", " "),
+        format.times_interval(effect.added, effect.added_interval),
+        format.times_interval(effect.removed, effect.removed_interval),
+        format.times_interval(effect.interaction, effect.interaction_interval),
+        format.size(effect.added_memory_bytes),
+        format.size(effect.removed_memory_bytes),
+        effect.parity or format.NONE,
+        effect.note or format.NONE,
     ]
-    table = tag("table", tag("thead", head), tag("tbody", *rows), class_=f"sortable numbers{long}")
-    return _section("All numbers", "", scrolled(table, "all numbers"))
 
 
-def _row(row: Row, shown: list[Column], comparison: Comparison, number: int | None) -> Markup:
-    standing = verdicts.standing(row, comparison)
-    loud = "fail-text" if not verdicts.sound(row) else None
-    cells = [tag("td", str(number), data_sort=number)] if number else []
-    cells.append(tag("th", row.name, scope="row", data_sort=row.name))
-    cells.append(tag("td", standing, class_=loud, data_sort=standing))
-    for column in shown:
-        value = column.number(row)
-        failed = column.key == "parity" and row.parity == "FAIL"
-        cells.append(
-            tag("td", column.text(row), data_sort=value, class_="fail-text" if failed else None)
-        )
-    return tag("tr", *cells)
+def _states(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, dict[str, Any]]], list[str]]:
+    """Names of the techniques that some row asked for, each such row's states, and the others."""
+    arms = [(row.name, row_fields.techniques(row)) for row in rows if row_fields.techniques(row)]
+    names = dict.fromkeys(name for _, states in arms for name in states)
+    none = ("not requested", "")
+    asked = [n for n in names if any(s.get(n, none)[0] != none[0] for _, s in arms)]
+    return asked, arms, [name for name in names if name not in asked]
 
 
-def scrolled(table: Markup, name: str) -> Markup:
-    """A table in a box of its own, which scrolls where the page is too narrow for it."""
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)
-
-
-def _engagement(comparison: Comparison) -> Iterator[Markup]:
-    """Technique by arm; why one fell back stands below, once."""
-    arms = [(row, facts.techniques(row)) for row in comparison.rows if facts.techniques(row)]
-    named = dict.fromkeys(name for _, states in arms for name in states)
-    asked = [
-        n for n in named if any(s.get(n, ("not asked", ""))[0] != "not asked" for _, s in arms)
-    ]
+def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Techniques by arm; the reason why one did not engage is numbered and stands below, once."""
+    asked, arms, never = _states(rows)
     if not asked:
-        return
+        return None
     reasons: dict[tuple[str, str], list[str]] = {}
     lines = []
     for name in asked:
-        cells = []
-        for row, states in arms:
-            state, reason = states.get(name, ("not asked", ""))
-            if state in ("fell back", "not known"):
-                reasons.setdefault((name, reason), []).append(row.name)
-                note = list(reasons).index((name, reason)) + 1
-                cells.append(tag("td", f"○ {state}", tag("sup", f" {note}")))
-            else:
-                cells.append(tag("td", "● engaged" if state == "engaged" else words.NONE))
-        lines.append(tag("tr", tag("th", name.replace("_", " "), scope="row"), *cells))
-    head = tag("tr", tag("th", "technique", scope="col"),
-               *(tag("th", row.name, scope="col") for row, _ in arms))  # fmt: skip
-    table = tag("table", tag("thead", head), tag("tbody", *lines), class_="matrix")
-    notes = [
-        tag("li", f"{name.replace('_', ' ')}: {reason or 'no reason is known'} ",
-            tag("span", f"({', '.join(who)})", class_="who"))
-        for (name, reason), who in reasons.items()
-    ]  # fmt: skip
-    about = "● it took hold, and left its trace in the run; ○ it was asked for and fell back; "
-    about += f"{words.NONE} it was not asked for."
-    if never := [name.replace("_", " ") for name in named if name not in asked]:
-        about += f" Asked for nowhere: {', '.join(never)}."
-    more = [tag("ol", *notes, class_="reasons")] if notes else []
-    yield _section("What took hold", about, scrolled(table, "techniques by arm"), *more)
+        cells: list[tuple[str, int | None]] = []
+        for arm, states in arms:
+            status, reason = states.get(name, ("not requested", ""))
+            if status in ("engaged", "not requested"):
+                cells.append(("● engaged" if status == "engaged" else format.NONE, None))
+                continue
+            reasons.setdefault((name, reason), []).append(arm)
+            cells.append((f"○ {status}", list(reasons).index((name, reason)) + 1))
+        lines.append((name.replace("_", " "), cells))
+    return {
+        "arms": [arm for arm, _ in arms],
+        "lines": lines,
+        "reasons": [
+            (name.replace("_", " "), reason or "no reason is known", ", ".join(who))
+            for (name, reason), who in reasons.items()
+        ],
+        "never": ", ".join(name.replace("_", " ") for name in never),
+    }
 
 
-def _commands(comparison: Comparison) -> Iterator[Markup]:
-    rows = [(row.name, row.command) for row in comparison.rows if row.command]
-    if comparison.command:
-        rows.insert(0, ("all of it", comparison.command))
-    if rows:
-        boxes = [
-            join([
-                tag("h3", name),
-                tag("div", tag("pre", tag("code", command), tabindex=0), class_="command",
-                    data_of=name),
-            ])
-            for name, command in rows
-        ]  # fmt: skip
-        yield _section("The same again", "Each command trains that row by itself.", *boxes)
+def _engagement_cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The same as a table with its header, the reasons in the cells."""
+    asked, arms, _ = _states(rows)
+    lines = [["technique", *(name for name, _ in arms)]]
+    for name in asked:
+        cells = [name.replace("_", " ")]
+        for _, states in arms:
+            status, reason = states.get(name, ("not requested", ""))
+            told = f"{status}: {reason}" if status != "engaged" and reason else status
+            cells.append(format.NONE if status == "not requested" else told)
+        lines.append(cells)
+    return lines if asked else []
 
 
-def _machine(comparison: Comparison) -> Iterator[Markup]:
-    if told := words.machine(comparison):
-        pairs = [join([tag("dt", name), tag("dd", value)]) for name, value in told]
-        about = words.method(comparison)
-        yield _section("How it was measured", about, tag("dl", *pairs, class_="machine"))
+def _trend_table(trend: Trend) -> tuple[list[str], list[list[str]]]:
+    """A line for each benchmark: time per sample and speed-up of every arm."""
+    names, rows = list(trend.per_sample), []
+    for number, result in enumerate(trend.results):
+        cells = [result.started[:16].replace("T", " "), str(result.git.get("commit") or "")[:12]]
+        for name in names:
+            cells.append(_point_text(trend.per_sample[name], number, " µs"))
+            if name in trend.speedup:
+                cells[-1] += f", {_point_text(trend.speedup[name], number, '×')}"
+        rows.append(cells)
+    return ["started", "code", *(f"{name}, per sample" for name in names)], rows
 
 
-def _notes(comparison: Comparison) -> Iterator[Markup]:
-    if comparison.notes:
-        items = [tag("li", note) for note in comparison.notes]
-        yield _section("Notes", "", tag("ul", *items, class_="reasons"))
+def _point_text(points: Sequence[verdicts.Point], number: int, unit: str) -> str:
+    for at, value, ends in points:
+        if at == number:
+            bounds = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
+            return f"{value:.3g}{unit}{bounds}"
+    return format.NONE
+
+
+def _method(comparison: Comparison) -> str:
+    """How the numbers were measured."""
+    if comparison.damaged:
+        return "Each arm's own record of its steps; what was measured of them together is lost."
+    measured = [row.measured is not None for row in comparison.rows]
+    if all(measured):
+        return STATISTICS
+    if not any(measured):
+        return ONE_RUN
+    return f"{STATISTICS} This holds for the benchmarks; the other rows are one run each, a hint."
+
+
+def _machine(comparison: Comparison) -> list[tuple[str, str]]:
+    """The machine, how busy it was, and how long it was measured."""
+    result = comparison.benchmark
+    if result is None:
+        devices = ", ".join(row_fields.device(comparison))
+        return [("device", devices)] if devices else []
+    rows = [(str(key).replace("_", " "), _flat(value)) for key, value in result.machine.items()]
+    rows += [*_load(result), *_measurement(result)]
+    known = {name for name, _ in rows}
+    return rows + [(name, x) for name, x in result.versions.items() if name not in known]
+
+
+def _load(result: BenchmarkResult) -> list[tuple[str, str]]:
+    load, rows = result.load, []
+    if load.others is not None:
+        rows.append(("other processes", f"{format.share(load.others)} of the CPUs"))
+    if load.mhz is not None:
+        spread = load.mhz_spread
+        varying = f", varying by {format.share(spread)}" if spread is not None else ""
+        rows.append(("clock", f"{load.mhz:,.0f} MHz{varying}"))
+    if load.device_mhz is not None:
+        rows.append(("device's clock", f"{load.device_mhz:,.0f} MHz"))
+    if load.stolen is not None:
+        rows.append(("stolen by other machines", format.share(load.stolen)))
+    return rows
+
+
+def _measurement(result: BenchmarkResult) -> list[tuple[str, str]]:
+    rows = []
+    if (control := result.control) is not None:
+        told = format.times_interval(control.ratio, control.interval)
+        rows.append(("reference against itself", told))
+    known = result.noise_floor is not None
+    rows.append(("noise floor", f"± {format.share(result.noise_floor)}" if known else "not known"))
+    stopped = f"; {result.stopped}" if result.stopped else ""
+    took = format.seconds(result.seconds)
+    rows.append(("measured", f"{result.blocks} blocks in {took}{stopped}"))
+    if result.started:
+        rows.append(("started", format.when(result.started)))
+    if result.git.get("commit"):
+        dirty = ", with changes not committed" if result.git.get("dirty") else ""
+        rows.append(("code", f"{str(result.git['commit'])[:12]}{dirty}"))
+    return rows
+
+
+def _flat(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_flat, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items())
+    return str(value)

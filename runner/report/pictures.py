@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from runner.record.text import escape_control_chars
-from runner.report import curves, facts, words
+from runner.report import curves, format, row_fields
 from runner.report.comparison import Comparison, Row
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def pictures(comparison: Comparison) -> dict[str, NDArray[np.uint8]]:
         made["attribution"] = drawing.bars(
             "what each technique is worth", worth[: 2 * MOST], 0.0, len(worth), level_of(comparison)
         )
-    if losses := curves.losses(comparison):
+    if losses := curves.read_losses(comparison):
         shown = dict(list(losses.items())[:MOST_CURVES])
-        reach = curves.reach(comparison, shown)
+        reach = curves.axis_top(comparison, shown)
         made["loss"] = drawing.lines("training loss", shown, len(losses), reach)
     return made
 
@@ -79,7 +79,7 @@ def speeds(comparison: Comparison) -> list[Bar]:
 def _speed(row: Row) -> Bar:
     if row.speedup is None or not math.isfinite(row.speedup):
         return Bar(row.name, None, told="not measured" if row.finished else row.status)
-    bar = Bar(row.name, row.speedup, told=words.times(row.speedup))
+    bar = Bar(row.name, row.speedup, told=format.times(row.speedup))
     if not row.finished:
         bar = replace(bar, told=f"{bar.told} {row.status}")
     return _with_interval(bar, row.speedup_interval)
@@ -89,7 +89,7 @@ def _with_interval(bar: Bar, ends: tuple[float, float] | None) -> Bar:
     if ends is None:
         return bar
     low, high = ends
-    told = f"{bar.told} ({words.interval(ends)})"
+    told = f"{bar.told} ({format.interval(ends)})"
     if not math.isfinite(high):  # so few blocks say nothing: no whisker
         return replace(bar, told=told)
     return replace(bar, low=low, high=high, told=told)
@@ -106,7 +106,7 @@ def memory(comparison: Comparison) -> list[Point]:
     """Speed and peak memory of the rows that have both."""
     peak, by_ratio, points = peak_of(comparison), _ratio(comparison), []
     for row in comparison.rows:
-        speed = row.speedup if by_ratio else facts.samples_per_second(row)
+        speed = row.speedup if by_ratio else row_fields.samples_per_second(row)
         if speed is not None and math.isfinite(speed) and (held := peak(row)):
             points.append(Point(row.name, speed, held / MIB))
     return points
@@ -114,8 +114,8 @@ def memory(comparison: Comparison) -> list[Point]:
 
 def peak_of(comparison: Comparison) -> Callable[[Row], float | None]:
     """What says a row's peak memory in bytes: the device's, where any row has one."""
-    on_device = any(facts.device_bytes(row) for row in comparison.rows)
-    return facts.device_bytes if on_device else facts.process_bytes
+    on_device = any(row_fields.device_bytes(row) for row in comparison.rows)
+    return row_fields.device_bytes if on_device else row_fields.process_bytes
 
 
 def _ratio(comparison: Comparison) -> bool:
@@ -140,6 +140,6 @@ def effects(comparison: Comparison) -> list[Bar]:
             if value is None or not 0 < value < math.inf:
                 bars.append(Bar(effect.name, None, told=effect.note or "–", second=second))
             else:
-                bar = Bar(effect.name, value, told=words.times(value), second=second)
+                bar = Bar(effect.name, value, told=format.times(value), second=second)
                 bars.append(_with_interval(bar, ends))
     return bars

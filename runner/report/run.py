@@ -20,7 +20,7 @@ from runner.record.console import plain_text
 from runner.record.history import History
 from runner.record.provenance import describe_git
 from runner.record.text import escape_control_chars
-from runner.report.words import metric, seconds, size
+from runner.report.format import metric, seconds, size, technique_status
 from runner.storage import replace_text
 from runner.summary import Summary
 from runner.technique import Engagement
@@ -29,6 +29,7 @@ log = logging.getLogger("runner")
 
 Row = tuple[str, str]
 SHOWN = 4  # facts of a technique, in the terminal
+MANY = 3  # techniques that never ran share a line in the terminal
 USEFUL = ("result", "faults", "debug tools", "files")  # of a run that failed; report.md has all
 # keys of what was left out because the config says so: it is under the faults, with the count
 ASKED_FOR = ("data.bad_samples", "checks.table.")
@@ -104,14 +105,7 @@ def _sections(
     yield "result", _result(summary, per_class)
     yield "speed and memory", _speed(summary)
     yield "time of a step", _split(summary)
-    yield (
-        "techniques",
-        [
-            (row.name, _verdict(row, None if per_class else SHOWN))
-            for row in summary.techniques
-            if row.requested
-        ],
-    )
+    yield "techniques", _techniques(summary, folder, full=per_class)
     yield (
         "chosen automatically",
         [
@@ -148,12 +142,24 @@ def _cost(cost: Cost, summary: Summary) -> str:
     return f"{cost.finding}  ({took})" if cost.finding else took
 
 
-def _verdict(row: Engagement, most: int | None) -> str:
-    """Whether it took hold, why (not), and so many of the facts that show it."""
-    if not row.known:
-        return f"unknown: {row.reason}"
-    if not row.engaged:
-        return f"fell back: {row.reason}"
+def _techniques(summary: Summary, folder: Path | None, full: bool) -> list[Row]:
+    """Those that were requested, the engaged ones first; in short, a line for what never ran."""
+    states = [(row, technique_status(vars(row))) for row in summary.techniques if row.requested]
+    engaged = [
+        (row.name, _evidence(row, None if full else SHOWN)) for row, _ in states if row.engaged
+    ]
+    others = [(row, status) for row, status in states if not row.engaged]
+    unused = [row.name for row, status in others if status in ("not applicable", "skipped")]
+    if full or folder is None or len(unused) < MANY:
+        unused = []
+    rows = [(r.name, f"{status}: {r.reason}") for r, status in others if r.name not in unused]
+    if unused:
+        rows.append(("not applied", f"{', '.join(unused)} (reasons in report.md)"))
+    return engaged + rows
+
+
+def _evidence(row: Engagement, most: int | None) -> str:
+    """At most so many of the facts that show that it engaged."""
     facts = []
     for name, value in row.evidence.items():
         if isinstance(value, dict):
@@ -163,8 +169,8 @@ def _verdict(row: Engagement, most: int | None) -> str:
         if isinstance(value, bool | int | float | str) and value != "":
             shown = str(value).lower() if isinstance(value, bool) else value
             facts.append(f"{name.replace('_', ' ')} {shown}")
-    told = "; ".join(part for part in (row.reason, ", ".join(facts[:most])) if part)
-    return f"engaged: {told}" if told else "engaged"
+    parts = "; ".join(part for part in (row.reason, ", ".join(facts[:most])) if part)
+    return f"engaged: {parts}" if parts else "engaged"
 
 
 def _result(summary: Summary, per_class: bool) -> list[Row]:

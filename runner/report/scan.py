@@ -15,7 +15,7 @@ from rich.text import Text
 
 from runner.record import markdown as md
 from runner.record.text import escape_control_chars, json_safe
-from runner.report.words import size
+from runner.report.format import size
 from runner.security.config import SecurityLevel
 from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
 from runner.storage import replace_text

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
-from runner.report import facts, verdicts, words
+from runner.report import format, row_fields, verdicts
 from runner.report.columns import Column, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 from runner.report.naming import about_speed
@@ -119,7 +119,7 @@ def _verdict_width(comparison: Comparison) -> int:
 
 def _cell(column: Column, row: Row) -> Text:
     if column.number(row) is None and column.key != "break_even":
-        return Text(words.NONE if row.finished else "", style="dim")
+        return Text(format.NONE if row.finished else "", style="dim")
     if column.key == "parity" and row.parity == "FAIL":
         return Text("FAIL", style="bold red")
     text = column.text(row)
@@ -135,13 +135,13 @@ def _verdict(row: Row, comparison: Comparison) -> Text:
 def _reasons(comparison: Comparison) -> Iterator[Text]:
     """Those that did not come to an end, with the reason; one that several share is said once."""
     shared: dict[tuple[str, str], list[str]] = {}
-    for row in facts.failures(comparison):
+    for row in row_fields.failures(comparison):
         shared.setdefault((row.status, row.reason), []).append(row.name)
     for number, ((status, reason), names) in enumerate(shared.items()):
         if number == 0:
             yield Text()
         reason = shorten(escape_control_chars(reason), REASON) or "no reason is known"
-        who = escape_control_chars(words.listed(names))
+        who = escape_control_chars(format.listed(names))
         yield Text.assemble(
             (f"{who} ", "bold"), (escape_control_chars(status), "red"), f": {reason}"
         )
@@ -151,9 +151,9 @@ def _notes(comparison: Comparison) -> list[str]:
     notes = list(comparison.notes)
     found = comparison.benchmark
     if found is not None:
-        how = f"{found.blocks} blocks in {words.seconds(found.seconds)}"
+        how = f"{found.blocks} blocks in {format.seconds(found.seconds)}"
         stopped = f", {found.stopped}" if found.stopped else ""
-        notes.append(f"{how}{stopped}; {words.unclaimed(found)}")
+        notes.append(f"{how}{stopped}; {verdicts.unclaimed(found)}")
     return notes
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from runner.report import facts
+from runner.benchmark.result import ArmResult, BenchmarkResult
+from runner.report import row_fields
 from runner.report.comparison import Comparison, Row, of_benchmark
+from runner.report.format import (
+    MOST_NAMES,
+    interval,
+    listed,
+    metric,
+    share,
+    times,
+    when,
+)
 from runner.report.naming import about_speed
-from runner.report.trend import trends_of
-from runner.report.words import MOST, interval, listed, metric, times, unclaimed, unsteady, when
 
+NOISY = 0.5  # a noise floor above it leaves nothing to tell apart
+WIDE = 0.05  # a noise floor above it belongs beside every ratio
+BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
 NEAR = 0.05  # single runs that differ by less are not told apart
 ROOM = 120  # characters for the names of failures in a sentence
 
@@ -79,7 +92,7 @@ def conclusion(comparison: Comparison) -> list[Sentence]:
         elif row.measured is not None and row.measured.problems:
             text = f"{row.name} does not train: {'; '.join(row.measured.problems)}."
             said.append(Sentence(text, "shout"))
-    if failed := facts.failures(comparison):
+    if failed := row_fields.failures(comparison):
         count = f"{len(failed)} of {len(rows)}"
         what = "arms" if comparison.kind == "benchmark" else "jobs"
         names = listed([f"{row.name} ({row.status})" for row in failed])
@@ -111,12 +124,12 @@ def _of_benchmark(comparison: Comparison) -> list[str]:
     if not measured:
         return [f"Nothing could be held against {reference}."]
     alike = [row for row in measured if row.measured and not row.measured.other_work]
-    other = [_other_work(row, reference) for row in measured if row not in alike][:MOST]
+    other = [_other_work(row, reference) for row in measured if row not in alike][:MOST_NAMES]
     faster = [row for row in alike if row.measured and row.measured.claim == "faster"]
     rest = [*_rest(comparison, [row for row in alike if row not in faster]), *other]
     if not alike:
         return rest
-    caveat = unsteady(comparison.benchmark)
+    caveat = _unsteady(comparison.benchmark)
     if not faster:
         that = " that trains the same" if other else ""
         return [f"No arm{that} is measurably faster than {reference}{caveat}.", *rest]
@@ -142,7 +155,7 @@ def _other_work(row: Row, reference: str) -> str:
     if claim not in ("faster", "slower"):
         speed = "a sample takes no measurably different time"
     numbers = {"exact": "to the bit", None: ""}.get(
-        row.parity, f"but for {facts.low_precision(row) or 'rounding'}"
+        row.parity, f"but for {row_fields.low_precision(row) or 'rounding'}"
     )
     own = f"its numbers are those of its own plain run {numbers}" if numbers else ""
     return (
@@ -163,7 +176,7 @@ def _same_numbers(row: Row) -> str:
         return "with the same numbers to the bit"
     if row.parity is None:
         return "its numbers not compared"
-    return f"with the same numbers but for {facts.low_precision(row) or 'rounding'}"
+    return f"with the same numbers but for {row_fields.low_precision(row) or 'rounding'}"
 
 
 def _rest(comparison: Comparison, rows: list[Row]) -> list[str]:
@@ -172,7 +185,8 @@ def _rest(comparison: Comparison, rows: list[Row]) -> list[str]:
     same = [row.name for row in rows if row.measured and row.measured.claim == "same"]
     unknown = [row for row in rows if row.measured and not row.measured.claim]
     said = [
-        f"{row.name} is slower, {_as_fast(row, comparison.reference)}." for row in slower[:MOST]
+        f"{row.name} is slower, {_as_fast(row, comparison.reference)}."
+        for row in slower[:MOST_NAMES]
     ]
     if same:
         verb = "makes" if len(same) == 1 else "make"
@@ -214,7 +228,7 @@ def _of_runs(comparison: Comparison) -> list[str]:
         said.append(f"{_fastest(plain, comparison.reference)}: one run each, so read it as a hint.")
     best = _best(comparison)
     said = [*said, *best] if speed else [*best, *said]
-    if said or comparison.history or facts.failures(comparison):
+    if said or comparison.history or row_fields.failures(comparison):
         return said
     return [f"{len(comparison.rows)} of {len(comparison.rows)} came to an end."]
 
@@ -227,8 +241,8 @@ def _best(comparison: Comparison) -> list[str]:
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in comparison.rows:
-        metric = facts.text(row.summary, "monitor")
-        if row.finished and metric and facts.best(row) is not None:
+        metric = row_fields.text(row.summary, "monitor")
+        if row.finished and metric and row_fields.best(row) is not None:
             groups.setdefault((metric, row.judged_on), []).append(row)
     metrics = list(dict.fromkeys(metric for metric, _ in groups))
     data = list(dict.fromkeys(judged_on for _, judged_on in groups if judged_on))
@@ -239,15 +253,15 @@ def _best(comparison: Comparison) -> list[str]:
     else:
         return _ends([row for group in groups.values() for row in group])
     said = [f"Judged {kinds}, so not every run is held against every other."]
-    for (_, judged_on), group in list(groups.items())[:MOST]:
+    for (_, judged_on), group in list(groups.items())[:MOST_NAMES]:
         said += _ends(group, f" on {judged_on}" if len(data) > 1 and judged_on else "")
     return said
 
 
 def _ends(rows: list[Row], where: str = "") -> list[str]:
     """From the lowest to the highest of rows that are judged alike."""
-    name = facts.monitored(rows)
-    known = {row.name: facts.best(row) or 0.0 for row in rows}
+    name = row_fields.monitored(rows)
+    known = {row.name: row_fields.best(row) or 0.0 for row in rows}
     if not name or len(known) < 2:
         return []
     low, high = min(known.values()), max(known.values())
@@ -293,3 +307,86 @@ def _regression(comparison: Comparison) -> list[Sentence]:
 def _attribution(comparison: Comparison) -> list[Sentence]:
     found = comparison.benchmark.attribution if comparison.benchmark else None
     return [Sentence(f"{text.rstrip('.')}.") for text in found.sentences] if found else []
+
+
+def unclaimed(result: BenchmarkResult) -> str:
+    """Within what nothing is claimed, as a part of a sentence."""
+    if result.noise_floor is None:
+        return "nothing is claimed: the noise floor is not known"
+    noisy = "too noisy for more: " if too_noisy(result) else ""
+    return f"{noisy}nothing within ± {share(result.unclaimed)} is claimed"
+
+
+def _unsteady(result: BenchmarkResult | None) -> str:
+    """How unsteady the machine was, as a part of a headline; "" if it was steady."""
+    parts = []
+    if result is not None and (result.load.others or 0.0) > BUSY:
+        parts.append(f"other processes took {share(result.load.others)} of the CPUs")
+    if result is not None and (result.noise_floor or 0.0) > WIDE:
+        parts.append(f"noise floor ± {share(result.noise_floor)}")
+    return f", on an unsteady machine ({', '.join(parts)})" if parts else ""
+
+
+def too_noisy(result: BenchmarkResult | None) -> bool:
+    """Whether the reference differed from itself so much that few ratios say anything."""
+    return result is not None and (result.noise_floor or 0.0) > NOISY
+
+
+Point = tuple[int, float, tuple[float, float] | None]
+"""Which benchmark, the value, its interval."""
+
+
+@dataclass
+class Trend:
+    """Benchmarks of one name on one kind of machine, oldest first."""
+
+    name: str
+    results: list[BenchmarkResult]
+    per_sample: dict[str, list[Point]] = field(default_factory=dict)  # by arm, microseconds
+    speedup: dict[str, list[Point]] = field(default_factory=dict)  # by arm; not of references
+
+    def changes(self) -> list[str]:
+        """What changed from the first to the last by more than the intervals allow."""
+        said = []
+        for name, points in self.per_sample.items():
+            (first, a, before), (last, b, after) = points[0], points[-1]
+            if first == last or before is None or after is None:
+                continue
+            if before[0] > after[1] or after[0] > before[1]:
+                word = "faster" if b < a else "slower"
+                ratio = max(a, b) / min(a, b)
+                said.append(
+                    f"{name} became {word}: {a:.4g} to {b:.4g} µs per sample ({ratio:.2f}×), and "
+                    "the intervals do not touch; they were not measured side by side"
+                )
+        return said
+
+
+def trends_of(results: Sequence[BenchmarkResult]) -> list[Trend]:
+    """The trends in some results; machines that differ are not laid over one another."""
+    groups: dict[tuple[str, str], list[BenchmarkResult]] = {}
+    for result in sorted(results, key=lambda one: one.started):
+        machine = json.dumps(result.machine, sort_keys=True, default=str)
+        groups.setdefault((result.name, machine), []).append(result)
+    return [_trend(name, group) for (name, _), group in groups.items() if len(group) > 1]
+
+
+def _trend(name: str, results: list[BenchmarkResult]) -> Trend:
+    trend = Trend(name, results)
+    for number, result in enumerate(results):
+        for arm in result.arms:
+            if arm.status != "done" or not arm.step_ms or not arm.samples_per_step:
+                continue
+            value, ends = _per_sample(arm)
+            trend.per_sample.setdefault(arm.name, []).append((number, value, ends))
+            if arm.name != result.reference and arm.speedup is not None:
+                point = (number, arm.speedup, arm.speedup_interval)
+                trend.speedup.setdefault(arm.name, []).append(point)
+    return trend
+
+
+def _per_sample(arm: ArmResult) -> tuple[float, tuple[float, float] | None]:
+    scale = 1000 / arm.samples_per_step
+    ends = arm.step_ms_interval
+    value = (arm.step_ms or 0.0) * scale
+    return value, None if ends is None else (ends[0] * scale, ends[1] * scale)

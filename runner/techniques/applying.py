@@ -31,14 +31,17 @@ def apply_techniques(
         if not technique.enabled:
             others.append(Engagement(name, False, False, "not asked for"))
             continue
+        status = "not applicable"
         try:
-            reason = technique.unavailable(draft.device) or technique.apply(draft)
+            reason = technique.unavailable(draft.device)
+            if reason is None:
+                status, reason = "skipped", technique.apply(draft)
         except NotRestorable as error:
             reason = f"it would call the model before training, and cannot: {error}"
         if reason is None:
             applied.append((name, technique))
         else:
-            others.append(Engagement(name, True, False, reason))
+            others.append(Engagement(name, True, False, reason, status=status))
     if asked.strict:
         _refuse([row for row in others if row.requested])
     return applied, others

@@ -12,8 +12,8 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
-from runner.report.board import write_board
 from runner.report.comparison import Comparison, Row, of_benchmark
+from runner.report.tensorboard_export import write_board
 
 START, END = "_hparams_/session_start_info", "_hparams_/session_end_info"
 

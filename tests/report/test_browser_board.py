@@ -13,8 +13,8 @@ from PIL import Image
 from runner.build import build
 from runner.composing import compose
 from runner.loop import train
-from runner.report.board import write_board
 from runner.report.comparison import Comparison, Row
+from runner.report.tensorboard_export import write_board
 from runner.summary import Summary
 
 from .tensorboards import CHROMIUM, Server, browser, tensorboard

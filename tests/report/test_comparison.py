@@ -15,11 +15,12 @@ import pytest
 from runner.benchmark.result import BenchmarkResult, Load
 from runner.record.text import escape_control_chars
 from runner.report import comparison as report
+from runner.report.columns import COLUMNS
 from runner.report.comparison import Comparison, Row, of_benchmark, of_folders
-from runner.report.curves import read, thin
+from runner.report.curves import read_curve, thin_curve
+from runner.report.format import interval, times
 from runner.report.naming import names
-from runner.report.verdicts import conclusion, verdict
-from runner.report.words import interval, parity, times, unclaimed
+from runner.report.verdicts import conclusion, unclaimed, verdict
 from tests.report.planted_results import arm, attribution, failed, levels, reference, result
 from tests.report.planted_runs import job, run, sweep, texts
 
@@ -72,7 +73,8 @@ def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     assert second.startswith("narrow trains something else than none (another model): it is 5.50×")
     assert second.endswith("its numbers are those of its own plain run to the bit.")
     row = found.rows[2]
-    assert (verdict(row, found), parity(row)) == ("faster, other work", "exact, other model")
+    numbers = next(column for column in COLUMNS if column.key == "parity").text(row)
+    assert (verdict(row, found), numbers) == ("faster, other work", "exact, other model")
     alone = of_benchmark(result(reference(), narrow), None)
     assert not any("same numbers" in text for text in texts(alone))
 
@@ -271,16 +273,16 @@ def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Pat
     lines.append({"step": 3001, "split": "train", "loss": None})
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + '\nnot json "train"\n')
-    curve = read(path)
+    curve = read_curve(path)
     assert [step for step, _ in curve] == list(range(1, 3001))
-    thinned = thin(curve, 100)
+    thinned = thin_curve(curve, 100)
     assert len(thinned) <= 100
     assert (777.0, 99.0) in thinned
     assert thinned == sorted(thinned)
 
 
 def test_a_row_that_is_no_run_has_no_curve(tmp_path: Path) -> None:
-    assert read(tmp_path / "none.jsonl") == []
+    assert read_curve(tmp_path / "none.jsonl") == []
     row = Row([], "failed", name="x")
     assert report.moved(Comparison("x", [row]), tmp_path).rows == [row]
     assert replace(row, status="stopped").finished

@@ -13,16 +13,15 @@ from tests.report.planted_results import arm, reference, result
 def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
     wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
     found = of_benchmark(result(reference(), arm("basic", 1.2), wild), tmp_path)
-    losses = curves.losses(found)
-    reach = curves.reach(found, losses)
+    losses = curves.read_losses(found)
+    reach = curves.axis_top(found, losses)
     assert reach == 2.3
-    assert curves.beyond(losses, reach) == ["wild"]
-    assert curves.pieces(losses["wild"], reach) == [
+    assert curves.clip_curve(losses["wild"], reach) == [
         [(1, 2.3), (2, 2.3)], [(4, 2.3), (5, 2.0), (6, 1.9)]
     ]  # fmt: skip
     assert "wild went beyond" in html(found)
     calm = of_benchmark(result(reference(), arm("basic", 1.2)), tmp_path)
-    assert curves.reach(calm, curves.losses(calm)) == float("inf")
+    assert curves.axis_top(calm, curves.read_losses(calm)) == float("inf")
 
 
 def test_curves_that_end_apart_are_explained(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path: Path) -
     assert answer["red"] != "rgb(255, 0, 0)"
     assert answer["sorts"] > 5, "our own script does not run"
     assert answer["paper"] == "56px", "our own style does not apply"
-    assert "default-src &#x27;none&#x27;" in text
+    assert "default-src &#39;none&#39;" in text
     assert not re.findall(r"""(?:src|href)=|url\((?!#)|@import|https?://""", text)
 
 

@@ -60,7 +60,7 @@ MUST = [
     "digits_mlp", "done", "val/accuracy", "0.9722", "best 0.9750 at step 900", "1,200 steps",
     "1 min 15 s", "41,234 samples/s", "5,277,000 tokens/s", "0.776 ms median", "1.21 ms at 95 %",
     "612 MiB", "3.00 GiB", "backward", "40.0%", "fused_optimizer", "engaged",
-    "fell back: no C++ compiler", "data.workers", "skipped steps", "7 of 1,200", "non_finite",
+    "skipped: no C++ compiler", "data.workers", "skipped steps", "7 of 1,200", "non_finite",
     "checkpoints/step_00000900", "tensorboard --logdir outputs",
 ]  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_no_text_of_the_users_can_forge_the_report(tmp_path: Path) -> None:
 def test_the_document_says_the_same_and_where_it_came_from(tmp_path: Path) -> None:
     report.write(SUMMARY, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    for word in ("0.9722", "best 0.9750", "fell back", "with changes not committed", "2.13.0"):
+    for word in ("0.9722", "best 0.9750", "skipped", "with changes not committed", "2.13.0"):
         assert word in text
     assert "```sh\npython -m runner data=digits\n```" in text
 

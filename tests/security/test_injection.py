@@ -28,7 +28,7 @@ from runner.record.history import History
 from runner.replay import page as replay_page
 from runner.replay.findings import Attempt, Blame, Found, Line, Phase, Ratio, Replay, Stats, Trial
 from runner.report import comparison as comparing
-from runner.report import document, page, plain, scan, table
+from runner.report import page, scan, serialize, table
 from runner.report import run as run_report
 from runner.security.config import SecurityLevel
 from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
@@ -160,8 +160,8 @@ SCREENS = {
 PAGES = {
     "summary": lambda folder: run_report.markdown(summary(), folder),
     "replay": lambda folder: replay_page.markdown(replay()),
-    "comparison": lambda folder: document.markdown(comparison()),
-    "failures": lambda folder: document.markdown(failed_comparison()),
+    "comparison": lambda folder: page.document(comparison()),
+    "failures": lambda folder: page.document(failed_comparison()),
     "scan": lambda folder: scan.markdown(scanned()),
     "config": lambda folder: md.code(HOSTILE, "yaml"),
 }
@@ -223,7 +223,7 @@ def test_a_spreadsheet_computes_nothing_of_it(make: Any) -> None:
     found.title = "=HYPERLINK(1)"
     for row in found.rows:
         row.name, row.reason = "=cmd|' /C calc'!A0", "+1+1"
-    for cells in csv.reader(io.StringIO(plain.as_csv(found))):
+    for cells in csv.reader(io.StringIO(serialize.as_csv(found))):
         assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
         assert not [cell for cell in cells if CODES.search(cell)]
 

@@ -13,7 +13,7 @@ from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError
 from runner.record import hydra_files
 from runner.record.hydra_files import read_flat_config
-from runner.report import facts
+from runner.report import row_fields
 from runner.report.comparison import Row
 from runner.report.naming import keys
 from runner.storage import read_record
@@ -45,7 +45,7 @@ def of_job(number: int, job: dict[str, Any], sweep: Path) -> Row:
     """A job as its sweep tells of it, with what its run says."""
     listed = job.get("overrides")
     typed = [str(item) for item in listed] if isinstance(listed, list) else None
-    folder = sweep / (facts.text(job, "folder") or str(number))
+    folder = sweep / (row_fields.text(job, "folder") or str(number))
     return _guarded(folder, typed, lambda: _of_job(folder, job, typed, is_locked(sweep)))
 
 
@@ -74,10 +74,10 @@ def _place(folder: Path) -> str:
 
 
 def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, going_on: bool) -> Row:
-    named = facts.text(job, "folder")
+    named = row_fields.text(job, "folder")
     if "\0" in named or ".." in Path(named).parts or Path(named).is_absolute():
         raise ValueError("it cannot be in the sweep's")
-    status, reason = facts.text(job, "status"), facts.text(job, "reason")
+    status, reason = row_fields.text(job, "status"), row_fields.text(job, "reason")
     if status == "running" and not going_on:
         status, reason = "killed", "the sweep ended before it did"
     elif status == "waiting":
@@ -109,18 +109,18 @@ def _of_run(folder: Path, typed: list[str] | None) -> Row:
     raw = read_json(folder / SUMMARY)
     if not isinstance(raw, dict):
         return replace(row, reason=f"{SUMMARY}: nested too deeply")
-    status, reason = facts.text(raw, "status") or "failed", facts.text(raw, "reason")
+    status, reason = row_fields.text(raw, "status") or "failed", row_fields.text(raw, "reason")
     if status == "running" and not is_locked(folder):
-        steps = facts.number(raw, "steps") or 0
+        steps = row_fields.number(raw, "steps") or 0
         status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
     return replace(
         row,
         status=status,
         reason=reason,
         summary=raw,
-        command=facts.text(raw, "command") or row.command,
+        command=row_fields.text(raw, "command") or row.command,
         judged_on=_judged_on(
-            read_flat_config(folder) or keys(overrides), facts.text(raw, "monitor")
+            read_flat_config(folder) or keys(overrides), row_fields.text(raw, "monitor")
         ),
     )
 

@@ -24,7 +24,7 @@ from runner.record.tensorboard import (
     prepend_events,
     read_session,
 )
-from runner.report import document, facts
+from runner.report import page, row_fields
 from runner.report.comparison import Comparison, Row
 from runner.report.naming import DEFAULT, keys
 from runner.report.pictures import MIB, peak_of, pictures
@@ -80,7 +80,7 @@ def write_board(comparison: Comparison, folder: Path) -> None:
     home = folder / RUN
     home.mkdir(parents=True, exist_ok=True)
     with append_events(home) as events:
-        events.text(f"{RUN}/report", document.markdown(comparison), 0)
+        events.text(f"{RUN}/report", page.document(comparison), 0)
         for name, picture in pictures(comparison).items():
             events.image(f"{RUN}/{name}", picture, 0)
 
@@ -109,13 +109,15 @@ def _free(name: str, taken: set[str]) -> str:
 
 def _results(row: Row, peak: float | None) -> dict[str, float]:
     found = {
-        "speedup": facts.number(vars(row), "speedup"),
-        "step_ms_p50": facts.step_ms(row),
-        "samples_per_second": facts.samples_per_second(row),
+        "speedup": row_fields.number(vars(row), "speedup"),
+        "step_ms_p50": row_fields.step_ms(row),
+        "samples_per_second": row_fields.samples_per_second(row),
         "peak_memory_mib": peak / MIB if peak else None,
     }
     if row.measured is not None:  # the user's own
-        found |= {name: facts.number(row.measured.metrics, name) for name in row.measured.metrics}
+        found |= {
+            name: row_fields.number(row.measured.metrics, name) for name in row.measured.metrics
+        }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -174,10 +176,10 @@ def _values(jobs: Sequence[Job], name: str) -> list[Scalar]:
 def _metrics(comparison: Comparison, jobs: Sequence[Job]) -> list[str]:
     """Tags of the columns, each of them in one run at least. TensorBoard shows the first five."""
     own = dict.fromkeys(tag for job in jobs if job.session for tag in job.session.metrics)
-    found = (name for job in jobs for name in facts.metrics(job.row))
+    found = (name for job in jobs for name in row_fields.metrics(job.row))
     own |= dict.fromkeys(name for name in found if name.count("/") == 1)  # not of each class
-    there = {name for job in jobs for name in facts.metrics(job.row)}
-    if any(facts.best(job.row) is not None for job in jobs):
+    there = {name for job in jobs for name in row_fields.metrics(job.row)}
+    if any(row_fields.best(job.row) is not None for job in jobs):
         there |= {tag for tag in own if tag.startswith("val/best/")}
     there |= {tag for tag in own if tag.startswith("train/")}
     kept = [tag for tag in own if tag in there]
@@ -196,8 +198,8 @@ def _name_of_all(comparison: Comparison, folder: Path, jobs: Sequence[Job]) -> s
 
 def _final(events: TensorBoard, row: Row) -> None:
     """The metrics of a run that kept no event file."""
-    step = int(facts.number(row.summary, "steps") or 0)
-    for name, value in facts.metrics(row).items():
+    step = int(row_fields.number(row.summary, "steps") or 0)
+    for name, value in row_fields.metrics(row).items():
         group, slash, rest = name.partition("/")
         if slash:
             events.scalars(step, group, {rest: value})

@@ -13,10 +13,10 @@ from runner.benchmark.result import BenchmarkResult
 from runner.data.config import LOADING
 from runner.errors import StorageError, UsageError
 from runner.record.hydra_files import read_flat_config
-from runner.report import facts
+from runner.report import row_fields
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.naming import keys, names
-from runner.report.rows import TROUBLE, is_run, of_job, of_run, read_json, refused
+from runner.report.read_run import TROUBLE, is_run, of_job, of_run, read_json, refused
 from runner.summary import FILE as SUMMARY
 
 SWEEP = "sweep.json"
@@ -138,7 +138,7 @@ def _sweep(folder: Path, seen: set[Path]) -> Found:
     notes = []
     if (folder / SWEEP).exists() and told is None:
         notes.append(f"{SWEEP} is damaged: the jobs are those whose folders are there")
-    return Found("sweep", folder, rows, command=facts.text(told, "command"), notes=notes)
+    return Found("sweep", folder, rows, command=row_fields.text(told, "command"), notes=notes)
 
 
 def _of_damaged(found: Found) -> Comparison:
@@ -258,8 +258,8 @@ def _held_against(rows: list[Row], home: Path) -> tuple[str, list[Row], list[str
     The plain one if there is one, else the first that is done. Only runs of the same data, model
     and device have a ratio, and only those that were long enough.
     """
-    able = [row for row in rows if row.finished and facts.samples_per_second(row)]
-    long = [row for row in able if (facts.number(row.summary, "steps") or 0) >= SHORTEST]
+    able = [row for row in rows if row.finished and row_fields.samples_per_second(row)]
+    long = [row for row in able if (row_fields.number(row.summary, "steps") or 0) >= SHORTEST]
     groups: dict[object, list[Row]] = {}
     for row in long:
         groups.setdefault(_work(row, home), []).append(row)
@@ -268,7 +268,7 @@ def _held_against(rows: list[Row], home: Path) -> tuple[str, list[Row], list[str
         return "", rows, []  # there is nothing to hold anything against
     plain = [row for row in same if keys(row.overrides).get("optimization") == "none"]
     reference = (plain or same)[0]
-    rate = facts.samples_per_second(reference) or 1.0
+    rate = row_fields.samples_per_second(reference) or 1.0
     notes = [ONE_RUN_EACH]
     if len(same) < len(long):
         notes.append(f"of another data set, model or device than {reference.name}: no speed-up")
@@ -276,7 +276,7 @@ def _held_against(rows: list[Row], home: Path) -> tuple[str, list[Row], list[str
         notes.append(f"fewer than {SHORTEST} steps: no speed-up")
     compared = {row.name for row in same}
     rows = [
-        replace(row, speedup=(facts.samples_per_second(row) or 0.0) / rate)
+        replace(row, speedup=(row_fields.samples_per_second(row) or 0.0) / rate)
         if row.name in compared
         else row
         for row in rows
@@ -288,11 +288,14 @@ def _work(row: Row, home: Path) -> tuple[object, ...]:
     """What there was to compute: samples of something else take another time."""
     found = read_flat_config(home / row.folder) if row.folder else {}
     if "data.kind" not in found:
-        found = {"data.name": facts.text(row.summary, "name"), **keys(row.overrides)}
+        found = {"data.name": row_fields.text(row.summary, "name"), **keys(row.overrides)}
     told = {
         key: str(found[key])
         for key in sorted(found)
         if key.partition(".")[0] in ("data", "model") and key.removeprefix("data.") not in LOADING
     }
-    device = facts.text(row.summary, "device", "kind"), facts.text(row.summary, "device", "name")
+    device = (
+        row_fields.text(row.summary, "device", "kind"),
+        row_fields.text(row.summary, "device", "name"),
+    )
     return (*device, *told.items())

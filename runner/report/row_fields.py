@@ -1,11 +1,13 @@
-"""What a row has to say, whichever record it is from; a damaged record says None."""
+"""Fields of a row, from a benchmark or a run's summary; a damaged or missing one is None."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from runner.report.comparison import Comparison, Row
+from runner.report.format import technique_status
 
 
 def number(tree: Any, *path: str) -> float | None:
@@ -30,47 +32,38 @@ def text(tree: Any, *path: str) -> str:
 
 
 def measured(row: Row, key: str) -> float | None:
-    """A number that a benchmark found out about its arm."""
+    """A number that a benchmark measured of its arm."""
     return None if row.measured is None else number(vars(row.measured), key)
+
+
+def _either(row: Row, key: str, *path: str) -> float | None:
+    """What the benchmark measured, else what the run's summary has; 0 counts as none."""
+    return measured(row, key) or number(row.summary, *path) or None
 
 
 def samples_per_second(row: Row) -> float | None:
     """Training samples a second."""
-    return (
-        measured(row, "samples_per_second")
-        or number(row.summary, "throughput", "samples_per_second")
-        or None
-    )
+    return _either(row, "samples_per_second", "throughput", "samples_per_second")
 
 
 def step_ms(row: Row) -> float | None:
     """Milliseconds of the median step."""
-    return measured(row, "step_ms") or number(row.summary, "throughput", "step_ms", "p50") or None
+    return _either(row, "step_ms", "throughput", "step_ms", "p50")
 
 
 def step_ms_p95(row: Row) -> float | None:
-    """Milliseconds that 95 % of the steps stay below."""
-    return (
-        measured(row, "step_ms_p95") or number(row.summary, "throughput", "step_ms", "p95") or None
-    )
+    """Milliseconds of a step, 95th percentile."""
+    return _either(row, "step_ms_p95", "throughput", "step_ms", "p95")
 
 
 def process_bytes(row: Row) -> float | None:
-    """The process's largest memory."""
-    return (
-        measured(row, "peak_process_bytes")
-        or number(row.summary, "memory", "peak_process_bytes")
-        or None
-    )
+    """Peak memory of the process."""
+    return _either(row, "peak_process_bytes", "memory", "peak_process_bytes")
 
 
 def device_bytes(row: Row) -> float | None:
-    """The device's largest memory; None on a CPU, whose memory is the process's."""
-    return (
-        measured(row, "peak_device_bytes")
-        or number(row.summary, "memory", "peak_device_bytes")
-        or None
-    )
+    """Peak memory of the device; None on a CPU, whose memory is the process's."""
+    return _either(row, "peak_device_bytes", "memory", "peak_device_bytes")
 
 
 def memory_bytes(row: Row) -> float | None:
@@ -80,14 +73,14 @@ def memory_bytes(row: Row) -> float | None:
 
 def data_wait(row: Row) -> float | None:
     """Share of a step that waits for data."""
-    found = measured(row, "data_wait")
-    return number(row.summary, "throughput", "split", "data") if found is None else found
+    value = measured(row, "data_wait")
+    return number(row.summary, "throughput", "split", "data") if value is None else value
 
 
 def metrics(row: Row) -> dict[str, float]:
     """The run's final metrics and the user's own; those that are not finite are left out."""
-    found = row.summary.get("metrics")
-    values = {key: number(found, key) for key in found} if isinstance(found, dict) else {}
+    final = row.summary.get("metrics")
+    values = {key: number(final, key) for key in final} if isinstance(final, dict) else {}
     if row.measured is not None:
         values |= {key: number(row.measured.metrics, key) for key in row.measured.metrics}
     return {str(key): value for key, value in values.items() if value is not None}
@@ -104,28 +97,24 @@ def best(row: Row) -> float | None:
     return number(row.summary, "best")
 
 
+def _techniques(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
+    entries = row.summary.get("techniques")
+    for entry in entries if isinstance(entries, list) else []:
+        if name := text(entry, "name"):
+            yield name, entry
+
+
 def techniques(row: Row) -> dict[str, tuple[str, str]]:
-    """Each technique's state (engaged, fell back, not asked, not known) and the reason for it."""
-    found = row.summary.get("techniques")
-    states = {}
-    for entry in found if isinstance(found, list) else []:
-        if not (name := text(entry, "name")):
-            continue
-        if not entry.get("requested"):
-            state = "not asked"
-        elif entry.get("engaged"):
-            state = "engaged"
-        else:
-            state = "fell back" if entry.get("known", True) else "not known"
-        states[name] = state, text(entry, "reason")
-    return states
+    """Each technique's status and the reason for it."""
+    return {
+        name: (technique_status(entry), text(entry, "reason")) for name, entry in _techniques(row)
+    }
 
 
 def low_precision(row: Row) -> str:
     """`bf16` or `fp16`, where products came out in it; else ""."""
-    found = row.summary.get("techniques")
-    for entry in found if isinstance(found, list) else []:
-        if text(entry, "name") == "amp" and entry.get("engaged"):
+    for name, entry in _techniques(row):
+        if name == "amp" and entry.get("engaged"):
             seen = str(entry.get("evidence", ""))
             return "bf16" if "bfloat16" in seen else "fp16" if "float16" in seen else ""
     return ""
@@ -133,13 +122,9 @@ def low_precision(row: Row) -> str:
 
 def device(comparison: Comparison) -> list[str]:
     """The devices that the rows ran on."""
-    names = []
-    for row in comparison.rows:
-        about = row.summary.get("device")
-        name = text(about, "name") or text(about, "kind")
-        if name and name not in names:
-            names.append(name)
-    return names
+    found = [row.summary.get("device") for row in comparison.rows]
+    names = [text(about, "name") or text(about, "kind") for about in found]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def failures(comparison: Comparison) -> list[Row]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from runner.record.text import escape_control_chars, json_safe
-from runner.report import facts
+from runner.report import row_fields
 from runner.report.comparison import Comparison, Row
 from runner.report.naming import keys
 
@@ -67,22 +67,24 @@ def _flat(row: Row) -> dict[str, Any]:
         "speedup_low": low,
         "speedup_high": high,
         "parity": row.parity,
-        "step_ms": facts.step_ms(row),
-        "step_ms_p95": facts.step_ms_p95(row),
-        "samples_per_second": facts.samples_per_second(row),
-        "peak_process_bytes": facts.process_bytes(row),
-        "peak_device_bytes": facts.device_bytes(row),
-        "data_wait": facts.data_wait(row),
-        "steps": facts.number(row.summary, "steps"),
-        "wall_seconds": facts.number(row.summary, "wall_seconds"),
-        "skipped_steps": facts.number(row.summary, "skipped_steps"),
-        "best": facts.best(row),
+        "step_ms": row_fields.step_ms(row),
+        "step_ms_p95": row_fields.step_ms_p95(row),
+        "samples_per_second": row_fields.samples_per_second(row),
+        "peak_process_bytes": row_fields.process_bytes(row),
+        "peak_device_bytes": row_fields.device_bytes(row),
+        "data_wait": row_fields.data_wait(row),
+        "steps": row_fields.number(row.summary, "steps"),
+        "wall_seconds": row_fields.number(row.summary, "wall_seconds"),
+        "skipped_steps": row_fields.number(row.summary, "skipped_steps"),
+        "best": row_fields.best(row),
     }
     if row.measured is not None:
         cells |= _numbers(row)
-    cells |= {f"metric:{key}": value for key, value in facts.metrics(row).items()}
+    cells |= {f"metric:{key}": value for key, value in row_fields.metrics(row).items()}
     cells |= {f"override:{key}": value for key, value in keys(row.overrides).items()}
-    engaged = [name for name, (state, _) in facts.techniques(row).items() if state == "engaged"]
+    engaged = [
+        name for name, (state, _) in row_fields.techniques(row).items() if state == "engaged"
+    ]
     cells |= {"engaged": " ".join(engaged), "command": row.command, "folder": row.folder}
     return {_safe(key): _safe(value) for key, value in cells.items()}
 

@@ -1,0 +1,229 @@
+"""The figures of a comparison: the numbers that are drawn, and what is written above each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from runner.benchmark.result import BenchmarkResult, Effect
+from runner.report import format, row_fields, verdicts
+from runner.report.charts import (
+    LABEL,
+    Bar,
+    Point,
+    Series,
+    draw_bars,
+    draw_curves,
+    draw_points,
+)
+from runner.report.comparison import Comparison, Row
+from runner.report.curves import Curve, axis_top, read_losses
+from runner.report.naming import labels
+from runner.report.verdicts import Trend, trends_of
+
+MOST_CURVES = 12  # at once: more cannot be told apart
+NUMBERED = 8  # rows, from which on they are called by number where there is no room for names
+KINDS = {
+    "reference": "reference",
+    "faster": "faster",
+    "slower": "slower",
+    "": "hint",
+    "PARITY FAIL": "fail",
+    "does not train": "fail",
+}
+"""How a bar is filled, by the row's verdict."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A section of the page: a heading, what it shows, and charts below headings of their own."""
+
+    heading: str
+    about: str
+    charts: list[tuple[str, str, Markup]] = field(default_factory=list)  # heading, note, drawing
+
+
+def figures(comparison: Comparison) -> dict[str, list[Figure]]:
+    """By section name, the figures that there are numbers for."""
+    return {
+        "speed": list(_speed(comparison)),
+        "attribution": list(_attribution(comparison)),
+        "memory": list(_memory(comparison)),
+        "losses": list(_losses(comparison)),
+        "trends": list(_trends(comparison)),
+    }
+
+
+def noise_floor(comparison: Comparison) -> float:
+    """Speed-ups within 1 ± this are not claimed; 0 where that is not known."""
+    return (comparison.benchmark.unclaimed or 0.0) if comparison.benchmark else 0.0
+
+
+def speed_bars(comparison: Comparison) -> list[Bar]:
+    """A bar for each row; without a value where there is none, with the reason as its text."""
+    return [_speed_bar(row, comparison) for row in comparison.rows]
+
+
+def _speed_bar(row: Row, comparison: Comparison) -> Bar:
+    verdict = verdicts.verdict(row, comparison)
+    kind = KINDS.get(verdict, "unclear")
+    if not row.finished or row.speedup is None or not math.isfinite(row.speedup):
+        return Bar(row.name, None, None, "not measured" if row.finished else row.status, "fail")
+    ratio = format.times_interval(row.speedup, row.speedup_interval)
+    text = ", ".join(filter(None, (ratio, verdict)))
+    return Bar(row.name, row.speedup, row.speedup_interval, text, kind)
+
+
+def _speed(comparison: Comparison) -> Iterator[Figure]:
+    bars = [bar for bar in speed_bars(comparison) if bar.value is not None]
+    if len(bars) < 2:
+        return
+    floor, against = noise_floor(comparison), comparison.reference or "its reference"
+    about = f"How many times as fast as {against}; the upright line is as fast."
+    if any(bar.ends for bar in bars):
+        about += " Whiskers are 95 % intervals."
+    if verdicts.too_noisy(comparison.benchmark):
+        about += f" The machine was noisy: nothing within ± {format.share(floor)} is claimed."
+    elif floor:
+        about += f" Nothing in the hatched strip, ± {format.share(floor)}, is claimed."
+    if comparison.kind == "sweep":
+        about = f"Samples per second, as a ratio to {against}: one run each, so without intervals."
+    drawing = draw_bars(bars, 0.0, "speed-up of each row", floor)
+    yield Figure("Speed", about, [("", "", drawing)])
+
+
+def memory_points(comparison: Comparison) -> list[Point]:
+    """Speed and peak memory of the rows that have both, in samples/s and MiB."""
+    points = []
+    names = labels([row.name for row in comparison.rows], LABEL)
+    for number, (row, name) in enumerate(zip(comparison.rows, names, strict=True), 1):
+        rate, peak = row_fields.samples_per_second(row), row_fields.memory_bytes(row)
+        if row.finished and rate is not None and peak is not None:
+            label = name if len(comparison.rows) <= NUMBERED else str(number)
+            text = f"{row.name}: {format.rate(rate)} samples/s, {format.size(peak)}"
+            points.append(Point(label, rate, peak / 2**20, text))
+    return points
+
+
+def _memory(comparison: Comparison) -> Iterator[Figure]:
+    points = memory_points(comparison)
+    if len(points) < 2:
+        return
+    names = [row.name for row in comparison.rows]
+    of = "device's" if any(map(row_fields.device_bytes, comparison.rows)) else "process's"
+    about = f"Peak of the {of} memory against samples per second: right and low is better."
+    about += " Both axes begin at 0."
+    if len(names) > NUMBERED:
+        about += " Numbers are those of the table."
+    elif labels(names, LABEL) != names:
+        about += " Names leave out what is alike; the table has them whole."
+    described = "; ".join(point.text for point in points)
+    drawing = draw_points(points, "samples per second", "MiB at the peak", described)
+    yield Figure("Memory against speed", about, [("", "", drawing)])
+
+
+def _losses(comparison: Comparison) -> Iterator[Figure]:
+    curves = read_losses(comparison)
+    if not curves:
+        return
+    shown = dict(list(curves.items())[:MOST_CURVES])
+    top = axis_top(comparison, shown)
+    names = [row.name for row in comparison.rows]
+    series = [Series(name, curve, style=names.index(name)) for name, curve in shown.items()]
+    described = "; ".join(
+        f"{name} from {format.metric(curve[0][1])} to {format.metric(curve[-1][1])}"
+        for name, curve in shown.items()
+    )
+    drawing = draw_curves(series, "step", "loss", described, top=top)
+    about = _about_losses(comparison, shown, top)
+    if len(curves) > MOST_CURVES:
+        about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
+    yield Figure("Training loss", about, [("", "", drawing)])
+
+
+def _about_losses(comparison: Comparison, shown: Mapping[str, Curve], top: float) -> str:
+    about = "Training loss by step. Arms that train the same lie on one another."
+    last = [curve[-1][0] for curve in shown.values()]
+    if max(last) > 1.05 * min(last):
+        about += " A curve ends at the last step of its run."
+        if comparison.kind == "benchmark":
+            about += " All arms had the same time, in which the faster ones made more steps."
+    beyond = [name for name, curve in shown.items() if any(loss > top for _, loss in curve)]
+    if beyond:
+        about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
+    return about
+
+
+def effect_bars(comparison: Comparison, side: str) -> list[Bar]:
+    """What each technique is worth, `side` being added or removed."""
+    benchmark = comparison.benchmark
+    if benchmark is None or benchmark.attribution is None:
+        return []
+    return [_effect_bar(one, side, benchmark.unclaimed) for one in benchmark.attribution.effects]
+
+
+def _effect_bar(effect: Effect, side: str, floor: float | None) -> Bar:
+    value = effect.added if side == "added" else effect.removed
+    ends = effect.added_interval if side == "added" else effect.removed_interval
+    name = effect.name.replace("_", " ")
+    if value is None:
+        return Bar(name, None, None, effect.note or format.NONE, "fail")
+    beyond = floor is not None and abs(value - 1) > floor
+    outside = beyond and ends is not None and (ends[0] > 1 or ends[1] < 1)
+    kind = "unclear" if not outside else "faster" if value > 1 else "slower"
+    text = format.times_interval(value, ends)
+    if effect.parity == "FAIL":
+        kind, text = "fail", f"{text}, PARITY FAIL"
+    return Bar(name, value, ends, text, kind)
+
+
+def _attribution(comparison: Comparison) -> Iterator[Figure]:
+    attribution = comparison.benchmark.attribution if comparison.benchmark else None
+    if attribution is None or not attribution.effects:
+        return
+    level, charts = attribution.level, []
+    for side, heading, note in (
+        ("added", "Added alone", "how many times as fast the plain run is with it"),
+        ("removed", f"Within {level}", f"how many times as fast {level} is with it as without it"),
+    ):
+        if bars := [bar for bar in effect_bars(comparison, side) if bar.value is not None]:
+            drawing = draw_bars(bars, 1.0, f"{heading}, each technique", noise_floor(comparison))
+            charts.append((heading, f": {note}", drawing))
+    about = "Bars to the right of the upright line gain time, bars to the left lose it."
+    if attribution.stopped:
+        about += f" Measured until: {attribution.stopped}."
+    yield Figure("What each technique is worth", about, charts)
+
+
+def _trends(comparison: Comparison) -> Iterator[Figure]:
+    for trend in trends_of(comparison.history):
+        about = f"Benchmarks of {trend.name} on one kind of machine, oldest first."
+        names = [_date_and_commit(result) for result in trend.results]
+        charts = [
+            (heading, "", _trend_chart(trend, key, unit, names))
+            for heading, key, unit in (
+                ("Time of a step, per sample", "per_sample", "µs"),
+                ("Speed-up", "speedup", "×"),
+            )
+            if getattr(trend, key)
+        ]
+        yield Figure(f"{trend.name} over time", about, charts)
+
+
+def _trend_chart(trend: Trend, key: str, unit: str, names: list[str]) -> Markup:
+    arms, series = list(trend.per_sample), []
+    for name, points in list(getattr(trend, key).items())[:MOST_CURVES]:
+        values, ends = [(i, y) for i, y, _ in points], [ends for _, _, ends in points]
+        series.append(Series(name, values, ends, arms.index(name)))
+    described = "; ".join(
+        f"{one.label}: " + ", ".join(f"{y:.4g}" for _, y in one.points) for one in series
+    )
+    return draw_curves(series, "", unit, described, names)
+
+
+def _date_and_commit(result: BenchmarkResult) -> str:
+    commit = str(result.git.get("commit") or "")[:7]
+    return f"{result.started[5:10]} {commit}".strip() or "?"

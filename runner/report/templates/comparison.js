@@ -1,0 +1,39 @@
+document.querySelectorAll("table.sortable").forEach(table => {
+  const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, place) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") === "descending";
+      heads.forEach(other => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const key = row => row.cells[place].dataset.sort;
+      [...body.rows].sort((a, b) => {
+        const one = key(a), two = key(b);
+        if (one === undefined || two === undefined)
+          return (one === undefined) - (two === undefined);
+        const apart = head.dataset.text ? one.localeCompare(two) : one - two;
+        return up ? apart : -apart;
+      }).forEach(row => body.append(row));
+    });
+  });
+});
+document.querySelectorAll(".command").forEach(box => {
+  const text = box.querySelector("code"), button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "copy";
+  button.setAttribute("aria-label", "copy the command of " + box.dataset.of);
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text.textContent);
+      button.textContent = "copied";
+    } catch {
+      getSelection().selectAllChildren(text);
+      button.textContent = "selected";
+    }
+    setTimeout(() => { button.textContent = "copy"; }, 2000);
+  });
+  box.append(button);
+});
