@@ -23,16 +23,13 @@ if TYPE_CHECKING:
     from runner.hook import Hook, Verdict
     from runner.library.benchmark import benchmark_optimizations, show_comparison
     from runner.library.debugging import debug_operation, debugger, profile
-    from runner.library.inference import safe_inference
-    from runner.library.memory import Memory
-    from runner.library.model_check import check_model
-    from runner.library.optimize import optimize, optimize_model
+    from runner.library.guarded_optimizer import train_step
+    from runner.library.inference import check_model, safe_inference
+    from runner.library.memory import Memory, system_info
+    from runner.library.optimize import optimize, optimize_model, optimize_training_loop
     from runner.library.pipeline import create_training_pipeline
     from runner.library.profile import profile_model
     from runner.library.stability import Stability
-    from runner.library.step import train_step
-    from runner.library.system import system_info
-    from runner.library.training_loop import optimize_training_loop
     from runner.loop import train
     from runner.summary import Summary
     from runner.technique import Evidence, Technique
@@ -57,7 +54,7 @@ _HOMES = {
     "Technique": "runner.technique",
     "Verdict": "runner.hook",
     "benchmark_optimizations": "runner.library.benchmark",
-    "check_model": "runner.library.model_check",
+    "check_model": "runner.library.inference",
     "compose": "runner.composing",
     "create_training_pipeline": "runner.library.pipeline",
     "debug_operation": "runner.library.debugging",
@@ -65,15 +62,15 @@ _HOMES = {
     "evaluate": "runner.evaluation",
     "optimize": "runner.library.optimize",
     "optimize_model": "runner.library.optimize",
-    "optimize_training_loop": "runner.library.training_loop",
+    "optimize_training_loop": "runner.library.optimize",
     "profile": "runner.library.debugging",
     "profile_model": "runner.library.profile",
     "safe_inference": "runner.library.inference",
     "sanitise": "runner.checks.outputs",
     "show_comparison": "runner.library.benchmark",
-    "system_info": "runner.library.system",
+    "system_info": "runner.library.memory",
     "train": "runner.loop",
-    "train_step": "runner.library.step",
+    "train_step": "runner.library.guarded_optimizer",
 }
 
 

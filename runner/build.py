@@ -33,11 +33,11 @@ from runner.models.stored import KEY as WEIGHTS
 from runner.models.weights import start_from
 from runner.objective import Objective, monitored
 from runner.objectives.build import build_objective
-from runner.optim.adopted import adopt, share_state
 from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
+from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
-from runner.optim.update import Update
-from runner.optim.whole import WholeStep
+from runner.optim.user_optimizer import adopt_optimizer, sync_state
+from runner.optim.whole_step import WholeStep
 from runner.random_state import exclusive_random_state
 from runner.reader import Reader
 from runner.record.history import History
@@ -48,7 +48,7 @@ from runner.run import Run
 from runner.security.gate.policy import Policy
 from runner.security.intent.places import own_trees
 from runner.security.targets import resolve
-from runner.stability.guardian import Guardian
+from runner.stability.controller import StabilityController
 from runner.stopwatch import Stopwatch
 from runner.tables import look_at
 from runner.technique import Choice, Draft, Technique
@@ -246,9 +246,9 @@ class _Build:
         optimizer = (
             self.build_optimizer(self.model, draft.optimizer_options)
             if given is None
-            else adopt(given, draft.optimizer_options, self.scope)
+            else adopt_optimizer(given, draft.optimizer_options, self.scope)
         )
-        self.update = Update(
+        self.update = OptimizerStep(
             self.model,
             optimizer,
             config.stability,
@@ -258,7 +258,7 @@ class _Build:
             ema=config.optimizer.ema,
         )
         if given is not None:
-            share_state(self.update, draft.optimizer_options, self.scope)
+            sync_state(self.update, draft.optimizer_options, self.scope)
         if self.update.host_waits:
             reason = f"{type(optimizer).__name__} is not fused"
             draft.choices.append(Choice("stability.guard", "host reads a flag", reason))
@@ -310,7 +310,7 @@ class _Build:
             watch=Stopwatch(self.device.torch),
             reader=Reader(self.device.torch),
             whole=whole,
-            guardian=Guardian(config.stability, self.update, self.model, raises),
+            guardian=StabilityController(config.stability, self.update, self.model, raises),
         )
 
     def build_hooks(self) -> list[Hook]:
@@ -352,7 +352,7 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
         )
 
 
-def _whole_step(draft: Draft, update: Update) -> WholeStep | None:
+def _whole_step(draft: Draft, update: OptimizerStep) -> WholeStep | None:
     """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
     if draft.whole_step is None:
         return None

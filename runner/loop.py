@@ -114,7 +114,7 @@ def _train(run: Run) -> None:
                 if verdict >= Verdict.ROLLBACK:
                     _apply_verdict(run, verdict)
                 if progress.step >= run.guardian.due:
-                    run.guardian.turn(progress.step)
+                    run.guardian.apply_limits(progress.step)
                 if interrupts.received is not None:  # before a validation, which may take long
                     _save_and_stop(run)
                     raise interrupts.error(_resume_hint(run))
@@ -261,7 +261,7 @@ def _report(run: Run, wait: bool = False) -> Verdict:
         if run.inputs is not None:
             run.inputs.read(report.last)  # does not wait: those steps have ended
             run.guardian.vetoed += run.inputs.take_vetoed()
-        run.guardian.look(run, report)
+        run.guardian.inspect(run, report)
         report.lr = run.update.lr_at(report.last - 1 - run.progress.skipped)
         if run.strict:
             _enforce_strict(run)
@@ -291,9 +291,9 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
         run.stop_reason = run.stop_reason or "a hook asked to stop"
     elif guardian.decision is None:
         guardian.ask(run)
-    while (rule := guardian.carry_out(run)) is not None:
+    while (rule := guardian.execute(run)) is not None:
         _report(run, wait=True)  # reports in flight are about the weights that are replaced
         if roll_back(run, rule.factor):
             guardian.rolled_back(run)
         else:
-            guardian.stuck(run)
+            guardian.give_up(run)

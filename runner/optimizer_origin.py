@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
-OUR_HOOKS = {"runner.optim.adopted"}  # they keep the state complete for whoever calls step()
+OUR_HOOKS = {"runner.optim.user_optimizer"}  # they keep the state complete for whoever calls step()
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:

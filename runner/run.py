@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from runner.checks.batch_validator import BatchValidator
     from runner.device.leaks import LeakDetector
     from runner.hook import Evaluation, Hook
-    from runner.optim.update import Update
-    from runner.optim.whole import WholeStep
+    from runner.optim.optimizer_step import OptimizerStep
+    from runner.optim.whole_step import WholeStep
     from runner.reader import Reader
     from runner.record.history import History
     from runner.record.recorder import Recorder
-    from runner.stability.guardian import Guardian
+    from runner.stability.controller import StabilityController
     from runner.stopwatch import Stopwatch
     from runner.technique import Engagement, Evidence, Technique
 
@@ -64,7 +64,7 @@ class Run(RunParts):
     folder: Path | None  # None: nothing is written
     started: float  # time.monotonic() when the build began
 
-    update: Update
+    update: OptimizerStep
     train: Loader
     validation: Loader
     validate_every: int
@@ -83,7 +83,7 @@ class Run(RunParts):
     engagements: list[Engagement]  # those that could not be, with the reason
     watch: Stopwatch
     reader: Reader
-    guardian: Guardian
+    guardian: StabilityController
     whole: WholeStep | None = None  # makes steps in one graph
     inputs: BatchValidator | None = None  # checks each batch before its step
     captures: Captures | None = None  # bad steps that are kept for job=replay

@@ -19,7 +19,7 @@ from runner.run import Run
 from runner.seeds import mix
 
 if TYPE_CHECKING:
-    from runner.optim.whole import WholeStep
+    from runner.optim.whole_step import WholeStep
 
 log = logging.getLogger("runner")
 

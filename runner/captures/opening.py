@@ -33,7 +33,7 @@ class Capture:
     grad_norm: float | None  # before clipping
     model: Mapping[str, Any] | None  # state_dict; None where only the checkpoint leads to it
     buffers: Mapping[str, Tensor]  # those that are in no state_dict
-    update: Mapping[str, Any] | None  # state of `runner.optim.update.Update`
+    update: Mapping[str, Any] | None  # state of `runner.optim.optimizer_step.Update`
     random: Mapping[str, Any]  # of torch, python and numpy
     random_then: bool  # it is that of the step: nothing drew from python's or numpy's
     progress: Mapping[str, Any]  # of the run when it was captured

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from runner.captures.taking import fill, noise
 from runner.checkpoint.folder import step_name
 from runner.errors import CheckpointError
 from runner.library import batches
-from runner.library.assembly import Assembly, check_loss_fn, check_module
-from runner.library.step import Loss
+from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, check_module
 from runner.objectives.custom import Custom
 from runner.record.provenance import versions
 from runner.record.text import shorten
@@ -32,17 +31,18 @@ from runner.replay.findings import Found
 from runner.replay.trace import trace
 
 if TYPE_CHECKING:
-    from runner.library.guarded import Guarded
+    from runner.library.guarded_optimizer import GuardedOptimizer
+    from runner.library.stability import Stability
 
 log = logging.getLogger("runner")
 
 WHO = "replay_step"
 
 
-class BadSteps:
+class StepCaptures:
     """The first few bad steps, each in a folder of its own below debug/captures."""
 
-    def __init__(self, of: Guarded, folder: Path, at_most: int, late: int) -> None:
+    def __init__(self, of: Stability, folder: Path, at_most: int, late: int) -> None:
         self.of, self.folder, self.at_most = of, folder, at_most
         self.recent: deque[tuple[int, Any, dict[str, Any]]] = deque(maxlen=late)
         self.noise = noise()
@@ -77,7 +77,8 @@ class BadSteps:
         self, folder: Path, step: int, kind: str, message: str, batch: Any, noise: dict[str, Any]
     ) -> None:
         """The host waits for the device."""
-        module, update, rows = self.of.module, self.of.stepper.update, self.of.reader.since(step)
+        guarded = cast("GuardedOptimizer", self.of.guarded)
+        module, update, rows = guarded.module, guarded.update, self.of.reader.since(step)
         loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
         model = module.state_dict()
         manifest = Manifest(
@@ -118,18 +119,18 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Found:
         raise CheckpointError(f"{path}: does not fit this model: {gist}") from error
     inputs = tuple(inputs) if isinstance(inputs, list) else inputs
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    assembly = Assembly(
+    lazy = LazyRun(
         WHO, copy, "none", [f"device.threads={capture.manifest.threads}"], None, {},
         optimizer=torch.optim.SGD([p for p in copy.parameters() if p.requires_grad], lr=0.0),
         objective=Custom(loss_fn, name, "loss_fn"),
     )  # fmt: skip
     before = noise()
     try:
-        run = assembly.assemble(inputs, capture.batch[1])
+        run = lazy.build_run(inputs, capture.batch[1])
         _set_noise(capture.random)
         return trace(run, _moved((inputs, capture.batch[1]), run.device.torch))
     finally:
-        assembly.close()
+        lazy.close()
         _set_noise(before)
 
 

@@ -35,14 +35,14 @@ from runner.data.foreign import Foreign
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError, UsageError
 from runner.library import batches
-from runner.library.assembly import (
+from runner.library.lazy_run import (
     check_loss_fn,
     check_module,
     check_optimizer,
     check_overrides,
     device_of,
 )
-from runner.library.parts import around, name_of, source_of
+from runner.library.pipeline import name_of, source_of, with_components
 from runner.objective import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.custom import Custom
@@ -179,7 +179,7 @@ def _try_out(
 
 def _about(model: nn.Module, data: Any, arm: Arm) -> Arm:
     """The same arm for this model and these data; no command line trains them."""
-    config = around(arm.config, model, data)
+    config = with_components(arm.config, model, data)
     config.name = f"{name_of(data).rpartition('.')[2]}-{type(model).__name__}"
     return replace(arm, command="", config=config)
 

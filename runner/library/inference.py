@@ -1,4 +1,4 @@
-"""A model's answer, or what was in the way: no batch too large, no value that is not finite."""
+"""Answers of a model, checked and repaired, and checks of the model itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,16 +19,20 @@ from torch import Tensor, nn
 from runner import modes
 from runner.batch import Inputs, call
 from runner.checks import outputs
+from runner.checks.model.answers import OUTPUTS, Expected
+from runner.checks.model.look import look
+from runner.checks.model.report import ModelReport
 from runner.debug.gradcheck.observed import noise_kept
 from runner.device import memory
 from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches
-from runner.library.assembly import check_module, device_of
+from runner.library.lazy_run import check_module, device_of
 from runner.library.optimize import Optimized
 from runner.nest import mapped
 from runner.random_state import exclusive_random_state
 from runner.record.text import shorten
 from runner.recovery import is_out_of_memory, let_go
+from runner.security.trust import Severity
 
 WHO = "safe_inference"
 PASSING = (ConnectionError, TimeoutError, InterruptedError, BlockingIOError)
@@ -268,3 +272,51 @@ def _told(changed: dict[str, int]) -> list[str]:
     """What was changed of values that were finite; the others have had their line."""
     said = outputs.described({k: n for k, n in changed.items() if k in ("limited", "rescaled")})
     return [f"output: {said}"] if said else []
+
+
+WHO = "check_model"
+
+
+def check_model(
+    model: nn.Module | Optimized,
+    probes: Inputs | None = None,
+    *,
+    targets: Tensor | None = None,
+    trusted: Sequence[str] = (),
+    outputs: str | None = None,
+    classes: int | None = None,
+    trained: bool | None = None,
+) -> ModelReport:
+    """What is wrong with a model, with reasons; `print` shows it, `.ok` says whether to go on.
+
+    Weights and buffers: NaN, Inf, absurd size, negative variances, dead, constant and duplicated
+    layers, types. Structure: hooks, replaced methods, classes that are neither torch's nor the
+    runner's nor of a package in `trusted`, tensors and layers that torch does not know of. On
+    `probes`, inputs as the model is called with (16 or more tell most): answers not finite, out of
+    range, constant, uniform, random, or that a tiny change of float inputs throws about.
+
+    `outputs` says what the answers are: logits, probabilities, ids or values; `classes` how many
+    there are (or words), `targets` which class each probe has. Zero layers, copies and constant
+    answers are what fresh models have too: they are warnings with `trained=True`, and else notes.
+    A class of a package that is not trusted is a note
+    as long as `trusted` is empty, and then a warning.
+
+    The model is as it was afterwards (`look` says what is put back). Raises UsageError. It makes
+    the host wait for the device.
+    """
+    if outputs is not None and outputs not in OUTPUTS:
+        raise UsageError(f"{WHO}: outputs={outputs!r}; use one of {', '.join(OUTPUTS)}")
+    if isinstance(trusted, str):
+        raise UsageError(f"{WHO}: trusted is one string; give a list: [{trusted!r}]")
+    module = model.model if isinstance(model, Optimized) else model
+    check_module(WHO, module)
+    if probes is not None:
+        batches.samples(probes, f"{WHO}: probes")
+        probes = batches.moved(probes, device_of(module))
+    return look(
+        module,
+        probes,
+        trusted=trusted,
+        foreign=Severity.WARNING if trusted else Severity.NOTE,
+        expected=Expected(outputs, classes, targets, trained),
+    )

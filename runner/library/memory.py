@@ -1,4 +1,4 @@
-"""Memory for loops of one's own: what is held, at most in each phase, and whether it leaks."""
+"""Memory of a program: what is held, peaks by phase, leaks; and what this machine has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from runner.composing import compose
 from runner.device import memory, phases, resources
 from runner.device.device import select
 from runner.device.leaks import LeakDetector, Trend, describe_leaks
-from runner.library.report import size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -183,15 +182,22 @@ class Memory:
         stats = self.stats()
         facts = Table.grid(padding=(0, 2))
         rows = [
-            ("process", f"{size(stats.process)}, {size(stats.peak_process)} at most"),
-            ("available", f"{size(stats.available)} of {size(stats.limit)}: {stats.limited_by}"),
+            (
+                "process",
+                f"{size_text(stats.process)}, {size_text(stats.peak_process)} at most",
+            ),
+            (
+                "available",
+                f"{size_text(stats.available)} of {size_text(stats.limit)}: {stats.limited_by}",
+            ),
         ]
         if stats.swap:
-            rows.append(("swap", f"{size(stats.swap)} in use"))
+            rows.append(("swap", f"{size_text(stats.swap)} in use"))
         if self.device.kind != "cpu":
-            told = f"{size(stats.device_allocated)} allocated, {size(stats.device_reserved)} "
-            told += f"reserved, {size(stats.peak_device)} at most, of {size(stats.device_total)}"
-            rows.append((self.device.name, told))
+            sizes = stats.device_allocated, stats.device_reserved, stats.peak_device
+            held, reserved, peak = map(size_text, sizes)
+            text = f"{held} allocated, {reserved} reserved, {peak} at most, of "
+            rows.append((self.device.name, text + size_text(stats.device_total)))
         watched = {"process": self._process, "device": self._on_device}
         if sampled := {name: d for name, d in watched.items() if d.recent}:
             rows.append(("leaks", describe_leaks(sampled)))
@@ -208,8 +214,8 @@ class Memory:
             table.add_column(heading, justify="right")
         for phase in list(self.phases.values()):
             cells = [phase.name, str(phase.times), f"{phase.seconds:.3f}"]
-            cells += [size(phase.peak_process), size(phase.added_process)]
-            cells += [size(phase.peak_device), size(phase.added_device)] if gpu else []
+            cells += [size_text(phase.peak_process), size_text(phase.added_process)]
+            cells += [size_text(phase.peak_device), size_text(phase.added_device)] if gpu else []
             table.add_row(*map(plain_text, cells))
         return Group(facts, "", table)
 
@@ -220,3 +226,23 @@ class Memory:
         with console.capture() as captured:
             console.print(self)
         return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def system_info() -> dict[str, Any]:
+    """Device, capabilities, CPU, memory, versions, techniques and checks, as `job=doctor` has them.
+
+    All in plain values, so `json.dumps` takes it. It compiles a line of C++ and looks at what is
+    installed: about a second.
+    """
+    from runner.jobs.doctor import examine
+
+    return examine(compose()).as_dict()
+
+
+def size_text(value: float) -> str:
+    """Bytes with their prefix, such as `9.7 KiB`."""
+    prefixes = iter(("Ki", "Mi", "Gi", "Ti"))
+    prefix = ""
+    while value >= 1024:
+        value, prefix = value / 1024, next(prefixes)
+    return f"{value:.4g} {prefix}B"

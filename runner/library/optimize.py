@@ -1,9 +1,9 @@
-"""A model, faster: the techniques of a level on a model that somebody else calls or trains."""
+"""A model, or a hand-written loop, with the techniques of a level."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any, TypeVar, final
 
@@ -11,13 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from runner import modes
-from runner.batch import Inputs
+from runner.batch import Inputs, call, count
 from runner.errors import UsageError
+from runner.hook import Step
 from runner.library import batches
-from runner.library.assembly import Assembly, device_of, entered
+from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, device_of, run_contexts
 from runner.nest import mapped, tensors
+from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
+from runner.outcome import summarise
+from runner.random_state import (
+    claim_random_state,
+    exclusive_random_state,
+    release_random_state,
+)
 from runner.run import Run
+from runner.step import make_step
+from runner.summary import Summary
 from runner.technique import Choice, Engagement
 from runner.untouched import large_parameters, untouched
 
@@ -74,7 +84,7 @@ class Optimized:
         left_out = NOT_FOR_A_MODEL
         if optimizer is None:
             left_out = left_out | {"fused_optimizer": NO_OPTIMIZER}
-        self.assembly = Assembly(
+        self.lazy = LazyRun(
             "optimize", model, level, overrides, device, left_out, optimizer=optimizer
         )
         self.called = False
@@ -84,9 +94,9 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, computed under the techniques."""
-        run = self.assembly.run or self.ready(self._as_inputs(args, kwargs))
-        args = tuple(placed(run, value) for value in args)
-        kwargs = {name: placed(run, value) for name, value in kwargs.items()}
+        run = self.lazy.run or self.ready(self._as_inputs(args, kwargs))
+        args = tuple(place_inputs(run, value) for value in args)
+        kwargs = {name: place_inputs(run, value) for name, value in kwargs.items()}
         while True:
             try:
                 return self._forward(run, args, kwargs)
@@ -98,18 +108,18 @@ class Optimized:
         """Apply the techniques, with these inputs as the example, if that was not done yet."""
         self.inside = True
         try:
-            return self.assembly.assemble(inputs)
+            return self.lazy.build_run(inputs)
         finally:
             self.inside = False
 
     def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with entered(run):
-            output = self.within(*args, **kwargs)
+        with run_contexts(run):
+            output = self.call_model(*args, **kwargs)
         return mapped(output, _full) if run.contexts else output
 
-    def within(self, *args: Any, **kwargs: Any) -> Any:
+    def call_model(self, *args: Any, **kwargs: Any) -> Any:
         """The run's own forward, without its contexts: for whoever has entered them."""
-        run = self.assembly.run
+        run = self.lazy.run
         if run is None:
             raise UsageError("optimize: it was closed; make another one")
         self.inside = self.called = True
@@ -131,7 +141,7 @@ class Optimized:
         Runs the model on the example, so it takes a step's time. Before there is one, nothing is
         engaged.
         """
-        run = self.assembly.run
+        run = self.lazy.run
         if run is not None and not self.called:
             where, large = device_of(self.model), large_parameters(self.model)
             with untouched(self.model, device=where, safe=large), modes.evaluating(self.model):
@@ -143,18 +153,18 @@ class Optimized:
                         self(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
         self.inside = True
         try:
-            return self.assembly.rows()
+            return self.lazy.rows()
         finally:
             self.inside = False
 
     @property
     def choices(self) -> list[Choice]:
         """What was decided automatically, and why."""
-        return [] if self.assembly.run is None else list(self.assembly.run.choices)
+        return [] if self.lazy.run is None else list(self.lazy.run.choices)
 
     def close(self) -> None:
         """Undo every global switch; the model is as it was, and this can no longer be called."""
-        self.assembly.close()
+        self.lazy.close()
 
     def __enter__(self) -> Optimized:
         return self
@@ -218,7 +228,7 @@ def _decorate_class(
         if "_plain" in self.__dict__:
             return plain(self, *args, **kwargs)
         mine = optimized(self)
-        if mine.inside or mine.assembly.closed:
+        if mine.inside or mine.lazy.closed:
             return plain(self, *args, **kwargs)
         return mine(*args, **kwargs)
 
@@ -235,7 +245,7 @@ def _decorate_class(
     return made
 
 
-def placed(run: Run, inputs: Inputs) -> Inputs:
+def place_inputs(run: Run, inputs: Inputs) -> Inputs:
     """The inputs on the run's device, in the memory order that its techniques want."""
     inputs = batches.moved(inputs, run.device.torch)
     for place in run.placements:
@@ -245,3 +255,123 @@ def placed(run: Run, inputs: Inputs) -> Inputs:
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+NOT_FOR_A_LOOP = {
+    "pipeline": "not for a hand-written loop, which loads its data; use create_training_pipeline",
+    "quantization": "not for a hand-written loop: its int8 copy is judged on data that are held "
+    "out; use create_training_pipeline",
+}
+
+
+def optimize_training_loop(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Loss,
+    *,
+    level: str = "advanced",
+    example: Any = None,
+    steps: int | None = None,
+    clip_norm: float | None = 1.0,
+    guard: bool = True,
+    device: str | torch.device | None = None,
+    overrides: Sequence[str] = (),
+) -> TrainingLoop:
+    """What makes the steps of a hand-written loop with the techniques of `optimization=<level>`.
+
+    It is put together around `example`, a batch, or the first one that comes. `steps` is how many
+    there will be, if that is known: compiling pays back over many. Clipping, guard and optimizer
+    are as in `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` cuts
+    each batch. Raises UsageError or ConfigError.
+    """
+    check_loss_fn("optimize_training_loop", loss_fn)
+    if steps is not None and steps < 1:
+        raise UsageError(f"optimize_training_loop: steps={steps} is no length; use 1 or more")
+    limit = "null" if clip_norm is None else clip_norm
+    lazy = LazyRun(
+        "optimize_training_loop", model, level,
+        [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides],
+        device, NOT_FOR_A_LOOP, optimizer=optimizer,
+        objective=Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn"),
+        steps=steps,
+    )  # fmt: skip
+    loop = TrainingLoop(lazy)
+    if example is not None:
+        lazy.build_run(*batches.as_batch(example, lazy.who))
+    return loop
+
+
+@final
+class TrainingLoop:
+    """Called with a batch, makes a step. Close it when done, or use it as a context manager."""
+
+    def __init__(self, lazy: LazyRun) -> None:
+        self.lazy = lazy
+        self.model = lazy.model
+        self.skipped: Tensor | None = None  # so far, on the device
+
+    @exclusive_random_state("optimize_training_loop")
+    def __call__(self, batch: Any) -> Step:
+        """One step over (inputs, target); what it returns is on the device, and not waited for."""
+        claim_random_state(self, "optimize_training_loop")
+        inputs, target = batches.as_batch(batch, self.lazy.who)
+        run = self.lazy.build_run(inputs, target)
+        if not run.watch.running:
+            run.watch.start()
+        inputs, target = place_inputs(run, inputs), batches.moved(target, run.device.torch)
+        run.watch.split("data")
+        step, _ = make_step(run, (inputs, target))
+        run.progress.step += 1
+        run.watch.stop(count(target))
+        self.skipped = step.skipped if self.skipped is None else self.skipped + step.skipped
+        return step
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Step]:
+        """A step for each batch of the loader; the wait for data is in the summary."""
+        source = iter(loader)
+        while True:
+            if self.lazy.run is not None:
+                self.lazy.run.watch.start()
+            try:
+                batch = next(source)
+            except StopIteration:
+                break
+            yield self(batch)
+        if self.lazy.run is not None:
+            self.lazy.run.watch.running = False
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's output, computed as in a step; for an evaluation between steps."""
+        run = self._running()
+        with run_contexts(run):
+            return call(run.forward, place_inputs(run, inputs))
+
+    def engagements(self) -> list[Engagement]:
+        """Each technique: requested or not, engaged or not, the reason and the evidence."""
+        return self.lazy.rows()
+
+    def summary(self) -> Summary:
+        """Steps, time, memory and techniques so far. Makes the host wait, and runs the model."""
+        run = self._running()
+        run.device.synchronize()
+        run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
+        rows = self.engagements()
+        summary = summarise(run, "running")
+        summary.techniques = rows
+        return summary
+
+    def close(self) -> None:
+        """Undo every global switch; the model and its optimizer are as if they were never here."""
+        release_random_state(self)
+        self.lazy.close()
+
+    def _running(self) -> Run:
+        if self.lazy.run is None:
+            raise UsageError("optimize_training_loop: no batch has come yet (or it was closed)")
+        return self.lazy.run
+
+    def __enter__(self) -> TrainingLoop:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from time import perf_counter
+from typing import Any, cast, final
 
+import torch
 from torch import Tensor, nn
 
+from runner.captures.taking import noise
 from runner.composing import compose
-from runner.errors import UsageError
-from runner.library.assembly import check_module, check_optimizer, check_overrides
-from runner.library.guarded import Guarded
+from runner.errors import GaveUp, UsageError
+from runner.hook import Step
+from runner.library.bad_steps import StepCaptures
+from runner.library.guarded_optimizer import GuardedOptimizer, check_loss
+from runner.library.lazy_run import check_overrides
 from runner.library.optimize import Optimized
-from runner.library.step import check_loss
 from runner.optim.optimizer import Optimizer
+from runner.optim.user_optimizer import preserve_rates, scaled_rates
+from runner.reader import Reader
 from runner.record.history import History
+from runner.run import Progress, Run
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import StabilityConfig
+from runner.stability.controller import StabilityController
 
 WHO = "Stability"
+REPORT_EVERY = 10  # steps between two reads of the host, on an accelerator
 SHOWN = 20  # bad steps in a summary's text: half of them the first, half the latest
 
 
@@ -61,6 +71,14 @@ class StabilitySummary:
         return "\n".join([head, "", *lines]) if self.anomalies else head
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    step: int
+    weights: list[Tensor]
+    buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each belongs
+    optimizer: dict[str, Any]
+
+
 @final
 class Stability:
     """Guards the steps of one model and one optimizer.
@@ -77,6 +95,9 @@ class Stability:
     10 elsewhere. A bad step is skipped on the device at once in any case.
     """
 
+    reader: Reader  # from the first step on
+    controller: StabilityController
+
     def __init__(
         self,
         config: StabilityConfig | str | Sequence[str] | None = None,
@@ -89,17 +110,21 @@ class Stability:
     ) -> None:
         for name, value in (("snapshot_every", snapshot_every), ("every", every)):
             if value is not None and value < 1:
-                raise UsageError(f"{WHO}: {name}={value} is no count; use 1 or more")
+                raise UsageError(f"{WHO}: {name} must be ≥ 1, got {value}")
         self.config = _config(config)
+        self.loss_scale, self.snapshot_every, self.every = loss_scale, snapshot_every, every
+        self.max_captures = captures
+        self.guarded: GuardedOptimizer | None = None
+        self.snapshot: _Snapshot | None = None
+        self.closed = False
+        # what the controller reads of a run
         self.history = History(None if folder is None else Path(folder))
+        self.folder = None  # its last words are not about job=replay
+        self.progress = Progress()
+        self.report_every = 1
+        self.captures: StepCaptures | None = None
         if self.history.folder is not None:
             self.history.folder.mkdir(parents=True, exist_ok=True)
-        self.options: dict[str, Any] = {
-            "loss_scale": loss_scale, "snapshot_every": snapshot_every, "every": every,
-            "captures": captures,
-        }  # fmt: skip
-        self.guarded: Guarded | None = None  # once there is a model
-        self.closed = False
 
     def watch(self, model: nn.Module | Optimized, optimizer: Optimizer) -> None:
         """Remember the buffers as they are now: what a bad step leaves behind is what was before.
@@ -108,9 +133,8 @@ class Stability:
         BatchNorm's statistics, and after changing buffers oneself (`load_state_dict`). Without it
         the first step's forward has happened when `step` sees the model.
         """
-        guarded = self._ready(model, optimizer)
-        guarded.ready().update.begin()
-        guarded.snap()
+        self._guard(model, optimizer).update.begin()
+        self._take_snapshot()
 
     def step(
         self, model: nn.Module | Optimized, loss: Tensor, optimizer: Optimizer, batch: Any = None
@@ -122,15 +146,23 @@ class Stability:
         (inputs, target), for a capture; on an accelerator the last 20 are held on to.
         Raises GaveUp when the recovery table has nothing left, and UsageError.
         """
-        guarded = self._ready(model, optimizer)
+        guarded = self._guard(model, optimizer)
         check_loss(f"{WHO}: loss is", loss)
         try:
-            step, learned = guarded.step(loss, batch)
+            if self.captures is not None and batch is not None:
+                self.captures.remember(self.progress.step + 1, batch)
+            step = self._make_step(guarded, loss)
+            faults = self._report() if step.number % self.report_every == 0 else []
+            rolled_back = self._execute()
+            if self.snapshot_every and step.number % self.snapshot_every == 0:
+                self._take_snapshot()
+            guarded.update.begin()  # the state that a bad step's forward is taken back to
+            if self.captures is not None:
+                self.captures.noise = noise()
         finally:
-            guarded.write()
+            self._write()
         return StepReport(
-            step.number, step.loss, step.grad_norm, step.skipped, learned.faults,
-            learned.rolled_back,
+            step.number, step.loss, step.grad_norm, step.skipped, faults, rolled_back
         )  # fmt: skip
 
     def accumulate(self, model: nn.Module | Optimized, loss: Tensor, optimizer: Optimizer) -> None:
@@ -139,28 +171,27 @@ class Stability:
         The same as `loss.backward()`, but for `loss_scale`.
         """
         check_loss(f"{WHO}: loss is", loss)
-        self._ready(model, optimizer).ready().backward(loss)
+        self._guard(model, optimizer).backward(loss)
 
     def summary(self) -> StabilitySummary:
         """What became of the steps so far. It makes the host wait for the device."""
-        guarded = self.guarded
-        if guarded is None:
+        if self.guarded is None:
             return StabilitySummary(0, 0, 0, {}, [])
         if not self.closed:
-            guarded.learn(wait=True)
-            guarded.write()
-        progress = guarded.progress
+            self._report(wait=True)
+            self._write()
+        progress = self.progress
         return StabilitySummary(
             progress.step, progress.skipped, progress.rollbacks, dict(self.history.counts),
-            list(guarded.guardian.anomalies),
+            list(self.controller.anomalies),
         )  # fmt: skip
 
     def close(self) -> None:
         """Write what there is, and leave the optimizer as it was found."""
         if self.guarded is not None and not self.closed:
-            self.guarded.learn(wait=True)
-            self.guarded.write()
-            self.guarded.stepper.close()
+            self._report(wait=True)
+            self._write()
+            self.guarded.close()
         self.closed = True
 
     def __enter__(self) -> Stability:
@@ -169,20 +200,153 @@ class Stability:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _ready(self, model: nn.Module | Optimized, optimizer: Optimizer) -> Guarded:
-        """What is made once for the two."""
+    def _guard(self, model: nn.Module | Optimized, optimizer: Optimizer) -> GuardedOptimizer:
+        """Prepare once for this model and optimizer; parameters may be added to it later."""
         if self.closed:
             raise UsageError(f"{WHO}: it was closed; make another one")
-        if self.guarded is None:
-            module = model.model if isinstance(model, Optimized) else model
-            check_module(WHO, module)
-            check_optimizer(WHO, module, optimizer)
-            self.guarded = Guarded(model, optimizer, self.config, self.history, **self.options)
-        elif model is not self.guarded.model or optimizer is not self.guarded.optimizer:
+        guarded = self.guarded
+        if guarded is None:
+            return self._start(model, optimizer)
+        if model is not guarded.model or optimizer is not guarded.optimizer:
             raise UsageError(
                 f"{WHO}: it is for another model or optimizer; make one for each pair of them"
             )
-        return self.guarded
+        if guarded.refresh():
+            self._extend_snapshot(guarded)
+            self.controller.update = guarded.update
+            self.controller.apply_limits(self.progress.step)
+        return guarded
+
+    def _start(self, model: nn.Module | Optimized, optimizer: Optimizer) -> GuardedOptimizer:
+        guarded = GuardedOptimizer(
+            WHO, model, optimizer, config=self.config, loss_scale=self.loss_scale
+        )
+        device = guarded.update.device
+        self.report_every = self.every or (1 if device.type == "cpu" else REPORT_EVERY)
+        self.reader = Reader(device)
+        self.controller = StabilityController(self.config, guarded.update, guarded.module)
+        self.controller.table.rolls_back = bool(self.snapshot_every)
+        if self.history.folder is not None:
+            held = 2 * self.report_every
+            self.captures = StepCaptures(self, self.history.folder, self.max_captures, held)
+        self.started = perf_counter()
+        self.guarded = guarded
+        self._take_snapshot()
+        return guarded
+
+    def _make_step(self, guarded: GuardedOptimizer, loss: Tensor) -> Step:
+        try:
+            bare = guarded.backward(loss)
+            with scaled_rates(guarded.optimizer, guarded.update.backoff):
+                step = guarded.apply(bare)
+        except BaseException:
+            guarded.update.abandon()
+            raise
+        self.progress.step += 1
+        step.number = self.progress.step
+        self.reader.add(step, 1)
+        return step
+
+    def _report(self, wait: bool = False) -> list[Anomaly]:
+        """Give the controller the numbers that have arrived on the host; with `wait`, all."""
+        self.reader.close(perf_counter() - self.started)
+        before = self.controller.anomalies.count
+        for report in self.reader.reports(wait):
+            if report.loss:
+                self.controller.inspect(cast(Run, self), report)
+        new = self.controller.anomalies.count - before
+        return self.controller.anomalies.rows[-new:] if new else []
+
+    def _execute(self) -> bool:
+        """Carry out what the controller decided; True where weights were rolled back."""
+        controller, rolled_back = self.controller, False
+        run = cast(Run, self)  # the controller needs no more of a run than is here
+        optimizer = cast(GuardedOptimizer, self.guarded).optimizer
+        with preserve_rates(optimizer):  # what the controller lowers is for `scaled_rates` alone
+            try:
+                while controller.execute(run) is not None:
+                    if self._roll_back():
+                        controller.rolled_back(run)
+                        rolled_back = True
+                    else:
+                        controller.give_up(run)
+            except GaveUp as error:
+                raise GaveUp(f"{error}{self._replay_hint()}") from None
+            if self.progress.step >= controller.due:
+                controller.apply_limits(self.progress.step)
+        return rolled_back
+
+    def _take_snapshot(self) -> None:
+        """Copy weights, buffers and optimizer, if that is asked for and they are finite."""
+        bad = self.progress.consecutive_skips or self.controller.decision is not None
+        if not self.snapshot_every or bad or not self.controller.sound():  # waits for the device
+            return
+        guarded = cast(GuardedOptimizer, self.guarded)
+        state = deepcopy(guarded.optimizer.state_dict())
+        weights = [p.detach().clone() for p in guarded.module.parameters()]
+        buffers = [
+            (module._buffers, name, None if tensor is None else tensor.detach().clone())
+            for module in guarded.module.modules()
+            for name, tensor in module._buffers.items()
+        ]
+        self.snapshot = _Snapshot(self.progress.step, weights, buffers, state)
+
+    def _extend_snapshot(self, guarded: GuardedOptimizer) -> None:
+        """Add the parameter groups that were added to the optimizer, which come last."""
+        if self.snapshot is None:
+            return
+        saved, now = self.snapshot.optimizer, guarded.optimizer.state_dict()
+        added = now["param_groups"][len(saved["param_groups"]) :]
+        saved["param_groups"] = [*saved["param_groups"], *deepcopy(added)]
+        for number in [number for group in added for number in group["params"]]:
+            if number in now["state"]:
+                saved["state"][number] = deepcopy(now["state"][number])
+        shapes = [
+            [t.shape for t in ts] for ts in (self.snapshot.weights, guarded.module.parameters())
+        ]
+        sizes = [[len(g["params"]) for g in state["param_groups"]] for state in (saved, now)]
+        if shapes[0] != shapes[1] or sizes[0] != sizes[1]:  # the model has become another one
+            self.snapshot = None
+            self._take_snapshot()
+
+    def _roll_back(self) -> bool:
+        """Restore the snapshot, if there is one."""
+        if self.snapshot is None:
+            return False
+        self._report(wait=True)  # what has not arrived is about the weights that go
+        guarded = cast(GuardedOptimizer, self.guarded)
+        with torch.no_grad():
+            weights = zip(guarded.module.parameters(), self.snapshot.weights, strict=True)
+            for tensor, before in weights:
+                tensor.copy_(before)
+            for buffers, name, saved in self.snapshot.buffers:
+                now = buffers.get(name)
+                if saved is not None and now is not None and now.shape == saved.shape:
+                    now.detach().copy_(saved)
+                else:  # a model may make one, or make one anew, in another shape
+                    buffers[name] = None if saved is None else saved.clone()
+        guarded.optimizer.load_state_dict(deepcopy(self.snapshot.optimizer))
+        self.progress.rollbacks += 1
+        self.history.add(
+            "rollback", f"back to the weights of step {self.snapshot.step}",
+            step=self.progress.step, category="numerics", action="rolled back",
+        )  # fmt: skip
+        return True
+
+    def _write(self) -> None:
+        """Bring the files of the folder up to date."""
+        if self.guarded is not None:
+            self.history.write()
+            self.controller.anomalies.write(self.history.folder)
+
+    def _replay_hint(self) -> str:
+        rows = reversed(self.controller.anomalies.rows)
+        capture = next((row.capture for row in rows if row.capture), "")
+        if not capture or self.history.folder is None:
+            return ""
+        path = str(self.history.folder / capture)
+        call = f"runner.library.bad_steps.replay_step({path!r}, model, loss_fn)"
+        return f"; to see where it comes from: {call}"
 
 
 def _config(given: StabilityConfig | str | Sequence[str] | None) -> StabilityConfig:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from runner.optim.scale import LossScale
+from runner.optim.optimizer_step import LossScaler
 from runner.run import Run
 from runner.techniques.amp import Amp
 
@@ -82,7 +82,7 @@ def computing_in(wanted: Numerics, run: Run) -> Iterator[None]:
         if wanted.weights in (torch.bfloat16, torch.float16):
             _rounded(run, wanted.weights)
         if wanted.loss_scale is not None:
-            run.update.scale = LossScale(wanted.loss_scale, run.update.device)
+            run.update.scale = LossScaler(wanted.loss_scale, run.update.device)
         yield
     finally:
         torch.set_float32_matmul_precision(before[0])

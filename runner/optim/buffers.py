@@ -78,7 +78,7 @@ class Buffers:
             for buffer, saved in zip(now, self.saved, strict=False):
                 torch.where(skip, saved, buffer, out=buffer)
 
-    def are_sound(self) -> Tensor:
+    def are_finite(self) -> Tensor:
         """Whether the statistics that were finite at first are so now; a flag on the device.
 
         Finite gradients do not vouch for them: a batch of 1e20 has a variance of Inf, and is as

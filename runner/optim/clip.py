@@ -1,4 +1,4 @@
-"""Limits on gradients beyond the norm of the whole model: by unit, by value, by parameter group."""
+"""Gradients of parameters, and limits on them: by norm, by unit, by value, by parameter group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from runner.optim.gradients import norms
 from runner.stability.config import StabilityConfig
 
 EPSILON = 1e-3  # of Brock et al.: weights that start at zero can still move
@@ -86,7 +85,7 @@ class Clip:
 
 
 def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(tensor_norms(gradients)))
     if norm.dtype in (torch.float16, torch.bfloat16):
         norm = norm.float()  # what fused kernels take
     if scale is None:
@@ -111,3 +110,40 @@ def _last_linear(model: nn.Module) -> set[Tensor]:
     weighty = [m for m in model.modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     linear = [module for module in weighty if isinstance(module, nn.Linear)]
     return set(linear[-1].parameters(recurse=False)) if linear and len(weighty) > 1 else set()
+
+
+def gradient_values(parameters: list[Tensor]) -> list[Tensor]:
+    """The gradients there are; of sparse ones (embeddings) the values."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if all(gradient.layout is torch.strided for gradient in gradients):
+        return gradients
+    return [
+        g.values() if g.is_sparse else g for g in coalesced_gradients(parameters) if g is not None
+    ]
+
+
+def coalesced_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
+    """All gradients; sparse ones with each index once, put in place so that edits reach them."""
+    gradients = [parameter.grad for parameter in parameters]
+    for i, gradient in enumerate(gradients):
+        if gradient is not None and gradient.is_sparse:
+            gradients[i] = parameters[i].grad = gradient.coalesce()  # waits for the device
+    return gradients
+
+
+def tensor_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each, in one kernel; within a graph one by one: the compiler has none for it."""
+    if torch.compiler.is_compiling():
+        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return list(torch._foreach_norm(tensors))
+
+
+def divide_gradients(groups: list[list[Tensor]], divisors: list[Tensor | None]) -> None:
+    """Divide those of each parameter group in place."""
+    parts = list(zip(groups, divisors, strict=True))
+    if all(divisor is divisors[0] for divisor in divisors):  # mostly: one kernel instead of several
+        parts = [([p for parameters, _ in parts for p in parameters], divisors[0])]
+    for parameters, divisor in parts:
+        gradients = gradient_values(parameters)
+        if gradients and divisor is not None:
+            torch._foreach_div_(gradients, divisor)

@@ -183,7 +183,7 @@ def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing
             run.update.set_limits(math.inf, math.inf)  # what was a spike is among those left out
             make_step(run, next(batches), hooks)
             run.progress.step += 1
-            run.guardian.turn(run.progress.step)
+            run.guardian.apply_limits(run.progress.step)
             # it draws from the global generators what the model draws, and nothing else is left
             if not capture.random_then and run.progress.step % run.validate_every == 0:
                 evaluate(run)

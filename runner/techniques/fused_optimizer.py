@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from runner.optim.optimizer import Optimizer
-    from runner.optim.update import Update
+    from runner.optim.optimizer_step import OptimizerStep
 
 Options = dict[str, bool]
 
@@ -76,7 +76,7 @@ def implementation(optimizer: Optimizer, group: dict[str, Any]) -> str:
     return "loop"
 
 
-def _guard(update: Update) -> str:
+def _guard(update: OptimizerStep) -> str:
     if update.in_kernel:
         return "in the kernel"
     return "taken back on the device" if update.undo is not None else "host reads a flag"

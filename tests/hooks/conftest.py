@@ -17,14 +17,14 @@ from runner.checkpoint.checkpointer import Checkpointer
 from runner.device.config import DeviceConfig
 from runner.device.device import select
 from runner.objective import Objective
-from runner.optim.update import Update
+from runner.optim.optimizer_step import OptimizerStep
 from runner.reader import Reader
 from runner.record.config import MonitoringConfig
 from runner.record.history import History
 from runner.record.recorder import Recorder
 from runner.run import Run
 from runner.stability.config import StabilityConfig
-from runner.stability.guardian import Guardian
+from runner.stability.controller import StabilityController
 from runner.stopwatch import Stopwatch
 from runner.technique import Choice
 
@@ -93,12 +93,12 @@ def make_run() -> Iterator[MakeRun]:
         recorder.open()
         scope.callback(recorder.close)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        update = Update(model, optimizer, StabilityConfig(), 0.1, [1.0])
+        update = OptimizerStep(model, optimizer, StabilityConfig(), 0.1, [1.0])
         return Run(
             name="trial", seed=0, config_hash="", settings={}, folder=folder,
             device=device, sizes=sizes,
             model=model, forward=model, contexts=[], objective=objective,
-            update=update, guardian=Guardian(StabilityConfig(), update, model),
+            update=update, guardian=StabilityController(StabilityConfig(), update, model),
             train=Batches(batch), validation=Batches(batch), micro_batch=4, total_steps=100,
             validate_every=10, checkpoint_every=10, patience=None, monitor="val/accuracy",
             higher_is_better=True, recorder=recorder, history=History(None),

@@ -87,7 +87,7 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
     from dataclasses import replace
 
     with optimize(nn.Linear(2, 2), "none", example=torch.randn(1, 2)) as fast:
-        device = fast.assembly.run.device
+        device = fast.lazy.run.device
     for name, dtype, tera in (
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
         ("NVIDIA H100 PCIe", torch.float16, 756),

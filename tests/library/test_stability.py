@@ -295,7 +295,7 @@ def test_fp16s_loss_scale_halves_at_an_overflow_and_the_step_is_skipped(
             if not report.skipped:
                 loop(twin, theirs, [batch], plain)
         assert scaled.guarded is not None
-        assert scaled.guarded.stepper.update.scale.value < 2.0**127
+        assert scaled.guarded.update.scale.value < 2.0**127
     assert scaled.summary().faults["overflow"] >= 1
     for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
@@ -330,14 +330,14 @@ def test_parameters_added_later_leave_rate_scale_and_snapshot_as_they_were(
         stability.watch(net, optimizer)
         loop(net, optimizer, [batches[0], poisoned(batches[1])], stability)
         assert stability.guarded is not None
-        update = stability.guarded.stepper.update
+        update = stability.guarded.update
         update.scale.value.fill_(1024.0)
         update.scale.grown.fill_(7)
         good = [t.clone() for t in net.state_dict().values()]
         optimizer.add_param_group({"params": net[1].parameters(), "lr": 0.3})
         x, y = poisoned(batches[2])
         report = stability.step(net, loss_of(net(x), y), optimizer)
-        now = stability.guarded.stepper.update
+        now = stability.guarded.update
         assert now is not update and now.backoff == 0.005  # also for the roll-back
         assert (float(now.scale.value), int(now.scale.grown)) == (512.0, 0)  # halved once
         assert report.rolled_back
@@ -370,7 +370,7 @@ def test_a_mistake_names_the_argument(
         stability.step(net, loss_of(net(x), y).detach(), optimizer)
     with pytest.raises(UsageError, match="another model or optimizer"):
         stability.step(twin, loss_of(twin(x), y), optimizer)
-    with pytest.raises(UsageError, match="snapshot_every=0"):
+    with pytest.raises(UsageError, match="snapshot_every must be ≥ 1"):
         Stability(snapshot_every=0)
     with pytest.raises(UsageError, match="is a Sequential"):
         Stability().step(net, loss_of(net(x), y), net)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from runner.batch import count
-from runner.optim.update import Update
+from runner.optim.optimizer_step import OptimizerStep
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 
@@ -220,8 +220,8 @@ class NoBiasCorrection(Mutant):
 
 
 def patched(draft: Draft, name: str, method: Callable[..., Any]) -> None:
-    """Another method for `Update`, as long as the run is open."""
-    draft.scope.enter_context(mock.patch.object(Update, name, method))
+    """Another method for `OptimizerStep`, as long as the run is open."""
+    draft.scope.enter_context(mock.patch.object(OptimizerStep, name, method))
 
 
 @dataclass
@@ -229,7 +229,7 @@ class LateSchedule(Mutant):
     """Each update has the learning rate of the one after it."""
 
     def apply(self, draft: Draft) -> None:
-        right = Update.lr_at
+        right = OptimizerStep.lr_at
         patched(draft, "lr_at", lambda self, updates: right(self, updates + 1))
 
 
@@ -247,7 +247,7 @@ class ClipEach(Mutant):
         for parameter in draft.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: None)
 
-        def divide(self: Update, norm: Tensor) -> None:
+        def divide(self: OptimizerStep, norm: Tensor) -> None:
             for p in self.parameters:
                 if p.grad is not None and self.clip_norm is not None:
                     p.grad.div_((p.grad.norm() / self.clip_norm).clamp(min=1.0))

@@ -18,7 +18,7 @@ from runner.errors import ConfigError
 from runner.optim.buffers import Buffers
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
-from runner.optim.update import Update
+from runner.optim.optimizer_step import OptimizerStep
 from runner.stability.config import StabilityConfig
 
 Change = Callable[[nn.Module, Tensor], None]
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return self.layer(x)
 
 
-def step(net: nn.Module, update: Update, factor: float = 1.0) -> bool:
+def step(net: nn.Module, update: OptimizerStep, factor: float = 1.0) -> bool:
     update.begin()
     x = torch.ones(4, 6) * factor
     loss = net(x).square().mean()
@@ -47,10 +47,10 @@ def step(net: nn.Module, update: Update, factor: float = 1.0) -> bool:
     return bool(skipped)
 
 
-def updates(net: nn.Module, fused: bool) -> Update:
+def updates(net: nn.Module, fused: bool) -> OptimizerStep:
     config = OptimizerConfig(name="AdamW", lr=0.01)
     optimizer = build_optimizer(config, torch.optim.AdamW, net, {"fused": True} if fused else {})
-    return Update(net, optimizer, StabilityConfig(), 0.01, [1.0])
+    return OptimizerStep(net, optimizer, StabilityConfig(), 0.01, [1.0])
 
 
 def grow(net: nn.Module, x: Tensor) -> None:
@@ -125,7 +125,7 @@ def test_statistics_of_a_layer_of_ones_own_are_watched() -> None:
 def test_the_callers_own_step_after_ours_is_as_ever(kind: type[torch.optim.Optimizer]) -> None:
     net = Net(None, nothing)
     optimizer = kind(net.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
-    update = Update(net, optimizer, StabilityConfig(), None, [1.0])
+    update = OptimizerStep(net, optimizer, StabilityConfig(), None, [1.0])
     assert step(net, update, math.nan)  # `unused` has no gradient: its own step() is called
     assert not step(net, update, 100.0)
     assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
@@ -159,6 +159,6 @@ def test_the_buffers_of_a_scripted_module_go_back_too() -> None:
     before = {name: buffer.clone() for name, buffer in scripted.named_buffers()}
     buffers.remember()
     scripted(torch.randn(5, 3) * 1e30)
-    assert not bool(buffers.are_sound())
+    assert not bool(buffers.are_finite())
     buffers.put_back()
     assert all(torch.equal(before[name], buffer) for name, buffer in scripted.named_buffers())

@@ -15,9 +15,9 @@ from runner.errors import ConfigError
 from runner.hook import Hook, Step
 from runner.loop import train
 from runner.optim.config import OptimizerConfig
+from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer
-from runner.optim.undo import Undo
-from runner.optim.update import Update
+from runner.optim.optimizer_step import OptimizerStep
 from runner.run import Run
 from runner.stability.config import StabilityConfig
 
@@ -46,17 +46,19 @@ def batch() -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(0, 3, (16,), generator=noise)
 
 
-def make(net: nn.Module, stability: StabilityConfig, way: str, scale: float | None) -> Update:
+def make(
+    net: nn.Module, stability: StabilityConfig, way: str, scale: float | None
+) -> OptimizerStep:
     """SGD with rate 1 (Adagrad where the fused kernel is not ours to call), in two groups."""
     name = "Adagrad" if way == "fused" else "SGD"
     config = OptimizerConfig(name=name, lr=1.0, weight_decay=0.001)
     how = {"fused": way in ("kernel", "fused")}
     optimizer = build_optimizer(config, getattr(torch.optim, name), net, how)
     assert len(optimizer.param_groups) == 2
-    update = Update(net, optimizer, stability, 1.0, [1.0], loss_scale=scale)
+    update = OptimizerStep(net, optimizer, stability, 1.0, [1.0], loss_scale=scale)
     assert (update.kernel is not None) == (way == "kernel")
     if way == "undone":
-        update.undo = Undo(optimizer)
+        update.undo = RevertibleStep(optimizer)
     return update
 
 
@@ -131,7 +133,7 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one(kind: dict[str, Any]) -> 
         )
         groups = [{"params": net[i].parameters()} for i in (0, 2, 3)]
         optimizer = torch.optim.SGD(groups, lr=1.0)
-        update = Update(net, optimizer, StabilityConfig(**kind), 1.0, [1.0])
+        update = OptimizerStep(net, optimizer, StabilityConfig(**kind), 1.0, [1.0])
         for _ in range(2):
             update.begin()
             loss = 5 * nn.functional.cross_entropy(
@@ -148,7 +150,7 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one(kind: dict[str, Any]) -> 
 def test_an_adaptive_limit_lets_weights_that_are_zero_move() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     nn.init.zeros_(net[0].weight)  # type: ignore[arg-type]
-    update = Update(
+    update = OptimizerStep(
         net, torch.optim.SGD(net.parameters(), lr=1.0),
         StabilityConfig(clip_norm=None, clip_adaptive=0.5), 1.0, [1.0],
     )  # fmt: skip
@@ -163,7 +165,7 @@ def test_an_adaptive_limit_lets_weights_that_are_zero_move() -> None:
 def test_the_only_layer_of_a_model_is_not_left_out() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False))
     before = copy.deepcopy(net)
-    update = Update(
+    update = OptimizerStep(
         net, torch.optim.SGD(net.parameters(), lr=1.0),
         StabilityConfig(clip_norm=None, clip_adaptive=0.01), 1.0, [1.0],
     )  # fmt: skip

@@ -18,10 +18,10 @@ from runner import build, compose, train
 from runner.batch import Batch
 from runner.hook import Hook, Step
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
+from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer, find_optimizer
+from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
-from runner.optim.undo import Undo
-from runner.optim.update import Update
 from runner.run import Run
 from runner.stability.config import StabilityConfig
 from runner.step import make_step
@@ -61,15 +61,21 @@ def batches(count: int) -> list[Batch]:
     ]
 
 
-def make(net: nn.Module, name: str, options: Any, how: Any, steady: bool, **more: Any) -> Update:
+def make(
+    net: nn.Module, name: str, options: Any, how: Any, steady: bool, **more: Any
+) -> OptimizerStep:
     config = OptimizerConfig(name=name, lr=0.02, options=options)
     optimizer = build_optimizer(config, find_optimizer(name), net, how)
     rates = [1.0] * 20 if steady else factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 20)
-    return Update(net, optimizer, StabilityConfig(), 0.02, rates, **more)
+    return OptimizerStep(net, optimizer, StabilityConfig(), 0.02, rates, **more)
 
 
 def step(
-    net: Callable[..., Tensor], update: Update, batch: Batch, beside: float = 0.0, parts: int = 1
+    net: Callable[..., Tensor],
+    update: OptimizerStep,
+    batch: Batch,
+    beside: float = 0.0,
+    parts: int = 1,
 ) -> tuple[float, bool]:
     """A step whose loss has `beside` added to it, which gradients know nothing of."""
     update.begin()
@@ -128,7 +134,7 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
         net = model(name)
         update = make(net, name, options, how, "scheduled" not in way, ema=0.9)
         if "undone" in way:  # as on an accelerator
-            update.undo = Undo(update.optimizer)
+            update.undo = RevertibleStep(update.optimizer)
         if way == "undone scheduled":
             update.schedule_on_device()
         update.set_limits(100.0, math.inf)
@@ -164,7 +170,7 @@ def test_so_it_is_with_sparse_gradients(
         net = nn.EmbeddingBag(9, 4, sparse=True, mode="sum")
         config = OptimizerConfig(name=name, lr=0.05, options=options, weight_decay=0.0)
         optimizer = build_optimizer(config, find_optimizer(name), net, how)
-        update = Update(net, optimizer, StabilityConfig(), 0.05, [1.0], ema=0.9)
+        update = OptimizerStep(net, optimizer, StabilityConfig(), 0.05, [1.0], ema=0.9)
         update.set_limits(math.inf, 100.0)
         for i, batch in enumerate(good):
             if bad and i == at:
@@ -269,7 +275,7 @@ def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> No
         net = model(name)
         update = make(net, name, {}, how, True, loss_scale=1024.0)
         if name == "SGD":
-            update.undo = Undo(update.optimizer)
+            update.undo = RevertibleStep(update.optimizer)
         assert update.scale is not None
         batch = batches(1)[0]
         norm, skipped = step(net, update, batch)
@@ -307,7 +313,7 @@ def test_an_update_that_is_taken_back_is_the_one_that_the_host_would_let_be() ->
         net = model("NAdam")
         update = make(net, "NAdam", {}, LISTS, True)
         if undone:
-            update.undo = Undo(update.optimizer)
+            update.undo = RevertibleStep(update.optimizer)
         for batch in data:
             step(net, update, batch)
         results.append([net.state_dict(), copy.deepcopy(update.state())])
@@ -320,7 +326,7 @@ def test_what_makes_the_host_wait_is_known() -> None:
     ) -> bool:
         net = net or model(name)
         kind = find_optimizer(name)
-        return Undo.fits(kind(net.parameters(), **options), net, scheduled)  # type: ignore[call-arg]
+        return RevertibleStep.fits(kind(net.parameters(), **options), net, scheduled)  # type: ignore[call-arg]
 
     assert not fits("RAdam")
     assert not fits("Adagrad") and not fits("Adafactor")  # a counter on the host
@@ -334,7 +340,7 @@ def test_what_makes_the_host_wait_is_known() -> None:
         pass
 
     net = model("SGD")
-    assert not Undo.fits(Own(net.parameters(), lr=0.1), net, False)
+    assert not RevertibleStep.fits(Own(net.parameters(), lr=0.1), net, False)
 
 
 # -- nobody waits ----------------------------------------------------------------------------------
@@ -405,7 +411,7 @@ def test_nothing_is_read_between_reports(
 ) -> None:
     with build(compose(["device=cpu", *LOOP_OF, *overrides])) as run:
         if undone:
-            run.update.undo = Undo(run.update.optimizer)
+            run.update.undo = RevertibleStep(run.update.optimizer)
         with counted(monkeypatch) as reads:
             between = Between(reads)
             run.hooks.append(between)

@@ -14,7 +14,7 @@ from runner import train_step
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.optim.optimizer_state import Optimizer, check_optimizer_state, compatible_state
-from runner.optim.update import Update
+from runner.optim.optimizer_step import OptimizerStep
 from runner.stability.config import StabilityConfig
 
 OWN: dict[str, dict[str, Any]] = {
@@ -168,12 +168,12 @@ def test_moments_of_a_class_made_from_torchs_have_their_weights_shape() -> None:
         check_optimizer_state(optimizer)
 
 
-def stepped(momentum: float, fused: bool, state: dict[str, Any] | None) -> Update:
+def stepped(momentum: float, fused: bool, state: dict[str, Any] | None) -> OptimizerStep:
     torch.manual_seed(0)
     net, how = nn.Linear(3, 2), {"fused": fused}
     config = OptimizerConfig("SGD", 0.1, 0.0, {"momentum": momentum})
     sgd = build_optimizer(config, torch.optim.SGD, net, how)
-    update = Update(net, sgd, StabilityConfig(), 0.1, [1.0], ema=0.5)
+    update = OptimizerStep(net, sgd, StabilityConfig(), 0.1, [1.0], ema=0.5)
     if state is not None:
         update.load(state)
     for _ in range(3):

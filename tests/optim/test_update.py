@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from runner.errors import ConfigError
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.optimizer import build_optimizer, find_optimizer, optimizer_class
+from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
-from runner.optim.update import Update
 from runner.security.targets import resolve
 from runner.stability.config import StabilityConfig
 
@@ -48,14 +48,18 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 def make(
     net: nn.Module, name: str = "AdamW", options: Any = None, how: Any = None, **more: Any
-) -> Update:
+) -> OptimizerStep:
     config = OptimizerConfig(name=name, lr=0.05, options=options or {})
     optimizer = build_optimizer(config, find_optimizer(name), net, how or {})
     schedule = factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 12)
-    return Update(net, optimizer, more.pop("stability", StabilityConfig()), 0.05, schedule, **more)
+    return OptimizerStep(
+        net, optimizer, more.pop("stability", StabilityConfig()), 0.05, schedule, **more
+    )
 
 
-def one_step(net: nn.Module, update: Update, batch: tuple[Tensor, Tensor]) -> tuple[float, bool]:
+def one_step(
+    net: nn.Module, update: OptimizerStep, batch: tuple[Tensor, Tensor]
+) -> tuple[float, bool]:
     update.begin()
     loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
     (loss * update.scale.value if update.scale else loss).backward()
@@ -195,7 +199,7 @@ def test_sparse_gradients_are_guarded_and_clipped() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     config = OptimizerConfig(name="SGD", lr=1.0, weight_decay=0.0)
     optimizer = build_optimizer(config, torch.optim.SGD, table, {})
-    update = Update(table, optimizer, StabilityConfig(clip_norm=1.0), 1.0, [1.0])
+    update = OptimizerStep(table, optimizer, StabilityConfig(clip_norm=1.0), 1.0, [1.0])
     before = table.weight.detach().clone()
     update.begin()
     loss = table(torch.tensor([1, 1, 2])).sum() * 10

@@ -12,9 +12,9 @@ from runner import compose
 from runner.errors import ConfigError
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
+from runner.stability.messages import Decision, last_words, taken_up
 from runner.stability.policy import Table
 from runner.stability.spike import Spikes
-from runner.stability.words import Decision, last_words, taken_up
 
 
 def table(*rules: Rule, skips: int = 3, rollbacks: int = 2) -> Table:

@@ -28,7 +28,7 @@ from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.measure.candidates import fresh, opened, quiet
 from runner.measure.trace import one_step
-from runner.optim.whole import WholeStep
+from runner.optim.whole_step import WholeStep
 from runner.record import provenance
 from runner.run import Run
 from runner.techniques import kernels

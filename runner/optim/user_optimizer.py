@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +14,13 @@ from runner.optim.optimizer_state import (
     check_optimizer_state,
     fill_momentum,
 )
-from runner.optim.update import Update
+from runner.optim.optimizer_step import OptimizerStep
 from runner.optimizer_origin import runs_torchs_step
 
 
-def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) -> Optimizer:
+def adopt_optimizer(
+    optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack
+) -> Optimizer:
     """The optimizer with `options` such as `fused`, until `scope` closes.
 
     Where its maker named an implementation, that stays, as does a step() that is not torch's.
@@ -43,7 +45,7 @@ def adopt(optimizer: Optimizer, options: Mapping[str, Any], scope: ExitStack) ->
     return optimizer
 
 
-def share_state(update: Update, options: Mapping[str, Any], scope: ExitStack) -> None:
+def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitStack) -> None:
     """Let the caller read, load and step the optimizer between our steps; `scope` ends it."""
     optimizer: Any = update.optimizer
 
@@ -87,3 +89,28 @@ def _is_open(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 def _fusible(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, share: float) -> Iterator[None]:
+    """Multiply the rates that their owner set, for as long as it is open."""
+    if share == 1.0:
+        yield
+        return
+    with preserve_rates(optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * share
+        yield
+
+
+@contextmanager
+def preserve_rates(optimizer: Optimizer) -> Iterator[None]:
+    """Restore the rates that their owner set."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    values = [rate.clone() if isinstance(rate, Tensor) else None for rate in rates]
+    try:
+        yield
+    finally:
+        # loading a state replaces the groups
+        for group, rate, value in zip(optimizer.param_groups, rates, values, strict=True):
+            group["lr"] = rate if value is None else rate.copy_(value)

@@ -9,27 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.optim import gradients
 from runner.optim.buffers import LARGEST, Buffers
-from runner.optim.clip import Clip
-from runner.optim.gradients import norms
-from runner.optim.kernel import FusedKernel
+from runner.optim.clip import (
+    Clip,
+    coalesced_gradients,
+    divide_gradients,
+    gradient_values,
+    tensor_norms,
+)
+from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.optimizer_state import Optimizer, align_state, compatible_state
-from runner.optim.scale import LossScale
-from runner.optim.undo import Undo
 from runner.optimizer_origin import runs_torchs_step
 from runner.stability.config import StabilityConfig
 
 
-class Update:
-    """One optimizer update, made or skipped without the host knowing which.
+class OptimizerStep:
+    """The one place where gradients become an update, made or skipped without a host sync.
 
     A fused optimizer of torch takes the flag (`found_inf`) and the clipping (`grad_scale`) into its
-    kernel, so nothing waits. On an accelerator other optimizers of torch make the update, and it is
-    taken back on the device (`Undo`). In all other cases, and always where code of the user's is
-    part of step(), the host reads the flag once a step (free on a CPU) and calls step() only for
-    an update that is to be made. After a skipped step parameters, buffers, optimizer state,
-    schedule and average are what they were before it.
+    kernel. On an accelerator, other optimizers of torch make the update and it is reverted on the
+    device (`RevertibleStep`). In all other cases, and always where code of the user's is part of
+    step(), the host reads the flag once a step (free on a CPU) and calls step() only for an update
+    that is to be made. After a skipped step parameters, buffers, optimizer state, schedule and
+    average are bit-equal to those before it.
 
     The gradient norm is over the whole model: a NaN or an Inf anywhere, in a gradient or in the
     loss, makes it non-finite. A step is skipped when its loss or norm is not finite or above
@@ -63,12 +65,12 @@ class Update:
         self.clip_norm = config.clip_norm
         more = Clip.needed(config)
         self.clip = Clip(config, model, self.groups) if more else None
-        self.scale = LossScale(loss_scale, self.device) if loss_scale else None
+        self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
         read = self.in_kernel or self.device.type == "cpu"  # there a look at the flag is free
-        undone = not read and Undo.fits(optimizer, model, self.scheduled)
-        self.undo = Undo(optimizer) if undone else None
+        undone = not read and RevertibleStep.fits(optimizer, model, self.scheduled)
+        self.undo = RevertibleStep(optimizer) if undone else None
         counted_at = "cpu" if self.host_waits else self.device  # one read a step is enough
         self.updates = torch.zeros((), dtype=torch.int64, device=counted_at)
         self.following = 1 - ema if ema else 0.0
@@ -106,7 +108,7 @@ class Update:
 
     def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm before clipping, and 1.0 if the step must be skipped; both 0-d."""
-        return self.judge(loss, norms(gradients.values(self.parameters)))
+        return self.judge(loss, tensor_norms(gradient_values(self.parameters)))
 
     def judge(self, loss: Tensor, each: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The same from the norm of each gradient."""
@@ -119,7 +121,7 @@ class Update:
             return norm, self.overflowed(norm) if self.scale else self.never
         good = (loss <= self.loss_limit).logical_and_(norm <= self.norm_limit)  # NaN is not
         if self.buffers.watched:
-            good.logical_and_(self.buffers.are_sound())
+            good.logical_and_(self.buffers.are_finite())
         return norm, torch.where(good, self.never, self.always)
 
     def overflowed(self, norm: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ class Update:
             optimizer: Any = self.optimizer
             optimizer.grad_scale = divisors[0]
             if any(divisor is not divisors[0] for divisor in divisors):
-                gradients.divide(self.groups, divisors)  # the kernel takes but one
+                divide_gradients(self.groups, divisors)  # the kernel takes but one
                 optimizer.grad_scale = None
             optimizer.found_inf = skipped
             try:
@@ -171,9 +173,9 @@ class Update:
                 del optimizer.grad_scale, optimizer.found_inf
         self._settle(skipped)
 
-    def _undone(self, undo: Undo, norm: Tensor, skipped: Tensor) -> None:
+    def _undone(self, undo: RevertibleStep, norm: Tensor, skipped: Tensor) -> None:
         self._look_up_rate()
-        gradients.divide(self.groups, self.divisors(norm))
+        divide_gradients(self.groups, self.divisors(norm))
         undo.step([p for p in self.parameters if p.grad is not None], skipped)
         self._settle(skipped)
 
@@ -189,7 +191,7 @@ class Update:
         if skipped.item():  # waits for the device
             self.buffers.put_back()
             return
-        gradients.divide(self.groups, self.divisors(norm))
+        divide_gradients(self.groups, self.divisors(norm))
         if self.scheduled:
             self._set_rate(self.lr_at(int(self.updates.item())))
         self.optimizer.step()
@@ -205,7 +207,7 @@ class Update:
         """
         if self.clip is None:
             return [self.divisor(norm)] * len(self.groups)
-        each = iter(gradients.coalesced(self.parameters) if given is None else given)
+        each = iter(coalesced_gradients(self.parameters) if given is None else given)
         pairs = [[(next(each), parameter) for parameter in group] for group in self.groups]
         with torch.no_grad():
             scale = self.scale.value if self.scale else None
@@ -328,3 +330,23 @@ class Update:
         if self.scale:
             self.scale.value.copy_(state["scale"][0])
             self.scale.grown.copy_(state["scale"][1])
+
+
+class LossScaler:
+    """A dynamic loss scale for fp16, on the device: halves on overflow, doubles after 2,000 steps.
+
+    The rule is that of torch.amp.GradScaler; its own object reads the flag on the host.
+    """
+
+    def __init__(self, first: float, device: torch.device) -> None:
+        self.value = torch.full((), first, device=device)
+        self.grown = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, overflowed: Tensor) -> None:
+        """Learn from one step; the flag is 1.0 or 0.0."""
+        torch._amp_update_scale_(self.value, self.grown, overflowed, 2.0, 0.5, 2000)
+
+    def lower(self, factor: float) -> None:
+        """Multiply it, beyond what it does by itself."""
+        self.value.mul_(factor)
+        self.grown.zero_()

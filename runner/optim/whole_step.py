@@ -2,7 +2,7 @@
 
 What the eager step spends between its kernels, calling them one by one, is most of a small
 model's step. Here the optimizer's arithmetic is written out, so that the compiler fuses it with
-the rest; it reads and writes the state that `Update` keeps, so any step may take either way.
+the rest; it reads and writes the state that `OptimizerStep` keeps, so any step may take either way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from runner import compiler
 from runner.batch import Batch, call, count
 from runner.errors import DataError
 from runner.objective import Objective
-from runner.optim.gradients import norms
-from runner.optim.kernel import Group
-from runner.optim.update import Update
+from runner.optim.clip import tensor_norms
+from runner.optim.fused_kernel import Group
+from runner.optim.optimizer_step import OptimizerStep
 
 Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
@@ -36,7 +36,7 @@ class WholeStep:
         forward: Callable[..., Any],
         objective: Objective,
         contexts: Contexts,
-        update: Update,
+        update: OptimizerStep,
         samples: int,
         options: dict[str, Any],
         limit: int | None = None,
@@ -61,7 +61,7 @@ class WholeStep:
         )
 
     @staticmethod
-    def refuses(update: Update) -> str | None:
+    def refuses(update: OptimizerStep) -> str | None:
         """Why this optimizer's update cannot be written into the graph, or None."""
         if update.kernel is None:
             name = type(update.optimizer).__name__
@@ -142,7 +142,7 @@ class Targets:
         return torch.where(bad, 0, target), torch.maximum(veto, found.to(veto.dtype))
 
 
-def _stay_in_place(update: Update, targets: Targets) -> None:
+def _stay_in_place(update: OptimizerStep, targets: Targets) -> None:
     """Promise that what a step changes keeps its address: else CUDA graphs are not recorded."""
     kernel = update.kernel
     groups = [] if kernel is None else kernel.groups
@@ -167,7 +167,7 @@ def _worth_checking(guards: Sequence[Any]) -> list[bool]:
 def _traced(
     forward: Callable[..., Any],
     objective: Objective,
-    update: Update,
+    update: OptimizerStep,
     targets: Targets,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The function that becomes the graph; all of its Python runs while it is traced."""
@@ -186,7 +186,7 @@ def _traced(
         gradients = list(torch.autograd.grad(scaled, parameters))
         with torch.no_grad():
             loss = loss.detach()
-            norm, skipped = update.judge(loss, norms(gradients))
+            norm, skipped = update.judge(loss, tensor_norms(gradients))
             overflow = update.overflowed(norm) if update.scale else skipped
             skipped = torch.maximum(skipped, veto)
             made = skipped == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -27,11 +27,12 @@ from runner.recovery import use_less_memory
 from runner.run import Run
 from runner.technique import Engagement
 
+Loss = Callable[[Any, Any], Tensor]
 QUIET = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
 MANY = 1_000_000  # calls, where nobody says how many: enough that compiling pays back
 
 
-class Reach(Objective):
+class MeanOutputLoss(Objective):
     """The mean of all that a model puts out: stands in for a loss where there is none.
 
     It reaches every operator of forward and backward, which is what looking at a step needs.
@@ -63,7 +64,7 @@ class Reach(Objective):
 
 
 @dataclass
-class Assembly:
+class LazyRun:
     """What is to be put together, and the run once it is."""
 
     who: str  # the function that was called, for messages
@@ -90,13 +91,13 @@ class Assembly:
             f"training.steps={self.steps or MANY}", *self.overrides,
         ])  # fmt: skip
 
-    def assemble(self, inputs: Inputs, target: Any = None) -> Run:
+    def build_run(self, inputs: Inputs, target: Any = None) -> Run:
         """The run, put together around this batch the first time."""
         if self.run is None:
             if self.closed:
                 raise UsageError(f"{self.who}: it was closed; make another one")
             try:
-                with gradients_aside(self.model):  # some techniques try a step out
+                with stash_gradients(self.model):  # some techniques try a step out
                     self.run = self._build(inputs, target)
             except RunnerError:
                 raise
@@ -113,7 +114,7 @@ class Assembly:
             asked = self.config.optimization.techniques()
             reason = "closed" if self.closed else "waits for the first batch (or an example)"
             return [Engagement(name, t.enabled, False, reason) for name, t in asked]
-        with gradients_aside(self.model):
+        with stash_gradients(self.model):
             look(self.run)
         return [replace(row, requested=True, reason=self.left_out[row.name])
                 if row.name in self.asked_in_vain else row
@@ -151,7 +152,7 @@ class Assembly:
             given=Given(
                 self.model,
                 example,
-                self.objective or Reach(),
+                self.objective or MeanOutputLoss(),
                 self.optimizer or _idle(self.model),
             ),
         )
@@ -191,7 +192,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def gradients_aside(model: nn.Module) -> Iterator[None]:
+def stash_gradients(model: nn.Module) -> Iterator[None]:
     """Within, gradients can be made and there are none; afterwards those of before are back."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -267,7 +268,7 @@ def _leave_alone(seed: int) -> None:
     """In place of seeding."""
 
 
-def entered(run: Run) -> ExitStack:
+def run_contexts(run: Run) -> ExitStack:
     """The run's contexts (autocast), entered."""
     with ExitStack() as stack:
         for context in run.contexts:

@@ -16,12 +16,12 @@ from runner.hook import Report
 from runner.run import Run
 from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.messages import Decision, last_words, remedy, taken_up, what
 from runner.stability.policy import Table
 from runner.stability.spike import Spikes
-from runner.stability.words import Decision, last_words, remedy, taken_up, what
 
 if TYPE_CHECKING:
-    from runner.optim.update import Update
+    from runner.optim.optimizer_step import OptimizerStep
 
 log = logging.getLogger("runner")
 
@@ -29,7 +29,7 @@ FATAL = (Kind.non_finite, Kind.weights, Kind.buffers)  # what debug.on_anomaly=r
 NEVER = sys.maxsize
 
 
-class Guardian:
+class StabilityController:
     """What keeps a bad step from ruining the run, as far as the host is in it.
 
     The device skips a bad step by itself, spikes too: their limits are written there. The numbers
@@ -39,7 +39,7 @@ class Guardian:
     """
 
     def __init__(
-        self, config: StabilityConfig, update: Update, model: nn.Module, raises: bool = False
+        self, config: StabilityConfig, update: OptimizerStep, model: nn.Module, raises: bool = False
     ) -> None:
         """With `raises` the first step that is not finite ends the run."""
         self.config, self.update, self.raises = config, update, raises
@@ -54,14 +54,14 @@ class Guardian:
         self.lowered: list[tuple[int, float]] = []  # last step and factor of each lowering
         self.ruined = False  # whether the weights were found not finite, and still are
         self.vetoed: list[int] = []  # steps that a hook skipped, not yet reported
-        self.due = NEVER  # the step after which `turn` has something to do
+        self.due = NEVER  # the step after which `apply_limits` has something to do
         self.model = model
         # buffers that are not finite by design, such as masks, say nothing of a checkpoint
         self.odd_at_first = {n for n, buffer in model.named_buffers() if not finite([buffer])}
 
     # -- what the loop calls -------------------------------------------------------------------
 
-    def look(self, run: Run, report: Report) -> None:
+    def inspect(self, run: Run, report: Report) -> None:
         """Take a stretch's numbers in, and decide; nothing is carried out yet."""
         progress = run.progress
         progress.skipped += sum(report.skipped)
@@ -82,7 +82,7 @@ class Guardian:
         self.vetoed = [step for step in self.vetoed if step > report.last]
         self.anomalies.write(run.folder)
 
-    def turn(self, step: int) -> None:
+    def apply_limits(self, step: int) -> None:
         """What is due after that step: other limits, a learning rate that is as before."""
         if self.spikes.usual:
             limits = self.spikes.of(step + 1)
@@ -99,7 +99,7 @@ class Guardian:
         row = (rows[0] if rows else -1) if left else None
         self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
 
-    def carry_out(self, run: Run) -> Rule | None:
+    def execute(self, run: Run) -> Rule | None:
         """Do what was decided; a roll-back is left to the loop, and how it is to be is returned.
 
         Raises GaveUp where nothing is left to be done.
@@ -127,7 +127,7 @@ class Guardian:
             self.update.scale.lower(rule.factor)
         elif rule.action is Action.accept:
             self._begin_anew(run)
-        self.turn(step)
+        self.apply_limits(step)
         return None
 
     def rolled_back(self, run: Run) -> None:
@@ -145,9 +145,9 @@ class Guardian:
         self._set_rate()
         self.settled = run.progress.step
         self._begin_anew(run)
-        self.turn(run.progress.step)
+        self.apply_limits(run.progress.step)
 
-    def stuck(self, run: Run) -> None:
+    def give_up(self, run: Run) -> None:
         """There is nothing to go back to: on to the next row that fits."""
         decision = self.decision
         if decision is None:
@@ -285,7 +285,7 @@ class Guardian:
         self.update.set_backoff(self.share * math.prod(factor for _, factor in self.lowered))
 
     def _reckon(self, step: int) -> None:
-        """When `turn` is due next."""
+        """When `apply_limits` is due next."""
         times = self.spikes.coming(step) + [last for last, _ in self.lowered]
         self.due = min(times, default=NEVER)
 
@@ -320,4 +320,4 @@ class Guardian:
         self.streak = state.get("streak", 0)
         self.share, self.lowered = state["share"], [(n, x) for n, x in state["lowered"]]
         self.ruined, self.vetoed = state["ruined"], list(state["vetoed"])
-        self.turn(step)
+        self.apply_limits(step)
