@@ -50,7 +50,7 @@ from runner.security.intent.places import own_trees
 from runner.security.targets import resolve
 from runner.stability.controller import StabilityController
 from runner.stopwatch import Stopwatch
-from runner.tables import look_at
+from runner.tables import check_data_table
 from runner.technique import Choice, Draft, Technique
 from runner.techniques.applying import apply_techniques
 from runner.techniques.config import Optimization
@@ -137,7 +137,7 @@ class _Build:
         """The data, checked as a table where it is one; that may leave out columns and rows."""
         config = self.config
         data = self.given.data or open_data(config.data, self.look_up, self.policy)
-        self.data, self.table_report = look_at(data, config.checks.table)
+        self.data, self.table_report = check_data_table(data, config.checks.table)
 
     def resolve_steps(self) -> None:
         """Batch size, length of the run, and how often debug tools look at it."""

@@ -1,4 +1,4 @@
-"""The table that a run trains on: looked at once, before training, and told of in its record."""
+"""Checks of the table that a run trains on, once before training, and their record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from runner.checks.config import TableConfig
-from runner.checks.table import Looked, Table, check_table
+from runner.checks.table import Table, TableFindings, check_table
 from runner.data.bad import KEY
 from runner.data.source import Source
 from runner.data.tensors import Tensors
@@ -25,44 +25,50 @@ log = logging.getLogger("runner")
 FILE = "debug/table.json"
 
 
-def look_at(data: Source, config: TableConfig) -> tuple[Source, list[TableReport]]:
-    """The data without what `config` wants left out, and the hook that tells of it, if any.
+def check_data_table(data: Source, config: TableConfig) -> tuple[Source, list[TableReport]]:
+    """The data without what `config` leaves out, and the hook that records it, if there is one.
 
-    What is no table passes as it is. Raises DataError where a finding is to stop the run.
+    Data that are no table pass unchanged. Raises DataError where a finding stops the run.
     """
     if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
         report = TableReport(None, data.choices)
         return data, [report] if report.bad else []
     classes = data.sizes.classes if data.sizes.task == "classification" else None
     table = Table(
-        data.inputs.numpy(), data.target.numpy(), data.named_columns(), data.train,
-        data.validation, data.rows, classes, data.ignore,
-    )  # fmt: skip
-    looked = check_table(table, config)
-    if looked.drop or len(looked.leave_out):
-        data = data.without(looked.drop, looked.leave_out, looked.choices)
-    return data, [TableReport(looked, data.choices)]
+        data.inputs.numpy(),
+        data.target.numpy(),
+        data.named_columns(),
+        data.train,
+        data.validation,
+        data.rows,
+        classes,
+        data.ignore,
+    )
+    findings = check_table(table, config)
+    if findings.drop_columns or len(findings.drop_rows):
+        data = data.without(findings.drop_columns, findings.drop_rows, findings.choices)
+    return data, [TableReport(findings, data.choices)]
 
 
 class TableReport(Hook):
-    """Puts what was found into the history, `debug/table.json` and TensorBoard."""
+    """Records findings in the history, `debug/table.json` and TensorBoard."""
 
-    def __init__(self, looked: Looked | None, choices: Sequence[Choice]) -> None:
-        self.looked = looked
+    def __init__(self, findings: TableFindings | None, choices: Sequence[Choice]) -> None:
+        self.findings = findings
         self.bad = [choice for choice in choices if choice.key == KEY]
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Tell of it when the run begins; one that goes on has told already."""
+        """Record the findings as the run begins; a resumed run has them already."""
         for choice in self.bad:
             # the count comes first: it is what must not be cut off
             self._tell(run, "bad_samples", f"{choice.value} as bad samples: {choice.reason}", "")
-        if self.looked is not None:
-            for reason, action in zip(self.looked.reasons, self.looked.actions, strict=True):
+        if self.findings is not None:
+            for reason, action in zip(self.findings.reasons, self.findings.actions, strict=True):
                 note = reason.severity is Severity.NOTE
                 kind = reason.code.replace(".", "_")
                 self._tell(run, kind, f"table: {reason}", action, "info" if note else "warning")
-            self._write(run, self.looked)
+            self._write(run, self.findings)
         yield
 
     def _tell(
@@ -74,11 +80,11 @@ class TableReport(Hook):
             kind, message, step=run.progress.step, category="data", severity=severity, action=action
         )
 
-    def _write(self, run: Run, looked: Looked) -> None:
-        if looked.reasons:
+    def _write(self, run: Run, findings: TableFindings) -> None:
+        if findings.reasons:
             rows = [
                 (reason.code, reason.where, reason.evidence, action or reason.way_out)
-                for reason, action in zip(looked.reasons, looked.actions, strict=True)
+                for reason, action in zip(findings.reasons, findings.actions, strict=True)
             ]
             text = markdown.table(("finding", "where", "what", "what to do, or was done"), rows)
             run.recorder.text("data/table", text, run.progress.step)
@@ -87,7 +93,7 @@ class TableReport(Hook):
         path = run.folder / FILE
         try:
             path.parent.mkdir(exist_ok=True)
-            content = json.dumps(json_safe(looked.facts), indent=2, allow_nan=False)
+            content = json.dumps(json_safe(findings.facts), indent=2, allow_nan=False)
             replace_text(path, content + "\n")
         except OSError as error:
             log.warning("no %s: %s", FILE, error)

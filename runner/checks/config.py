@@ -74,7 +74,6 @@ class TableConfig:
     constant: Policy = Policy.warn  # a column of one value; drop: not among the inputs
     leak: Policy = Policy.warn  # a column that gives the label away; drop: not among the inputs
     shared: Policy = Policy.warn  # rows of train in validation; drop: not validated with
-    nearly: float = 0.999  # a share of one value from which a column is called nearly constant
 
     def __post_init__(self) -> None:
         for name in ("constant", "leak", "shared"):
@@ -82,11 +81,6 @@ class TableConfig:
                 raise ConfigError(
                     f"checks.table.{name}", "a table has no batch to skip", "use drop or stop"
                 )
-        if not 0.5 < self.nearly <= 1:
-            raise ConfigError(
-                "checks.table.nearly", f"{self.nearly} is not most of a column",
-                "use more than 0.5, up to 1",
-            )  # fmt: skip
 
 
 @dataclass
