@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,9 @@ STYLE: Any = {
 MOST_CLASSES = 24  # in one picture; more could not be read
 MOST_ROWS = 12
 NAME = 28  # letters of a name
+LETTERS = 62  # of a line as wide as the picture
+LARGEST = 1e6  # of a ratio or a loss that is drawn
+DASHES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"
 
 
 class _Picture:
@@ -308,4 +312,91 @@ def memory_modules(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -
             axes.text(total, i, f" {total:,.3g}", va="center")
         axes.margins(x=0.15)
         picture.legend(legend)
+        return picture.pixels()
+
+
+@dataclass(frozen=True)
+class RatioBar:
+    """A ratio with its interval and the text beside it; without a value, the text says why."""
+
+    name: str
+    value: float | None
+    ends: tuple[float, float] | None
+    text: str
+    colour: str = BLUE
+
+
+def ratio_bars(
+    title: str, bars: Sequence[RatioBar], floor: float = 0.0, start: float = 0.0
+) -> NDArray[np.uint8]:
+    """A name above each bar, which goes from `start` to the ratio; a line marks 1.
+
+    The band around 1 is the noise floor.
+    """
+    drawn = [x for bar in bars for x in (bar.value, *(bar.ends or ())) if x is not None]
+    drawn = [x for x in drawn if x < LARGEST]
+    low, high = min([start, 1.0, *drawn]), max([start, 1.0, *drawn])
+    room = max(len(bar.text) for bar in bars if bar.value is not None) / LETTERS
+    with rc_context(STYLE | {"font.size": 14}):
+        picture = _Picture(70 + 66 * len(bars), title)
+        axes = picture.axes[0]
+        axes.axvspan(max(1 - floor, low), 1 + floor, color="#dee2e6", linewidth=0)
+        for i, bar in enumerate(bars):
+            axes.text(low, i - 0.36, _shorten(bar.name, LETTERS), va="center")
+            if bar.value is None or not 0 <= bar.value < LARGEST:
+                axes.text(low, i, f" {_shorten(bar.text, LETTERS)}", va="center", color=RED)
+                continue
+            axes.barh(i, bar.value - start, 0.36, start, color=bar.colour)
+            end = max(bar.value, start)
+            if bar.ends is not None and bar.ends[1] < LARGEST:
+                low_end, end = bar.ends[0], max(end, bar.ends[1])
+                axes.plot([low_end, bar.ends[1]], [i, i], color=INK, marker="|", linewidth=2)
+            axes.text(end, i, f" {bar.text}", va="center")
+        axes.axvline(1.0, color=GREY, linewidth=1.5)
+        axes.set_xlim(low, low + max(high - low, 1e-6) / max(1 - room, 0.3))
+        axes.set_ylim(len(bars) - 0.6, -0.7)
+        axes.set_axis_off()
+        return picture.pixels()
+
+
+def named_points(
+    title: str, points: Mapping[str, tuple[float, float]], x_title: str, y_title: str
+) -> NDArray[np.uint8]:
+    """Points from 0 on, told apart by colour and shape; their names and values stand below."""
+    with rc_context(STYLE):
+        picture = _Picture(430 + 28 * len(points), title)
+        axes = picture.axes[0]
+        for i, (name, (x, y)) in enumerate(points.items()):
+            label = f"{_shorten(name, LETTERS - 16)}: {x:,.4g}, {y:,.4g}"
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            axes.scatter([x], [y], 160, colour, marker=marker, label=label, alpha=0.8)
+        axes.margins(0.12)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_title)
+        axes.set_ylabel(y_title)
+        picture.figure.legend(loc="outside lower left", frameon=False, fontsize=12)
+        return picture.pixels()
+
+
+def loss_curves(
+    title: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: float = math.inf
+) -> NDArray[np.uint8]:
+    """Curves over the steps with their last values below; what is above `top` leaves the plot."""
+    losses = [loss for curve in curves.values() for _, loss in curve if loss <= top]
+    with rc_context(STYLE):
+        picture = _Picture(430 + 28 * len(curves), title)
+        axes = picture.axes[0]
+        for i, (name, curve) in enumerate(curves.items()):
+            above = " (above)" if any(loss > top for _, loss in curve) else ""
+            label = f"{_shorten(name, LETTERS - 16)}: {curve[-1][1]:.4g}{above}"
+            values = np.clip([loss for _, loss in curve], -LARGEST, LARGEST)
+            steps = [step for step, _ in curve]
+            axes.plot(steps, values, DASHES[i % len(DASHES)], color=COLOURS[i % 6], label=label)
+        if min(losses) > 0 and max(losses) / min(losses) > 30:
+            axes.set_yscale("log")
+        if top < math.inf:
+            axes.set_ylim(top=top)
+        axes.set_xlabel("step")
+        picture.figure.legend(loc="outside lower left", frameon=False, fontsize=12)
         return picture.pixels()

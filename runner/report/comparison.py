@@ -174,10 +174,10 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
 
 def _board(comparison: Comparison, folder: Path) -> list[Path]:
     """The TensorBoard run: protobuf and pictures are imported for it alone."""
-    from runner.report.tensorboard_export import write_board
+    from runner.report.tensorboard_export import export_comparison
 
     try:
-        write_board(comparison, folder)
+        export_comparison(comparison, folder)
     except OSError as error:
         log.warning("no TensorBoard run of the comparison: %s", error.strerror or error)
         return []

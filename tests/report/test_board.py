@@ -13,7 +13,7 @@ from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
 from runner.report.comparison import Comparison, Row, of_benchmark
-from runner.report.tensorboard_export import write_board
+from runner.report.tensorboard_export import export_comparison
 
 START, END = "_hparams_/session_start_info", "_hparams_/session_end_info"
 
@@ -62,7 +62,7 @@ def sweep(home: Path, *rows: Row, **more: Any) -> Comparison:
 def test_boxes_come_from_what_was_typed_where_no_launcher_named_them(tmp_path: Path) -> None:
     trained(tmp_path / "0", **{"optimizer.lr": 0.1})
     trained(tmp_path / "1", **{"optimizer.lr": 0.2})
-    write_board(
+    export_comparison(
         sweep(
             tmp_path,
             Row(["optimizer.lr=0.1", "optimization=none", "seed=0"], "done", folder="0"),
@@ -79,7 +79,7 @@ def test_boxes_come_from_what_was_typed_where_no_launcher_named_them(tmp_path: P
 def test_every_row_has_the_same_columns_since_tensorboard_believes_any_one(tmp_path: Path) -> None:
     trained(tmp_path / "0", depth=2)
     rows = [Row(["seed=0"], "done", folder="0"), Row(["seed=1"], "oom", "no memory", folder="1")]
-    write_board(sweep(tmp_path, *rows), tmp_path)
+    export_comparison(sweep(tmp_path, *rows), tmp_path)
     first, second = (hparams_of(tmp_path / name) for name in "01")
     assert first[2:] == second[2:]
     assert first[2] == {"seed": [0.0, 1.0], "status": ["done", "oom"]}
@@ -96,19 +96,19 @@ def test_a_job_that_ended_its_row_itself_or_not_has_its_status(
     tmp_path: Path, status: str, expected: int | None
 ) -> None:
     trained(tmp_path / "0", status=None)
-    write_board(sweep(tmp_path, Row(["a=1"], status, folder="0")), tmp_path)
+    export_comparison(sweep(tmp_path, Row(["a=1"], status, folder="0")), tmp_path)
     assert hparams_of(tmp_path / "0")[1] == expected
 
 
 def test_what_differs_in_many_values_is_a_range_if_it_is_a_number(tmp_path: Path) -> None:
     rows = [Row([f"lr={i}", f"name=n{i}"], "done", folder=str(i)) for i in range(12)]
-    write_board(sweep(tmp_path, *rows), tmp_path)
+    export_comparison(sweep(tmp_path, *rows), tmp_path)
     assert hparams_of(tmp_path / "3")[2] == {"name": [f"n{i}" for i in range(12)]}
 
 
 def test_a_run_that_kept_no_event_file_has_its_final_metrics(tmp_path: Path) -> None:
     summary = {"metrics": {"val/r2": 0.75, "val/r2/a": 1.0}, "steps": 40, "best": 0.75}
-    write_board(sweep(tmp_path, Row(["a=1"], "done", "", summary, folder="0")), tmp_path)
+    export_comparison(sweep(tmp_path, Row(["a=1"], "done", "", summary, folder="0")), tmp_path)
     point = tags(tmp_path / "0").Scalars("val/r2")[0]
     assert (point.step, point.value) == (40, 0.75)
     assert hparams_of(tmp_path / "0")[3] == ["val/r2"]
@@ -123,7 +123,7 @@ def test_arms_are_rows_with_what_was_measured_also_those_that_never_had_a_folder
                   samples_per_second=500.0, peak_process_bytes=3 << 20, metrics={"flops": 7.0}),
         ArmResult("../a b", ["model=gpt"], "failed", "RuntimeError"),
     ]  # fmt: skip
-    write_board(of_benchmark(BenchmarkResult("x", "none", arms), tmp_path), tmp_path)
+    export_comparison(of_benchmark(BenchmarkResult("x", "none", arms), tmp_path), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a_b", "comparison", "none"]
     values, _, boxes, metrics = hparams_of(tmp_path / "none")
     assert values["arm"] == "none" and boxes["arm"] == ["none", "../a b"]
@@ -139,7 +139,7 @@ def test_a_second_time_nothing_grows(tmp_path: Path) -> None:
     row = Row(["seed=0"], "done", folder="0", speedup=1.0)
     for speedup in (1.0, 2.0):
         row.speedup = speedup
-        write_board(sweep(tmp_path, row), tmp_path)
+        export_comparison(sweep(tmp_path, row), tmp_path)
     filled = [path for path in tmp_path.rglob("events*") if path.stat().st_size]
     assert len(filled) == 4  # its own, one before and one after it, the comparison
     assert [e.value for e in tags(tmp_path / "0").Scalars("result/speedup")] == [2.0]
@@ -153,13 +153,13 @@ def test_nothing_is_written_into_runs_of_others(tmp_path: Path, place: str) -> N
     home.mkdir()
     (home / "link").symlink_to(tmp_path / "other" / "0")
     before = sorted(tmp_path.rglob("*"))
-    write_board(sweep(home, Row(["a=1"], "done", folder=place)), home)
+    export_comparison(sweep(home, Row(["a=1"], "done", folder=place)), home)
     made = set(tmp_path.rglob("*")) - set(before)
     assert {path.relative_to(home).parts[0] for path in made} == {"comparison"}
 
 
 def test_runs_put_together_by_hand_keep_their_rows(tmp_path: Path) -> None:
     trained(tmp_path / "0")
-    write_board(sweep(tmp_path, Row(["seed=0"], "done", folder="0"), kind="runs"), tmp_path)
+    export_comparison(sweep(tmp_path, Row(["seed=0"], "done", folder="0"), kind="runs"), tmp_path)
     assert len(list((tmp_path / "0").glob("events*"))) == 1
     assert (tmp_path / "comparison").is_dir()

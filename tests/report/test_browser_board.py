@@ -14,7 +14,7 @@ from runner.build import build
 from runner.composing import compose
 from runner.loop import train
 from runner.report.comparison import Comparison, Row
-from runner.report.tensorboard_export import write_board
+from runner.report.tensorboard_export import export_comparison
 from runner.summary import Summary
 
 from .tensorboards import CHROMIUM, Server, browser, tensorboard
@@ -56,7 +56,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "digits", rows, reference=rows[0].name, notes=["one run each"], home=home
     )
     for _ in range(2):  # a second time changes nothing
-        write_board(comparison, home)
+        export_comparison(comparison, home)
     return home
 
 
