@@ -1,0 +1,182 @@
+"""Break the program in one place at a time and show that a test fails.
+
+    python scripts/mutants.py [FILTER] [--check] [--list] [-x]
+
+`mutants.toml` beside this script lists the breaks: a text that occurs exactly once in a file, the
+text that replaces it, and the tests that must notice. FILTER is a regular expression on names and
+files. The breaks are made in one copy of the checkout, never in the checkout itself. All tests of
+the chosen breaks run on the unbroken copy first (the control): a test that fails there proves
+nothing. `--check` only compares the list with the code. Exit code 0: every break was caught;
+1: one survived, or its control failed; 2: the list does not fit the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("runner", "conf", "tests", "scripts", "docs")  # what tests read, besides single files
+TIMEOUT_S = 600
+PRELOAD = ("torch", "hydra", "numpy", "pytest", "rich.console", "torch.utils.tensorboard")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One break: `old` becomes `new` in `file`, and one of `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def problem(self, root: Path) -> str | None:
+        """Why this entry does not fit the code, or None."""
+        path = root / self.file
+        if not path.is_file():
+            return f"{self.file} does not exist"
+        if (count := path.read_text().count(self.old)) != 1:
+            return f"its text occurs {count} times in {self.file}, not once"
+        missing = [test for test in self.tests if not _exists(root, test)]
+        if missing or not self.tests:
+            return f"no such test: {', '.join(missing) or 'none named'}"
+        return "old and new are equal" if self.old == self.new else None
+
+
+def _exists(root: Path, test: str) -> bool:
+    """Whether a pytest id names a file, and a function that is defined there."""
+    file, _, function = test.partition("::")
+    name = function.partition("[")[0].rpartition("::")[2]
+    path = root / file
+    return path.exists() and (not name or f"def {name}(" in path.read_text())
+
+
+def read_mutants() -> list[Mutant]:
+    """The entries of the list, in its order."""
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutant"]
+    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy what the tests need to `target`."""
+    for part in COPIED:
+        shutil.copytree(ROOT / part, target / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy2(file, target)
+
+
+def _pytest(root: Path, arguments: list[str], output: Path) -> None:
+    """Body of the child process: pytest in the copy, its output in a file."""
+    os.setsid()  # a test's own processes end with it
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    # other packages' plugins would have to be imported by pytest, to be rewritten
+    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    import pytest
+
+    sys.exit(int(pytest.main(arguments)))
+
+
+def run_tests(root: Path, tests: Iterable[str], *options: str) -> tuple[int | None, list[str]]:
+    """Pytest's exit code (None: it did not end in time) and the lines that it printed.
+
+    The process is forked from this one, which has imported torch: that saves most of its start.
+    """
+    output = root / "pytest.log"
+    arguments = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *tests]
+    child = multiprocessing.get_context("fork").Process(
+        target=_pytest, args=(root, arguments, output)
+    )
+    child.start()
+    child.join(TIMEOUT_S)
+    code = child.exitcode
+    if code is None:
+        os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
+    return code, output.read_text(errors="replace").strip().splitlines() or ["no output"]
+
+
+def failed_control(root: Path, mutants: list[Mutant]) -> set[str]:
+    """The tests that fail on the unbroken copy."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    code, lines = run_tests(root, tests)
+    print(f"control   {lines[-1]}", flush=True)
+    failed = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
+    return failed or (set() if code == 0 else set(tests))
+
+
+def try_mutant(mutant: Mutant, root: Path) -> tuple[str, str]:
+    """Make the break in the copy, run its tests there, and undo it: the verdict, the last line."""
+    path = root / mutant.file
+    original = path.read_text()
+    try:
+        path.write_text(original.replace(mutant.old, mutant.new))
+        code, lines = run_tests(root, mutant.tests, "-x")
+    finally:
+        path.write_text(original)
+    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    # a break that keeps pytest from collecting (2 to 5) shows nothing about the test
+    verdict = {0: "SURVIVED", 1: "caught", None: "caught"}.get(code, "BROKEN")
+    return verdict, failed[0] if failed else lines[-1]
+
+
+def main() -> int:
+    """Try the chosen breaks and print which survived."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("filter", nargs="?", default="", help="regular expression: names, files")
+    parser.add_argument("--check", action="store_true", help="only compare the list with the code")
+    parser.add_argument("--list", action="store_true", help="print the chosen breaks and stop")
+    parser.add_argument("--no-control", action="store_true", help="trust the unbroken copy")
+    parser.add_argument("-x", action="store_true", help="stop at the first that survives")
+    args = parser.parse_args()
+
+    chosen = [m for m in read_mutants() if re.search(args.filter, f"{m.name} {m.file}")]
+    problems = [f"{m.name}: {problem}" for m in chosen if (problem := m.problem(ROOT))]
+    print(*(f"stale     {problem}" for problem in problems), sep="\n", end="\n" if problems else "")
+    if problems or not chosen:
+        return 2
+    if args.check or args.list:
+        print(*(f"{m.file}: {m.name}" for m in chosen if args.list), f"{len(chosen)} fit", sep="\n")
+        return 0
+    for name in PRELOAD:
+        __import__(name)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        root = Path(folder)
+        copy_checkout(root)
+        failed = set() if args.no_control else failed_control(root, chosen)
+        missed = 0
+        for mutant in chosen:
+            start = time.monotonic()
+            useless = [f for f in failed if f.startswith(mutant.tests)]
+            verdict, line = ("CONTROL", useless[0]) if useless else try_mutant(mutant, root)
+            missed += verdict != "caught"
+            print(
+                f"{verdict:<10}{mutant.name}  [{line}, {time.monotonic() - start:.0f} s]",
+                flush=True,
+            )
+            if missed and args.x:
+                break
+    print(f"{missed} of {len(chosen)} not caught" if missed else f"all {len(chosen)} caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

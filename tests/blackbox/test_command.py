@@ -1,0 +1,99 @@
+"""Names that people type, mistakes and refusals, and a sweep in which a job fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner import compose
+
+from .conftest import OWN, command, only, read
+
+CONTRACT = {
+    "name": "mine", "seed": 3, "training.steps": 7, "training.batch_size": 8,
+    "training.micro_batch": 4, "training.validate_every": 5, "optimizer.lr": 0.01,
+    "data.path": "x.csv", "data.target": "y", "data.workers": 1, "checkpoint.every": 5,
+    "checkpoint.resume": "none", "optimization.amp.enabled": True, "optimization.strict": False,
+    "debug.every": 9, "benchmark.budget_s": 5, "benchmark.attribute": True,
+    "benchmark.baseline": "z", "security.trusted": ["own"], "model._target_": "own.Net",
+}  # fmt: skip
+LEVELS = ["none", "basic", "advanced", "ultra", "maximum", "full", "custom", "auto", "amp",
+          "compile", "memory_efficient"]  # fmt: skip
+TECHNIQUES = [
+    "tf32", "amp", "compile", "whole_step", "fused_optimizer", "attention", "channels_last",
+    "recompute", "accumulation", "chunked_loss", "quantization", "cuda_graphs", "pipeline",
+    "system",
+]  # fmt: skip
+
+
+def test_every_name_of_the_contract_is_a_key(tmp_path: Path) -> None:
+    def typed(value: object) -> str:
+        return "[own]" if isinstance(value, list) else json.dumps(value).strip('"')
+
+    overrides = [f"{key}={typed(value)}" for key, value in CONTRACT.items()]
+    done = command(
+        tmp_path, "--cfg", "job", "data=tabular", "objective=regression", *overrides,
+        "+model.width=64", "optimization_level=ultra", "debug_mode=full",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    for key, value in CONTRACT.items():
+        found = config
+        for part in key.split("."):
+            found = found[part]
+        assert found == value, key
+    assert config["optimization"]["level"] == "ultra"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_composes_with_every_technique(level: str) -> None:
+    optimization = compose([f"optimization={level}"]).optimization
+    assert optimization.level == level
+    assert sorted(name for name, _ in optimization.techniques()) == sorted(TECHNIQUES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "says"),
+    [
+        (["optimisation=utlra"], 2, "did you mean optimization=ultra?"),
+        (["training.stepz=3"], 2, "training.steps"),
+        (["training.steps=-1"], 2, "training.steps"),
+        (["model._target_=os.system"], 3, "model._target_: os.system is refused"),
+        (["model._target_=own.Net"], 3, "security.trusted=[own]"),
+        (["checkpoint.resume=outputs/runs/gone/1"], 5, "checkpoint.resume: there is no folder"),
+    ],
+)
+def test_a_mistake_is_one_line_its_exit_code_and_no_folder(
+    typed: list[str], code: int, says: str, tmp_path: Path
+) -> None:
+    done = command(tmp_path, *typed)
+    assert done.returncode == code
+    assert says in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_with_a_job_that_fails_ends_with_7_and_compares_all(place: Path) -> None:
+    done = command(
+        place, "-m", *OWN, "name=swept", "training.steps=12", "+model.fault='',raises",
+        "hydra.launcher.jobs=2",
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert "1 of 2 jobs failed" in done.stderr and "told to fail" in done.stderr
+    sweep = only(place, "outputs/sweeps/swept/*")
+    for name in ("comparison.md", "comparison.html"):
+        assert (sweep / name).stat().st_size > 0
+    rows = read(sweep / "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ["done", "failed"]
+    for row in rows:
+        assert row.keys() >= {
+            "overrides", "status", "reason", "summary", "speedup", "speedup_interval", "parity",
+            "command",
+        }  # fmt: skip
+    assert rows[0]["summary"]["steps"] == 12 and "told to fail" in rows[1]["reason"]
+    jobs = read(sweep / "sweep.json")["jobs"]
+    assert [job["exit_code"] for job in jobs] == [0, 1]
+    assert "Traceback" in (sweep / "1" / "run.log").read_text()
