@@ -45,7 +45,7 @@ from runner.record.recorder import Recorder
 from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
 from runner.run import Run
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.security.intent.places import own_trees
 from runner.security.targets import resolve
 from runner.stability.controller import StabilityController

@@ -16,9 +16,9 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.errors import CheckpointError
-from runner.security.files import read_state, read_tensors
-from runner.security.gate.door import admit_folder
-from runner.security.gate.policy import Policy
+from runner.security.files.loader import admit_folder
+from runner.security.files.policy import Policy
+from runner.security.files.state import read_state, read_tensors
 
 
 @dataclass(frozen=True)

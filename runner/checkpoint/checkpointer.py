@@ -20,7 +20,7 @@ from runner.checkpoint.folder import FOLDER, Check, Restored
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 
 __all__ = ["Checkpointer", "Restored"]
 

@@ -24,10 +24,10 @@ from runner import storage
 from runner.checkpoint import manifest
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
-from runner.security.files import read_state, read_tensors
-from runner.security.gate.door import admit_folder
-from runner.security.gate.policy import Policy
-from runner.security.gate.provenance import is_own
+from runner.security.files.loader import admit_folder
+from runner.security.files.policy import Policy
+from runner.security.files.provenance import is_own
+from runner.security.files.state import read_state, read_tensors
 from runner.security.trust import Trust
 
 log = logging.getLogger("runner")

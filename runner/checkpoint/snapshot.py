@@ -9,7 +9,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from runner.security.files import TIED, encode
+from runner.security.files.state import TIED, encode
 from runner.storage import HashedFile
 
 # What every safetensors since 0.4.3 reads. Tensors of other types go with the state.

@@ -18,8 +18,8 @@ from runner.data.order import split
 from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
-from runner.security.files import read_arrays
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
+from runner.security.files.state import read_arrays
 from runner.technique import Choice
 
 log = logging.getLogger("runner")

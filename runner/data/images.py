@@ -18,7 +18,7 @@ from runner.data.order import split
 from runner.data.paths import class_files, class_folders, existing
 from runner.data.source import Source
 from runner.errors import ConfigError, DataError
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.technique import Choice
 
 if TYPE_CHECKING:

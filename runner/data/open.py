@@ -11,7 +11,7 @@ from runner.data.bad import dropping
 from runner.data.config import DataConfig
 from runner.data.source import Source
 from runner.errors import ConfigError
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.security.targets import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError, SecurityError
 from runner.security.config import SecurityLevel
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 
 
 def existing(path: str, key: str = "data.path") -> Path:

@@ -12,7 +12,7 @@ from runner.data.passages import Passages
 from runner.data.paths import class_files, class_folders, existing
 from runner.data.table import read_table
 from runner.errors import ConfigError, DataError
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.technique import Choice
 
 

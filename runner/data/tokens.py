@@ -10,7 +10,7 @@ from runner.data.config import Tokens
 from runner.data.paths import check_link, existing, suggestion
 from runner.data.windows import Stream, Windows
 from runner.errors import ConfigError, DataError
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 
 
 def tokens(config: Tokens, policy: Policy | None = None) -> Windows:

@@ -24,7 +24,7 @@ from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.look import Look
 from runner.replay.reopen import config_of, settled
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.security.intent.places import own_trees
 from runner.storage import HashedFile
 from runner.summary import Summary

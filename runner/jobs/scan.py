@@ -17,9 +17,9 @@ from runner.interrupts import Interrupts
 from runner.record.console import console, print_stdout
 from runner.record.text import escape_control_chars
 from runner.report.scan import JSON, PAGE, Row, Scan, terminal
-from runner.security.gate.assessing import Assessor
-from runner.security.gate.folder import Thing, is_loadable, things
-from runner.security.gate.policy import Policy
+from runner.security.files.formats import is_loadable
+from runner.security.files.policy import Policy
+from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.intent.places import own_trees
 from runner.security.trust import Severity
 
@@ -38,12 +38,12 @@ def main(config: RunConfig, folder: Path) -> Scan:
     with Interrupts() as interrupts:
         interrupts.waiting = True  # so that a signal cuts in at once
         try:
-            _look(path, policy, scan, config)
+            _scan(path, policy, scan, config)
         except KeyboardInterrupt:
             scan.interrupted = True
         interrupts.waiting = False
         scan.seconds = time.monotonic() - start
-        _leave(scan, folder, config.scan.rows)
+        _write(scan, folder, config.scan.rows)
     files = f"{JSON} and {PAGE} lie in {folder}"
     if scan.interrupted:
         so_far = f" after {len(scan.rows)} of {scan.total}; what was found is in {folder / JSON}"
@@ -64,33 +64,33 @@ def find(name: str | None) -> Path:
     return path
 
 
-def _look(path: Path, policy: Policy, scan: Scan, config: RunConfig) -> None:
-    """Fill `scan`, a thing at a time."""
-    worth = list(_worth(path, scan))
-    scan.total = len(worth)
-    with Assessor(policy, config.scan.deep) as assessor, _progress(config, worth) as told:
-        for thing in worth:
-            found = assessor.assess(thing, lambda size, thing=thing: told(thing, size))  # type: ignore[misc]
-            scan.rows.append(Row(thing.kind, found))
+def _scan(path: Path, policy: Policy, scan: Scan, config: RunConfig) -> None:
+    """Fill `scan`, an item at a time."""
+    items = list(_judged(path, scan))
+    scan.total = len(items)
+    with Scanner(policy, config.scan.deep) as scanner, _progress(config, items) as report:
+        for item in items:
+            found = scanner.scan(item, lambda size, item=item: report(item, size))  # type: ignore[misc]
+            scan.rows.append(Row(item.kind, found))
 
 
-def _worth(path: Path, scan: Scan) -> Iterator[Thing]:
+def _judged(path: Path, scan: Scan) -> Iterator[Item]:
     """What is judged; the rest is counted."""
-    for thing in things(path):
-        alone = thing.kind == "file" and thing.path != path
-        if alone and thing.files and not is_loadable(thing.path):
+    for item in list_items(path):
+        alone = item.kind == "file" and item.path != path
+        if alone and item.files and not is_loadable(item.path):
             scan.passed_over += 1
-        elif not thing.files and not _is_refused(thing):
-            scan.odd += thing.odd
+        elif not item.files and not _is_refused(item):
+            scan.odd += item.odd
         else:
-            yield thing
+            yield item
 
 
-def _is_refused(thing: Thing) -> bool:
-    return any(reason.severity is Severity.REFUSAL for reason in thing.odd)
+def _is_refused(item: Item) -> bool:
+    return any(reason.severity is Severity.REFUSAL for reason in item.odd)
 
 
-def _leave(scan: Scan, folder: Path, rows: int) -> None:
+def _write(scan: Scan, folder: Path, rows: int) -> None:
     try:
         scan.write(folder)
     except OSError as error:
@@ -99,17 +99,17 @@ def _leave(scan: Scan, folder: Path, rows: int) -> None:
 
 
 @contextmanager
-def _progress(config: RunConfig, worth: list[Thing]) -> Iterator[Callable[[Thing, int], None]]:
+def _progress(config: RunConfig, items: list[Item]) -> Iterator[Callable[[Item, int], None]]:
     """How far it is, on a terminal; nothing elsewhere."""
     screen = console()
     if not config.monitoring.progress or not screen.is_terminal or screen.is_dumb_terminal:
-        yield lambda thing, size: None
+        yield lambda item, size: None
         return
     columns = (BarColumn(), DownloadColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task("", total=sum(thing.size for thing in worth))
+        task = progress.add_task("", total=sum(item.size for item in items))
 
-        def told(thing: Thing, size: int) -> None:
-            progress.update(task, advance=size, description=escape_control_chars(thing.path.name))
+        def report(item: Item, size: int) -> None:
+            progress.update(task, advance=size, description=escape_control_chars(item.path.name))
 
-        yield told
+        yield report

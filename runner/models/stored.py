@@ -15,9 +15,9 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.record.text import escape_control_chars
-from runner.security.gate.door import open_file
-from runner.security.gate.format import is_models_name
-from runner.security.gate.policy import Policy
+from runner.security.files.formats import is_model_name
+from runner.security.files.loader import open_file
+from runner.security.files.policy import Policy
 from runner.security.trust import Severity, Trust
 
 log = logging.getLogger("runner")
@@ -56,14 +56,14 @@ def read_weights(path: Path, policy: Policy) -> Weights:
         if restored is not None:
             return _of_ours(restored)
         if not (path / MODEL).is_file():
-            there = sorted(p.name for p in path.iterdir() if is_models_name(p.name))
+            there = sorted(p.name for p in path.iterdir() if is_model_name(p.name))
             raise ConfigError(
                 KEY, f"{path} has no checkpoint and no {MODEL} in it",
                 f"name one of its files: {some(there)}" if there else "name a file",
             )  # fmt: skip
         path = path / MODEL
     found = open_file(path, policy)
-    facts = found.assessment.files[path.name]
+    facts = found.facts
     for reason in found.assessment.reasons:
         if reason.severity is Severity.WARNING:
             log.warning("%s: %s: %s", KEY, path, escape_control_chars(str(reason)))

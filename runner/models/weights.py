@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from runner.errors import ConfigError
 from runner.models.stored import KEY, SHOWN, Weights, read_weights, short, some
 from runner.record.text import shorten
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.technique import Choice
 
 log = logging.getLogger("runner")

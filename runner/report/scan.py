@@ -231,12 +231,12 @@ def _why(row: Row, level: SecurityLevel) -> str:
         way = way_in(row.found)
         if row.kind == "run":  # what is loaded, and pinned, is one of its checkpoints
             way = f"scan.path={row.found.path}/checkpoints shows what to pin"
-        told = f"nobody vouches for it, as security={level.value} demands; {way}"
+        told = f"unknown file, which security={level.value} does not load; {way}"
         return f"{first}; {told}" if worst else told
     if first is not None and (worst or row.found.trust is Trust.UNTRUSTED):
         return str(first)
     return {
-        Trust.UNTRUSTED: "nothing is wrong with it, and nobody vouches for it",
+        Trust.UNTRUSTED: "nothing is wrong with it, and its digest is unknown",
         Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
         Trust.PINNED: "its digest is in security.pinned",
     }.get(row.found.trust, "refused")

@@ -13,7 +13,7 @@ from typing import Any
 from runner.errors import SecurityError
 from runner.record.text import escape_control_chars, json_safe
 from runner.security.config import SecurityLevel
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 from runner.storage import replace_text
 
 log = logging.getLogger("runner")
@@ -130,9 +130,10 @@ def require(found: Assessment, policy: Policy) -> None:
     if enough(found, policy.level):
         if found.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:
             log.warning(
-                "%s: nobody vouches for it; it was looked at in a limited process and is loaded as "
-                "plain data; %s", path, way_in(found),
-            )  # fmt: skip
+                "%s: unknown file, checked in a sandboxed process and loaded as plain data; %s",
+                path,
+                way_in(found),
+            )
         return
     if found.refused:
         first = next(iter(found.refusals), None)
@@ -141,8 +142,8 @@ def require(found: Assessment, policy: Policy) -> None:
         )
         raise SecurityError(f"{path}: refused: {why}")
     raise SecurityError(
-        f"{path}: refused: security=strict loads only what this run tree wrote, or what is "
-        f"pinned, and nobody vouches for it; {way_in(found)}"
+        f"{path}: refused: security=strict loads only files of this run tree and pinned ones; "
+        f"{way_in(found)}"
     )
 
 

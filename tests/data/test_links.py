@@ -14,7 +14,7 @@ from runner.data.open import open_data
 from runner.data.source import Source
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
-from runner.security.gate.policy import Policy
+from runner.security.files.policy import Policy
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs symbolic links")
 

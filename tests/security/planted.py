@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from runner.security.gate.held import digest
+from runner.security.files.file_bytes import hash_file
 from runner.security.sealed import sealed
 from runner.security.trust import Assessment, FileFacts
 
@@ -50,5 +50,5 @@ def facts_of(folder: Path) -> Assessment:
     found = Assessment(str(folder))
     for path in sorted(folder.iterdir()):
         kind = "other" if path.suffix in (".json", ".sig", ".txt") else "safetensors"
-        found.files[path.name] = FileFacts(*digest(path), kind)
+        found.files[path.name] = FileFacts(*hash_file(path), kind)
     return found

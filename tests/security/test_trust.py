@@ -8,8 +8,8 @@ import pytest
 
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
-from runner.security.gate.policy import Policy
-from runner.security.gate.provenance import is_own, vouch
+from runner.security.files.policy import Policy
+from runner.security.files.provenance import is_own, judge
 from runner.security.intent.places import own_trees
 from runner.security.trust import Assessment, FileFacts, Trust, require
 from tests.security.planted import checkpoint, facts_of
@@ -19,7 +19,7 @@ STRICT, STANDARD = SecurityLevel.strict, SecurityLevel.standard
 
 def judged(folder: Path, **policy) -> Assessment:
     found = facts_of(folder) if folder.is_dir() else one(folder)
-    vouch(found, folder, Policy(**policy))
+    judge(found, folder, Policy(**policy))
     return found
 
 

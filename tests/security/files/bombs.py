@@ -1,11 +1,7 @@
-"""Small files that ask for much: memory, time, or depth.
-
-The largest of them has a few megabytes, and is made in well under a second.
-"""
+"""Small files that ask for much: memory, time, or depth; each is made in well under a second."""
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +11,16 @@ from tests.security.files.archives import (
     Member,
     archive,
     arrays,
-    entry,
     legacy,
     members,
     npy,
     safetensors,
     torch_zip,
-)
+)  # fmt: skip
 from tests.security.files.opcodes import (
     call,
     get,
+    listing,
     mapping,
     name,
     put,
@@ -32,17 +28,15 @@ from tests.security.files.opcodes import (
     tensor,
     value,
     whole,
-)
+)  # fmt: skip
 from tests.security.files.sample import Sample
 
 MEGABYTE = 1 << 20
 SCALARS = struct.pack("<16f", *range(16))
 Bytes = Callable[[], bytes]
-LAYOUT = call(name("torch.serialization", "_get_layout"), value("torch.sparse_coo"))
 
 
 def _pickled(*pieces: bytes) -> Bytes:
-    """An archive whose one storage, if any, is used: it is refused for nothing but its size."""
     used = any(b"_rebuild_tensor_v2" in piece for piece in pieces)
     return lambda: torch_zip(whole(*pieces), [SCALARS] if used else [])
 
@@ -55,77 +49,37 @@ def _encoded(times: int) -> bytes:
     return piece
 
 
-def _bytes(times: int) -> bytes:
-    """The same where each call takes what the last one gave, as bytes."""
-    body = value(b"a" * 16)
-    for _ in range(times):
-        body = call(name("_codecs", "encode"), body, value("hex_codec"))
+def _tree(depth: int) -> bytes:
+    """A tuple of the same tuple twice, and so on: hashing it takes 2 ** depth steps."""
+    body = value(("a",)) + put(0)
+    for level in range(depth):
+        body = b"(" + body + get(level) + b"t" + put(level + 1)
     return body
 
 
-def _deep(depth: int, opener: bytes, closer: bytes) -> bytes:
-    return opener * depth + closer * (depth - 1)
-
-
-def _laughs(levels: int) -> bytes:
-    """Lists of ten times the list before."""
-    body = value("ha") + put(0)
-    for level in range(levels):
-        body = b"](" + body + get(level) * 9 + b"e" + put(level + 1)
-    return body
-
-
-def _itself() -> bytes:
-    return b"]" + put(0) + get(0) + b"a"
-
-
-def _dict_itself() -> bytes:
-    return b"}" + put(0) + value("a") + get(0) + b"s"
+def _collisions(count: int) -> bytes:
+    """Keys of a dict that all have one hash."""
+    keys = (i * (2**61 - 1) for i in range(1, count + 1))
+    return b"}(" + b"".join(value(key) + b"N" for key in keys) + b"u"
 
 
 def _sparse(index: int, size: int) -> Bytes:
     """A sparse tensor one of whose places is outside of it."""
-    place = struct.pack("<q", index)
-    indices = tensor("0", 1, (1, 1), (1, 1), kind="LongStorage")
-    values = tensor("1", 1, (1,), (1,))
+    layout = call(name("torch.serialization", "_get_layout"), value("torch.sparse_coo"))
+    parts = tensor("0", 1, (1, 1), (1, 1), kind="LongStorage") + tensor("1", 1, (1,), (1,))
     body = call(
-        name("torch._utils", "_rebuild_sparse_tensor"),
-        LAYOUT,
-        b"(" + indices + values + value((size,)) + value(False) + b"t",
-    )
-    return lambda: torch_zip(whole(mapping(w=body)), [place, struct.pack("<f", 1.0)])
+        name("torch._utils", "_rebuild_sparse_tensor"), layout,
+        b"(" + parts + value((size,)) + value(False) + b"t",
+    )  # fmt: skip
+    numbers = [struct.pack("<q", index), struct.pack("<f", 1.0)]
+    return lambda: torch_zip(whole(mapping(w=body)), numbers)
 
 
-def _stretched(*size: int) -> Bytes:
-    return _pickled(mapping(w=tensor("0", 16, size, (0,) * len(size))))
-
-
-def _overlapping() -> bytes:
-    """Views that all look at the same numbers; together they are far more than the file."""
-    views = [tensor("0", 65_536, (65_536 - i,), (1,), i) for i in range(1_000)]
-    body = b"](" + b"".join(views) + b"e"
-    return torch_zip(whole(body), [b"\0" * 262_144])
-
-
-def _deflated(root: str = "archive") -> bytes:
-    inner = members(whole(mapping(w=tensor("0", 16 * MEGABYTE, (16 * MEGABYTE,), (1,)))))
-    more = Member(f"{root}/data/0", b"\0" * (64 * MEGABYTE), 8)
-    return archive([*inner, more])
-
-
-def _quine() -> bytes:
-    """A member that says to be far larger than it is."""
-    lies = {"size": 0xFFFFFFF0}
-    return archive([*members(whole(value({}))), Member("archive/data/0", b"x" * 50, 8, lies, lies)])
-
-
-def _header(text: bytes) -> Bytes:
-    return lambda: safetensors(text)
-
-
-def _many_tensors() -> bytes:
-    """A header of a million empty tensors would be large; this one has sixty thousand."""
-    return safetensors({f"{i}": entry([0], 0, 0) for i in range(60_000)})
+def _deflated(size: int) -> bytes:
+    """Zeros; it says that it has `size` of them."""
+    inner = members(whole(mapping(w=tensor("0", size // 4, (size // 4,), (1,)))))
+    lies = {"size": size}
+    return archive([*inner, Member("archive/data/0", bytes(MEGABYTE), 8, lies, lies)])
 
 
 def _copies() -> bytes:
@@ -135,106 +89,37 @@ def _copies() -> bytes:
     return torch_zip(whole(b"](" + text + copies + b"e"))
 
 
+def _shape(descr: str, *shape: int) -> dict[str, object]:
+    return {"descr": descr, "fortran_order": False, "shape": shape}
+
+
 BOMBS: dict[str, tuple[str, Bytes]] = {
-    "stretched": ("model.pt", _stretched(1 << 40)),
-    "stretched_modestly": ("model.pt", _stretched(64 * MEGABYTE)),
-    "stretched_2d": ("model.pt", _stretched(1 << 20, 1 << 20)),
-    "overlapping": ("model.pt", _overlapping),
-    "hex": ("model.pt", _pickled(_encoded(24))),
-    "hex_bytes": ("model.pt", _pickled(_bytes(24))),
+    "stretched": ("model.pt", _pickled(mapping(w=tensor("0", 16, (1 << 40,), (0,))))),
+    "hex": ("model.pt", _pickled(_encoded(40))),
     "bytearray": ("model.pt", _pickled(call(name("builtins", "bytearray"), value(1 << 33)))),
-    "bytearray_many": (
-        "model.pt",
-        _pickled(*[call(name("builtins", "bytearray"), value(1 << 28))] * 12),
-    ),
+    "copies": ("model.pt", _copies),
     "tensor_by_size": (
-        "model.pt",
-        _pickled(call(name("torch", "Tensor"), value(1 << 20), value(1 << 12))),
+        "model.pt", _pickled(call(name("torch", "Tensor"), value(1 << 20), value(1 << 12))),
     ),
-    "storage_by_size": ("model.pt", _pickled(call(name("torch", "FloatStorage"), value(1 << 31)))),
     "storage_claims": ("model.pt", _pickled(mapping(w=storage("0", 1 << 34)))),
-    "deflated": ("model.pt", _deflated),
-    "claims": ("model.pt", _quine),
-    "members": (
-        "model.pt",
-        lambda: archive(
-            [*members(whole(value({}))), *(Member(f"archive/data/{i}", b"") for i in range(30_000))]
-        ),
-    ),
-    "lists": ("model.pt", _pickled(_deep(100_000, b"]", b"a"))),
+    "deflated": ("model.pt", lambda: _deflated(2 << 30)),
+    "deflated_less": ("model.pt", lambda: _deflated(64 * MEGABYTE)),
+    "lists": ("model.pt", _pickled(b"]" * 100_000 + b"a" * 99_999)),
     "tuples": ("model.pt", _pickled(b")" + b"\x85" * 100_000)),
-    "dicts": ("model.pt", _pickled(b"}" + b"K\x00}" * 50_000 + b"s" * 50_000)),
-    "marks": ("model.pt", _pickled(b"(" * 100_000 + b"t" * 100_000)),
-    "laughs": ("model.pt", _pickled(_laughs(12))),
-    "laughs_little": ("model.pt", _pickled(_laughs(8))),
-    "itself": ("model.pt", _pickled(_itself())),
-    "dict_itself": ("model.pt", _pickled(_dict_itself())),
-    "text": ("model.pt", _pickled(value("x" * (20 << 20)))),
-    "keys": ("model.pt", _pickled(mapping(**{"x" * (18 << 20): value(1)}))),
-    "number": ("model.pt", _pickled(b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20))),
-    "decimal": ("model.pt", _pickled(b"L" + b"9" * 1_000_000 + b"L\n")),
-    "sparse": ("model.pt", _sparse(10**6, 2)),
+    "dicts": ("model.pt", _pickled(b"}" + b"K\x00}" * 100_000 + b"s" * 100_000)),
+    "itself": ("model.pt", _pickled(b"]" + put(0) + get(0) + b"a")),
     "sparse_far": ("model.pt", _sparse(2**40, 2)),
     "sparse_negative": ("model.pt", _sparse(-5, 2)),
-    "sparse_wide": ("model.pt", _sparse(0, 2**40)),
-    "legacy_storage": (
-        "model.pth",
-        lambda: (
-            legacy(
-                whole(mapping(w=tensor("0", 1 << 34, (4,), (1,)))),
-                keys=whole(value(["0"])),
-            )
-            + struct.pack("<q", 1 << 34)
-        ),
-    ),
-    "legacy_lists": ("model.pth", lambda: legacy(whole(_deep(100_000, b"]", b"a")))),
-    "copies": ("model.pt", _copies),
-    "header_deep": ("model.safetensors", _header(b'{"a":' + b"[" * 200_000)),
-    "header_deep_dict": ("model.safetensors", _header(b'{"a":' * 100_000)),
-    "header_number": (
-        "model.safetensors",
-        _header(b'{"a":{"dtype":"F32","shape":[' + b"9" * 100_000 + b'],"data_offsets":[0,0]}}'),
-    ),
-    "header_text": (
-        "model.safetensors",
-        _header(json.dumps({"__metadata__": {"a": "x" * (20 << 20)}}).encode()),
-    ),
-    "header_dimensions": (
-        "model.safetensors",
-        _header(json.dumps({"a": entry([1] * 100_000, 0, 0)}).encode()),
-    ),
-    "npy_claims": (
-        "data.npy",
-        lambda: npy({"descr": "<f8", "fortran_order": False, "shape": (1 << 40,)}, b"\0" * 64),
-    ),
-    "npy_record": (
-        "data.npy",
-        lambda: npy({"descr": "<U2000000000", "fortran_order": False, "shape": (1,)}, b"\0" * 64),
-    ),
-    "npy_empty_items": (
-        "data.npy",
-        lambda: npy({"descr": "|V0", "fortran_order": False, "shape": (1 << 50,)}),
-    ),
-    "npz_deflated": (
-        "data.npz",
-        lambda: archive(
-            [
-                Member(
-                    "x.npy",
-                    npy(
-                        {"descr": "|u1", "fortran_order": False, "shape": (64 * MEGABYTE,)},
-                        b"\0" * (64 * MEGABYTE),
-                    ),
-                    8,
-                )
-            ]
-        ),
-    ),
-    "npz_members": (
-        "data.npz",
-        lambda: arrays(**{f"a{i}": b"" for i in range(30_000)}),
-    ),
-}
+    "legacy_lists": ("model.pth", lambda: legacy(whole(b"]" * 100_000 + b"a" * 99_999))),
+    "hashed_tree": ("model.pt", _pickled(b"}", _tree(60), value(1), b"s")),
+    "hashed_tree_in_set": ("model.pt", _pickled(call(name("builtins", "set"), listing(_tree(60))))),
+    "collisions": ("model.pt", _pickled(_collisions(60_000))),
+    "header_deep": ("model.safetensors", lambda: safetensors(b'{"a":' + b"[" * 200_000)),
+    "header_size": ("model.safetensors", lambda: safetensors({"a": 1}, size=2**62)),
+    "npy_claims": ("data.npy", lambda: npy(_shape("<f8", 1 << 40), b"\0" * 64)),
+    "npy_record": ("data.npy", lambda: npy(_shape("<U2000000000", 1), b"\0" * 64)),
+    "npz_claims": ("data.npz", lambda: arrays(x=npy(_shape("|u1", 1 << 40), b"\0" * 64))),
+}  # fmt: skip
 
 
 def _write(file: str, made: Bytes, folder: Path, marker: Path) -> Path:

@@ -118,7 +118,6 @@ def _parameter(state: bytes) -> bytes:
 SHADOWS: dict[str, bytes] = {
     "ordered_items": _attributes(items=name("builtins", "set")),
     "ordered_values": _attributes(values=name("builtins", "set")),
-    "ordered_metadata": _attributes(_metadata=mapping(version=value(1)), x=value(1)),
     "ordered_getitem": _attributes(__getitem__=name("builtins", "set"), keys=value(1)),
     "tensor_numel": _stateful(),
     "parameter_numel": _parameter(mapping(numel=value(7))),
@@ -130,8 +129,6 @@ SHADOWS: dict[str, bytes] = {
     "function_as_value": mapping(w=WEIGHT, kind=name("_codecs", "encode")),
     "class_as_key": b"}" + name("builtins", "set") + value(1) + b"s",
     "rebuild_as_value": mapping(kind=name("torch._utils", "_rebuild_tensor_v2")),
-    "storage_alone": mapping(w=storage("0", 4)),
-    "tensor_by_class": mapping(w=call(name("torch", "Tensor"), value(4), value(4))),
     "meta_tensor": mapping(
         w=call(name("torch._utils", "_rebuild_meta_tensor_no_storage"),
                name("torch", "float32"), value((2,)), value((1,)), value(False))
@@ -173,11 +170,9 @@ HONEST: dict[str, tuple[bytes, str]] = {
 FILES: dict[str, tuple[str, Bytes, str]] = {  # file, content, the careless reader it fires in
     "torchscript": ("model.pt", _torchscript, ""),
     "torchscript_named": ("model.ts", _torchscript, ""),
-    "code_member": ("model.pt", _code("archive/code/__torch__.py"), ""),
     "constants": ("model.pt", _code("archive/constants.pkl"), ""),
     "exported": ("model.pt2", _exported, ""),
     "package": ("model.pt", _package, ""),
-    "library_within": ("model.pt", _code("archive/data/aotinductor/x.so"), ""),
     "object_array": ("data.npy", _objects, NUMPY),
     "object_array_2": ("data.npy", lambda m: npy(OBJECTS, _hostile(m), 2), NUMPY),
     "object_record": (

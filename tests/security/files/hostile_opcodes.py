@@ -219,6 +219,6 @@ def samples() -> list[Sample]:
     plain: Pickled = lambda m: whole(mkdir(m))  # noqa: E731
     found += [Sample(file, "raw", partial(_raw, file, plain), PICKLE) for file in names]
     trailing: Pickled = lambda m: torch_zip(whole(GOOD) + whole(mkdir(m)))  # noqa: E731
-    found.append(Sample("trailing", "opcode", partial(_raw, "model.pt", trailing)))
+    found.append(Sample("trailing", "opcode", partial(_raw, "model.pt", trailing), inert=True))
     found.append(Sample("tar", "legacy", _tar, TORCH))
     return found

@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import CheckpointError, RunnerError, SecurityError
-from runner.security.gate.door import open_file
-from runner.security.gate.examine import examine
-from runner.security.gate.policy import Policy
+from runner.security.files.file_bytes import FileBytes
+from runner.security.files.loader import open_file
+from runner.security.files.loading import Examined, examine
+from runner.security.files.policy import FileLimits, Policy
 from tests.security.configs.case import Case
 from tests.security.configs.hostile import HOSTILE
 from tests.security.configs.ordinary import ORDINARY
@@ -41,14 +40,16 @@ class Violation(Exception):
     """An invariant that does not hold."""
 
 
-@cache
-def _held(data: bytes, name: str) -> Any:
-    return examine(data, name, Policy()).content
+def _examine(data: bytes, path: Path) -> Examined:
+    path.write_bytes(data)
+    with FileBytes.watch(path) as held:
+        return examine(held.data, held.place, path.name, FileLimits())
 
 
 def judge_file(mutant: Mutant, folder: Path) -> str:
     """What became of it. Raises Violation."""
-    found = examine(mutant.data, mutant.name, Policy())
+    path = folder / mutant.name
+    found = _examine(mutant.data, path)
     if found.refused:
         if found.content is not None:
             raise Violation("refused, and there is content all the same")
@@ -57,15 +58,12 @@ def judge_file(mutant: Mutant, folder: Path) -> str:
         return REFUSED
     if mutant.data == mutant.original:
         return UNCHANGED
-    if same(_held(mutant.original, mutant.name), found.content):
-        return SAME
-    path = folder / mutant.name
-    path.write_bytes(mutant.data)
     try:
         open_file(path, Policy(), sha256=hashlib.sha256(mutant.original).hexdigest())
     except (CheckpointError, SecurityError):
-        return CAUGHT
-    raise Violation("holds something else, and its digest does not give it away")
+        same_content = same(_examine(mutant.original, path).content, found.content)
+        return SAME if same_content else CAUGHT
+    raise Violation("its digest does not give it away")
 
 
 def mutated_case(seed: int, number: int) -> Case:

@@ -25,7 +25,7 @@ class Sample:
     fires: str = ""  # the careless reader in which it makes the marker; empty: in none
     needs: str = ""  # a module without which it does not
     says: str = ""  # what the refusal must name
-    loads: bool = False  # it may load: what counts is that it takes little time and memory
+    inert: bool = False  # torch reads past it: it may load, and nothing of it is run
 
     @property
     def live(self) -> bool:

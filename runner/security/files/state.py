@@ -1,8 +1,7 @@
-"""Files that hold tensors, arrays or a run's state, through the gate; and plain data for them.
+"""Files of tensors, arrays or a run's state, and `encode`: the plain data that such files hold.
 
-What is parsed is the very bytes whose checksum was compared, so a file that changes under our
-hands is not read twice. Our own files go through the strict gate as well: a manifest that was
-made by hand fits its files, whatever is in them.
+Our own files are loaded by the restricted loaders as well: a manifest that was made by hand fits
+its files, whatever is in them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
-from runner.security.gate.door import Opened, open_file
-from runner.security.gate.policy import Policy
+from runner.security.files.loader import Opened, open_file
+from runner.security.files.policy import Policy
 
 STRICT = Policy(SecurityLevel.strict)  # no pickle, whatever a config allows
 TIED = "tied"  # in a safetensors file's metadata: names that share another name's tensor, as JSON
@@ -35,8 +34,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU; tied names get the same tensor.
 
-    Raises SecurityError for a file that the gate does not let through though its digest fits, and
-    CheckpointError, in one line, for one that is not there or not what it was.
+    Raises SecurityError for a file that is refused though its digest fits, and CheckpointError, in
+    one line, for one that is not there or not what it was.
     """
     found = open_file(path, STRICT, sha256)
     tensors: dict[str, Tensor] = found.content
@@ -58,16 +57,16 @@ def read_state(path: Path, sha256: str) -> Any:
     that is not there or not what it was.
     """
     found = open_file(path, STRICT, sha256)
-    _expect(found, path, "torch_zip", "torch_legacy")
+    _expect(found, path, "torch_zip")
     return found.content
 
 
 def read_arrays(path: Path, policy: Policy) -> Any:
     """A user's `.npy` as one array, or his `.npz` as a dict of them; never a pickle.
 
-    Raises SecurityError for what the gate does not let through.
+    Raises SecurityError for what is refused.
     """
-    found = open_file(path, policy, apart=False)
+    found = open_file(path, policy, sandboxed=False)
     _expect(found, path, "npy", "npz")
     return found.content
 
@@ -205,7 +204,7 @@ def _from_numpy(
 
 
 def _expect(found: Opened, path: Path, *kinds: str) -> None:
-    kind = found.assessment.files[path.name].format
+    kind = found.facts.format
     if kind not in kinds:
         raise SecurityError(f"{path}: refused: it is {kind} and should be {kinds[0]}")
 

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from runner.errors import CheckpointError, SecurityError
-from runner.security.files import encode, read_state, read_tensors
-from runner.security.gate import door
+from runner.security.files import loader
+from runner.security.files.state import encode, read_state, read_tensors
 
 
 class Color(enum.Enum):
@@ -274,13 +274,13 @@ def test_a_file_that_is_swapped_after_the_digest_is_not_read_again(tmp_path, mon
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.ones(3)}, path)
     good = digest(path)
-    real = door.examine
+    real = loader.examine
 
     def swap(*given, **named):
         save_file({"w": torch.zeros(3)}, path)
         return real(*given, **named)
 
-    monkeypatch.setattr(door, "examine", swap)
+    monkeypatch.setattr(loader, "examine", swap)
     assert read_tensors(path, good)["w"].tolist() == [1, 1, 1]
 
 

@@ -1,0 +1,171 @@
+"""A file's bytes, read once: what is hashed is what is examined and loaded.
+
+`copy` is for files that are loaded: on Linux into sealed memory without a name, which no other
+process can change. `watch` is for a verdict alone: bytes stay on the disk, and a file that is seen
+to change meanwhile gets no verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import sys
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from runner.errors import CheckpointError
+
+BLOCK = 1 << 22
+FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+LINUX = sys.platform == "linux"
+
+
+class FileBytes:
+    """An open file, its size and sha256, and a path to these very bytes; a context manager."""
+
+    def __init__(self, descriptor: int, place: str, sha256: Future[str]) -> None:
+        self.descriptor = descriptor
+        self.place = f"/proc/self/fd/{descriptor}" if LINUX else place
+        self._temporary = ""
+        self._sha256 = sha256
+        self._before = _stamp(descriptor)
+        self.size = self._before[0]
+
+    @classmethod
+    def copy(cls, path: Path) -> Self:
+        """All of it, as it is now. CheckpointError says why it cannot be had."""
+        source = open_regular(path)
+        try:
+            target, place = _private_file()
+            hashing = _copy(path, source, target, os.fstat(source).st_size)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        finally:
+            os.close(source)
+        found = cls(target, place, hashing)
+        found._temporary = "" if LINUX else place
+        return found
+
+    @classmethod
+    def watch(cls, path: Path) -> Self:
+        """Only opened; hashed by a thread. Raises CheckpointError."""
+        source = open_regular(path)
+        size = os.fstat(source).st_size
+        return cls(source, str(path), _hash_apart(path, source, size))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sha256.exception()  # the thread reads from the descriptor
+        os.close(self.descriptor)
+        if self._temporary:
+            os.unlink(self._temporary)
+
+    @property
+    def sha256(self) -> str:
+        """Waits for the thread. Raises CheckpointError."""
+        return self._sha256.result()
+
+    @property
+    def data(self) -> bytes | mmap.mmap:
+        """The bytes in memory, for reading."""
+        return map_bytes(self.descriptor, self.size)
+
+    def changed(self) -> bool:
+        """Whether it was seen to be written to since it was opened."""
+        return _stamp(self.descriptor) != self._before
+
+
+def hash_file(path: Path) -> tuple[str, int]:
+    """sha256 and size. Raises CheckpointError."""
+    with FileBytes.watch(path) as data:
+        return data.sha256, data.size
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file: a pipe or device is not waited for. CheckpointError."""
+    try:
+        source = os.open(path, FLAGS)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(source).st_mode):
+        os.close(source)
+        raise CheckpointError(f"{path}: not a file")
+    return source
+
+
+def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
+    """An open file's bytes in memory."""
+    if not size:
+        return b""
+    if sys.platform == "win32":
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    # kernels before 6.7 take a shared mapping of sealed memory for one that could write
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+
+
+def _private_file() -> tuple[int, str]:
+    if sys.platform == "linux":
+        return os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), ""
+    else:  # noqa: RET505  # so that the type checker leaves it out elsewhere
+        return tempfile.mkstemp(prefix="runner-")
+
+
+def _copy(path: Path, source: int, target: int, size: int) -> Future[str]:
+    """Copy and seal all bytes, a thread hashing the copy meanwhile. Raises OSError."""
+    os.ftruncate(target, size)
+    copied, digest, at = memoryview(map_bytes(target, size)), hashlib.sha256(), 0
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+    while at < size and (count := os.write(target, os.read(source, min(BLOCK, size - at)))):
+        pool.submit(digest.update, copied[at : at + count])
+        at += count
+    hashing = pool.submit(digest.hexdigest)
+    pool.shutdown(wait=False)
+    if at != size or os.read(source, 1):
+        raise CheckpointError(f"{path}: it changed while it was read")
+    if sys.platform == "linux":
+        import fcntl
+
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(target, fcntl.F_ADD_SEALS, seals)
+    return hashing
+
+
+def _hash_apart(path: Path, descriptor: int, size: int) -> Future[str]:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+    hashing = pool.submit(_hash, path, descriptor, size)
+    pool.shutdown(wait=False)
+    return hashing
+
+
+def _hash(path: Path, descriptor: int, size: int) -> str:
+    digest, at = hashlib.sha256(), 0
+    try:
+        while block := _read_at(descriptor, at):
+            digest.update(block)
+            at += len(block)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if at != size:
+        raise CheckpointError(f"{path}: it changed while it was read")
+    return digest.hexdigest()
+
+
+def _read_at(descriptor: int, at: int) -> bytes:
+    if sys.platform != "win32":
+        return os.pread(descriptor, 1 << 18, at)  # a block that stays in the cache
+    else:  # noqa: RET505
+        os.lseek(descriptor, at, os.SEEK_SET)
+        return os.read(descriptor, 1 << 18)
+
+
+def _stamp(descriptor: int) -> tuple[int, ...]:
+    about = os.fstat(descriptor)
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns

@@ -1,0 +1,166 @@
+"""The format of a file, by its first bytes; its name decides only where it contradicts them."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import re
+import zipfile
+from pathlib import Path
+
+from runner.errors import CheckpointError
+from runner.security.trust import Reason, Severity
+
+Data = bytes | mmap.mmap
+
+SAVE_AGAIN = "save it again as safetensors, or with torch.save of tensors and plain containers"
+DAMAGED = "get the file again, or compare its sha256 with that of its author"
+CONVERT = "load it on a machine apart, and save its state_dict alone, as safetensors"
+KNOWN = "the runner reads safetensors, torch.save, .npy and .npz"
+
+MODEL_SUFFIXES = (
+    ".bin", ".ckpt", ".distcp", ".joblib", ".keras", ".nemo", ".npk", ".npy", ".npz",
+    ".onnx", ".pickle", ".pkl", ".pt", ".pt2", ".pte", ".pth", ".ptl", ".safetensors", ".tar",
+    ".torch", ".ts",
+)  # fmt: skip
+"""Names of files that hold models or arrays, or claim to."""
+DCP_INDEX = ".metadata"  # the whole name
+DCP = (
+    "dcp.unsupported", "a distributed checkpoint (DCP), which torch's own reader unpickles",
+    "convert it with torch.distributed.checkpoint.format_utils.dcp_to_torch_save where you trust "
+    "it",
+)  # fmt: skip
+UNSUPPORTED_NAMES = {
+    ".distcp": DCP,
+    ".pt2": ("program.export", "an exported program (torch.export), which is code", CONVERT),
+    ".ptl": ("program.torchscript", "a TorchScript program, which is code", CONVERT),
+    ".keras": ("format.unsupported", "a Keras model, which can hold code", CONVERT),
+    ".joblib": ("format.unsupported", "a joblib file, which is a pickle", CONVERT),
+    ".onnx": ("format.unsupported", "an ONNX graph, which is no file of tensors", CONVERT),
+}
+EXACT_NAMES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
+UNSUPPORTED_CONTENT = re.compile(
+    rb"GGUF|\x89HDF\r\n\x1a\n|PK\x05\x06|PK\x07\x08|\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf"
+    rb"|\x7fELF|MZ|#!|<!DOCTYPE|<html|version https"
+)
+# Protocols 2 to 5 begin with their number; older ones are told by the import of a name.
+PICKLE = re.compile(rb"\x80[\x02-\x05]")
+OLD_PICKLE = re.compile(rb"[ci][A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\r?\n", re.ASCII)
+HEAD = 1 << 12  # bytes that tell a format
+
+
+class Refused(Exception):
+    """Nothing of this file may be loaded."""
+
+    def __init__(self, code: str, where: str, evidence: str, way_out: str = DAMAGED) -> None:
+        evidence = printable(evidence)
+        self.reason = Reason(code, Severity.REFUSAL, printable(where), evidence, way_out)
+        super().__init__(str(self.reason))
+
+
+def printable(text: object, limit: int = 300) -> str:
+    """Text out of a file, in one short line without control characters."""
+    whole = str(text)
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in whole[:limit])
+    return plain if len(whole) <= limit else f"{plain}…"
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a loader of models or arrays would be given a file of this name."""
+    return name.lower().endswith(MODEL_SUFFIXES)
+
+
+def check_name(name: str) -> None:
+    """Raise Refused for a name whose files are code, or are read by code that unpickles."""
+    for suffix, (code, what, way_out) in (*UNSUPPORTED_NAMES.items(), (DCP_INDEX, DCP)):
+        if name.lower().endswith(suffix) and (suffix != DCP_INDEX or name == DCP_INDEX):
+            raise Refused(code, "", f"is {what}", way_out)
+
+
+def identify(data: Data, name: str) -> str:
+    """safetensors, torch_zip, npz, npy or pickle. Raises Refused for all else."""
+    check_name(name)
+    kind = _identify_content(data, name)
+    wanted = EXACT_NAMES.get(Path(name.lower()).suffix, kind)
+    if wanted != kind:
+        raise Refused(
+            "format.name", name, f"its content is {kind}, and its name says {wanted}",
+            "rename it if that is what it should be",
+        )  # fmt: skip
+    return kind
+
+
+def _identify_content(data: Data, name: str) -> str:
+    head = bytes(data[:HEAD])
+    if not head:
+        raise Refused("format.empty", "", "the file is empty")
+    if head.startswith(b"PK\x03\x04"):
+        return _identify_zip(data)
+    if head.startswith(b"\x93NUMPY"):
+        return "npy"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= len(data):
+        return "safetensors"
+    if UNSUPPORTED_CONTENT.match(head) or head[257:262] == b"ustar":
+        what = printable(head[:8])
+        raise Refused("format.unsupported", "at 0", f"begins with {what}", f"{KNOWN}; {CONVERT}")
+    if _is_pickle(head) or Path(name.lower()).suffix in (".pt", ".pth", ".ckpt", ".pkl", ".pickle"):
+        return "pickle"  # torch's own loader says what is wrong with it
+    raise Refused(
+        "format.unknown", "at 0", f"begins with {head[:8].hex(' ')}, as no format known here", KNOWN
+    )
+
+
+def _is_pickle(head: bytes) -> bool:
+    return PICKLE.match(head) is not None or OLD_PICKLE.search(head) is not None
+
+
+def open_zip(data: Data) -> zipfile.ZipFile:
+    """The archive in these bytes. Raises Refused where Python's reader finds none."""
+    try:
+        return zipfile.ZipFile(data if isinstance(data, mmap.mmap) else io.BytesIO(data))  # type: ignore[arg-type]
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+        raise Refused("zip.directory", "", f"is no readable zip archive: {error}") from None
+
+
+def _identify_zip(data: Data) -> str:
+    length = int.from_bytes(data[26:28], "little")
+    if bytes(data[30 : 30 + length]).endswith(b"/data.pkl"):  # torch.save writes it first
+        return "torch_zip"
+    with open_zip(data) as archive:
+        names = [name.lower() for name in archive.namelist()]
+    if any(name.endswith("data.pkl") for name in names):
+        return "torch_zip"
+    if any(name.endswith(".npy") for name in names):
+        return "npz"
+    raise Refused(
+        "format.unknown", "", f"is a zip archive without data.pkl or arrays: {names[:3]}", KNOWN
+    )
+
+
+def is_loadable(path: Path) -> bool:
+    """Whether loaders read the file, by its name or by its content; an unreadable one may be."""
+    suffix = path.suffix.lower()
+    named = path.name == DCP_INDEX or is_model_name(path.name)
+    if named and suffix != ".bin":  # numbers without a header, such as token ids, are .bin too
+        return True
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            if not file.read(1):
+                return False
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _is_model_content(data, suffix)
+    except FileNotFoundError:
+        return False
+    except (CheckpointError, OSError):
+        return True
+
+
+def _is_model_content(data: mmap.mmap, suffix: str) -> bool:
+    try:
+        kind = _identify_content(data, "")
+    except Refused as refused:
+        unreadable = ("zip.directory", "format.unsupported")
+        return suffix == ".bin" and refused.reason.code in unreadable
+    return kind != "pickle" or suffix == ".bin" or PICKLE.match(data[:2]) is not None

@@ -1,0 +1,240 @@
+"""The verdict on files and folders: every byte hashed once, what can be loaded examined."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from runner.errors import CheckpointError
+from runner.security.files.file_bytes import FileBytes, hash_file
+from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
+from runner.security.files.policy import Policy, Provenance
+from runner.security.files.provenance import MANIFEST, is_own, judge, provenance_of
+from runner.security.files.sandbox import Sandbox
+from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
+
+DEPTH = 64
+SPECIAL = "a pipe, socket or device"
+RUN_PARTS = ("checkpoints", "debug/captures")  # a folder with one of them is a run's
+
+
+@dataclass
+class Item:
+    """What is judged as one: a file, or a folder that is loaded as a whole."""
+
+    path: Path
+    kind: str  # file | checkpoint | capture | run | dcp | folder
+    files: dict[str, Path] = field(default_factory=dict)  # all regular files, by path within
+    odd: list[Reason] = field(default_factory=list)  # what is neither file nor folder
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        total = 0
+        for path in self.files.values():
+            try:
+                total += path.stat().st_size
+            except OSError:  # it is reported when it is read
+                continue
+        return total
+
+
+class Scanner:
+    """A context manager; one for all that is examined together, so that it needs one process."""
+
+    def __init__(self, policy: Policy, deep: bool = True) -> None:
+        self.policy, self.deep = policy, deep
+        self.sandbox = Sandbox()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sandbox.close()
+
+    def scan(self, item: Item, report: Callable[[int], None] | None = None) -> Assessment:
+        """The verdict; `report` is given the bytes of each file that is done."""
+        start = time.perf_counter()
+        found = Assessment(str(item.path))
+        found.refuse(item.odd)
+        alone = item.kind == "file"
+        for name, path in item.files.items():
+            loads = alone or is_loadable(path)
+            try:
+                facts, reasons = self._examine(path) if loads else (_hash(path), [])
+            except CheckpointError as error:
+                severity = Severity.REFUSAL if loads else Severity.NOTE
+                way_out = "make it readable, or leave it out"
+                found.refuse([Reason("file.unreadable", severity, name, str(error), way_out)])
+                continue
+            found.files[name] = facts
+            found.refuse(reasons if alone else [_within(name, reason) for reason in reasons])
+            if report is not None:
+                report(facts.size)
+        judge(found, item.path, self.policy)
+        found.seconds = time.perf_counter() - start
+        return found
+
+    def _examine(self, path: Path) -> tuple[FileFacts, list[Reason]]:
+        try:
+            check_name(path.name)
+        except Refused as refused:
+            return FileFacts(*hash_file(path), "unknown"), [refused.reason]
+        with FileBytes.watch(path) as data:
+            kind, reasons = self._look(path, data)
+            facts = FileFacts(data.sha256, data.size, kind)
+            if data.changed():
+                reasons = [Reason(
+                    "file.changed", Severity.REFUSAL, path.name, "it changed while it was examined",
+                    "scan it again once nothing writes to it",
+                )]  # fmt: skip
+        return facts, reasons
+
+    def _look(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:
+        """Examine it here if its digest is known, else in the sandbox while it is hashed."""
+        known = Provenance.FOREIGN
+        if self.policy.pinned or is_own(path.parent, self.policy):
+            known = provenance_of(path, data.sha256, self.policy)
+        if known is Provenance.FOREIGN:
+            return self.sandbox.examine(data, path.name, self.policy.limits, self.deep)
+        from runner.security.files.loading import examine  # brings torch, which few need
+
+        deep = self.deep and known is not Provenance.OWN
+        examined = examine(
+            data.data, data.place, path.name, self.policy.limits, rules=False, deep=deep
+        )
+        return examined.format, examined.reasons
+
+
+def list_items(path: Path) -> Iterator[Item]:
+    """What there is to judge at `path`, in the order of names; of loose files all.
+
+    Links that lead out of the folder are named and not followed, but for those of a Hugging Face
+    snapshot to its own `blobs`.
+    """
+    if os.path.isdir(path):
+        yield from _list_items(path, _roots(path), 0)
+    else:
+        yield list_folder(path)
+
+
+def list_folder(path: Path) -> Item:
+    """One file, or one folder judged as a whole, whatever is in it."""
+    if os.path.isdir(path):
+        return _whole(path, _kind(path) or "folder", _roots(path))
+    item = Item(path, "file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        item.odd.append(_odd("file.special", path.name, SPECIAL, refused=True))
+    else:
+        item.files[path.name] = path
+    return item
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Where links in the folder may lead."""
+    place = folder.resolve()
+    if place.parent.name == "snapshots":
+        return [place, place.parent.parent / "blobs"]
+    return [place]
+
+
+def _kind(folder: Path) -> str | None:
+    """What a folder is, if it is one thing."""
+    is_file, is_folder = os.path.isfile, os.path.isdir
+    if is_file(folder / ".metadata"):
+        return "dcp"
+    if is_file(folder / MANIFEST) and os.path.exists(folder / "state.pt"):
+        return "capture" if folder.absolute().parent.name == "captures" else "checkpoint"
+    if is_folder(folder / ".hydra") and any(is_folder(folder / part) for part in RUN_PARTS):
+        return "run"
+    return None
+
+
+def _list_items(folder: Path, roots: list[Path], depth: int) -> Iterator[Item]:
+    kind = _kind(folder)
+    if kind is not None:
+        yield _whole(folder, kind, roots)
+        return
+    rest = Item(folder, "folder")
+    for entry in _entries(folder, rest):
+        if entry.is_dir(follow_symlinks=False):
+            if depth < DEPTH:
+                yield from _list_items(Path(entry.path), roots, depth + 1)
+            else:
+                rest.odd.append(_too_deep(entry.path))
+        else:
+            item = Item(Path(entry.path), "file")
+            _sort(entry, item, roots, folder)
+            if item.files or item.odd:
+                yield item
+    if rest.odd:
+        yield rest
+
+
+def _whole(folder: Path, kind: str, roots: list[Path]) -> Item:
+    item = Item(folder, kind)
+    waiting = [(folder, 0)]
+    while waiting:
+        place, depth = waiting.pop()
+        for entry in _entries(place, item):
+            if not entry.is_dir(follow_symlinks=False):
+                _sort(entry, item, roots, folder)
+            elif depth < DEPTH:
+                waiting.append((Path(entry.path), depth + 1))
+            else:
+                item.odd.append(_too_deep(entry.path))
+    item.files = dict(sorted(item.files.items()))
+    return item
+
+
+def _entries(folder: Path, item: Item) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        evidence = f"it cannot be read: {error.strerror}"
+        item.odd.append(_odd("folder.unreadable", str(folder), evidence, refused=True))
+        return []
+
+
+def _sort(entry: os.DirEntry[str], item: Item, roots: list[Path], base: Path) -> None:
+    """Put what is no folder among the files, or among what cannot be opened."""
+    path = Path(entry.path)
+    name, named = str(path.relative_to(base)), is_model_name(path.name)
+    try:
+        if entry.is_symlink():
+            target = path.resolve()
+            if not target.exists() or not any(target.is_relative_to(root) for root in roots):
+                item.odd.append(_odd("link.outside", name, f"a link that leads to {target}", named))
+            elif target.is_file() and named and path.suffix != target.suffix:
+                item.files[name] = path  # a loader goes by the name it is given
+            # else it is met where it really lies
+        elif entry.is_file(follow_symlinks=False):
+            item.files[name] = path
+        else:
+            item.odd.append(_odd("file.special", name, SPECIAL, named))
+    except (OSError, RuntimeError) as error:  # a loop of links
+        item.odd.append(_odd("link.broken", name, str(error), named))
+
+
+def _too_deep(path: str) -> Reason:
+    return _odd("folder.depth", path, f"it lies below {DEPTH} folders", refused=True)
+
+
+def _odd(code: str, where: str, evidence: str, refused: bool) -> Reason:
+    """Refused where it may be something that is loaded."""
+    severity = Severity.REFUSAL if refused else Severity.NOTE
+    return Reason(code, severity, where, f"{evidence}; it was not opened", "copy the file itself")
+
+
+def _hash(path: Path) -> FileFacts:
+    return FileFacts(*hash_file(path), OTHER)
+
+
+def _within(name: str, reason: Reason) -> Reason:
+    where = f"{name}: {reason.where}" if reason.where and reason.where != name else name
+    return Reason(reason.code, reason.severity, where, reason.evidence, reason.way_out)

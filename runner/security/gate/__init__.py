@@ -1,1 +1,0 @@
-"""The door for files: structure before content, content as data, and the same bytes throughout."""

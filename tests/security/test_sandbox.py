@@ -1,0 +1,170 @@
+"""The sandboxed process: its limits, what it says, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from runner.security.files import sandbox as module
+from runner.security.files.file_bytes import FileBytes, hash_file
+from runner.security.files.policy import FileLimits, Policy
+from runner.security.files.sandbox import Sandbox
+from runner.security.files.scan import Scanner, list_folder, list_items
+from runner.security.trust import Severity, Trust
+from tests.security.planted import Mark, checkpoint
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no sandbox")
+ROOT = Path(__file__).parents[2]
+CANARY = "canary-5b1d"
+LIMITS = FileLimits()
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    os.environ["RUNNER_TEST_CANARY"] = CANARY
+    try:
+        with Sandbox() as opened:
+            yield opened
+    finally:
+        del os.environ["RUNNER_TEST_CANARY"]
+
+
+def examine(sandbox: Sandbox, path: Path, limits: FileLimits = LIMITS):
+    with FileBytes.copy(path) as data:
+        return sandbox.examine(data, path.name, limits)
+
+
+def pid_of(sandbox: Sandbox) -> int:
+    assert sandbox.process is not None
+    return sandbox.process.pid
+
+
+def good(folder: Path) -> Path:
+    torch.save({"w": torch.arange(3.0)}, folder / "good.pt")
+    return folder / "good.pt"
+
+
+def test_it_answers_with_a_format_and_reasons_runs_nothing_and_serves_all_files(sandbox, tmp_path):
+    torch.save({"w": Mark(tmp_path / "mark")}, tmp_path / "evil.pt")
+    assert examine(sandbox, good(tmp_path)) == ("torch_zip", [])
+    process = pid_of(sandbox)
+    _, reasons = examine(sandbox, tmp_path / "evil.pt")
+    assert [reason.severity for reason in reasons] == [Severity.REFUSAL]
+    assert not (tmp_path / "mark").exists() and pid_of(sandbox) == process
+
+
+def test_its_limits_and_its_environment_are_those_that_were_promised(sandbox, tmp_path):
+    examine(sandbox, good(tmp_path))
+    process = psutil.Process(pid_of(sandbox))
+    for limit, most in (("FSIZE", 0), ("CORE", 0), ("NPROC", 0), ("NOFILE", module.DESCRIPTORS)):
+        soft, hard = process.rlimit(getattr(psutil, f"RLIMIT_{limit}"))
+        assert soft == hard == most, limit
+    space, _ = process.rlimit(psutil.RLIMIT_AS)
+    used = process.memory_info().vms
+    assert used <= space <= used + LIMITS.memory + (1 << 30)
+    assert process.rlimit(psutil.RLIMIT_CPU)[0] <= LIMITS.cpu_s + 60
+    assert os.getsid(process.pid) == process.pid
+    assert CANARY not in " ".join(process.environ().values())
+
+
+def test_what_takes_too_long_or_kills_it_is_refused_and_that_is_not_done_for_ever(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "MOST_DEATHS", 2)
+    slow = tmp_path / "slow.pt"
+    torch.save({"n": [[n] for n in range(400_000)]}, slow)
+    with Sandbox() as sandbox:
+        examine(sandbox, good(tmp_path))
+        before = pid_of(sandbox)
+        _, reasons = examine(sandbox, slow, FileLimits(cpu_s=0.01))
+        assert reasons[0].code == "sandbox.timeout" and not psutil.pid_exists(before)
+        assert examine(sandbox, good(tmp_path)) == ("torch_zip", [])  # by a new one
+        os.kill(pid_of(sandbox), signal.SIGKILL)
+        _, reasons = examine(sandbox, good(tmp_path))
+        assert reasons[0].code == "sandbox.died" and "SIGKILL" in reasons[0].evidence
+        _, reasons = examine(sandbox, good(tmp_path))
+        assert reasons[0].code == "sandbox.given_up" and sandbox.process is None
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from runner.security.files.file_bytes import FileBytes
+from runner.security.files.policy import FileLimits
+from runner.security.files.sandbox import Sandbox
+sandbox = Sandbox()
+with FileBytes.copy(Path(sys.argv[1])) as data:
+    sandbox.examine(data, "good.pt", FileLimits())
+print(sandbox.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_when_its_parent_is_killed(tmp_path):
+    command = [sys.executable, "-c", PARENT, str(good(tmp_path))]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
+        assert one.stdout is not None
+        orphan = psutil.Process(int(one.stdout.readline()))
+        one.kill()
+    gone, left = psutil.wait_procs([orphan], timeout=20)
+    assert gone and not left
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None, [], {"format": "npy"}, {"format": 1, "reasons": []},
+        {"format": "npy", "reasons": [["a", 9, "b", "c", "d"]]},
+        {"format": "npy", "reasons": [["a", 1]]},
+        {"format": "npy", "reasons": [["a", 0, "", "", ""]] * (module.REASONS + 1)},
+    ],
+)  # fmt: skip
+def test_an_answer_in_another_form_is_not_believed(answer):
+    with pytest.raises(module.Died):
+        module._read_answer(answer)
+
+
+def test_text_from_the_process_cannot_forge_a_line():
+    answer = {"format": "npy", "reasons": [["a", 1, "x\n", "\x1b[2Jy", ""]]}
+    reasons = module._read_answer(answer)[1]
+    assert "\n" not in str(reasons) and "\x1b" not in str(reasons[0])
+
+
+def test_own_and_pinned_files_need_no_process_foreign_ones_one_for_all_and_none_is_left(tmp_path):
+    own, theirs = checkpoint(tmp_path / "outputs/a"), checkpoint(tmp_path / "theirs/a")
+    checkpoint(tmp_path / "theirs/b")
+    path = good(tmp_path)
+    policy = Policy(own=(tmp_path / "outputs",), pinned=(hash_file(path)[0],))
+    with pytest.raises(KeyboardInterrupt), Scanner(policy) as scanner:
+        sizes: list[int] = []
+        found = scanner.scan(list_folder(own), sizes.append)
+        assert found.trust is Trust.CHECKED and sum(sizes) == list_folder(own).size
+        assert scanner.scan(list_folder(path)).trust is Trust.PINNED
+        assert scanner.sandbox.process is None
+        verdicts = [scanner.scan(item).trust for item in list_items(theirs.parent)]
+        assert verdicts == [Trust.UNTRUSTED] * 2
+        started = pid_of(scanner.sandbox)
+        raise KeyboardInterrupt
+    assert not psutil.pid_exists(started)
+
+
+def test_a_file_that_changes_while_it_is_examined_gets_no_verdict(tmp_path, monkeypatch):
+    path = good(tmp_path)
+    examine_it = Sandbox.examine
+
+    def examine_and_write(self, data, *given):
+        with path.open("r+b") as file:
+            file.write(b"P")
+        return examine_it(self, data, *given)
+
+    monkeypatch.setattr(Sandbox, "examine", examine_and_write)
+    with Scanner(Policy()) as scanner:
+        assert scanner.scan(list_folder(path)).refusals[0].code == "file.changed"
