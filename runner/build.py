@@ -52,8 +52,7 @@ from runner.stability.controller import StabilityController
 from runner.stopwatch import Stopwatch
 from runner.tables import check_data_table
 from runner.technique import Choice, Draft, Technique
-from runner.techniques.applying import apply_techniques
-from runner.techniques.config import Optimization
+from runner.techniques.config import Optimization, apply_techniques
 from runner.techniques.whole_step import warn_kept_out
 from runner.watchers import batch_checks, watchers
 

@@ -39,7 +39,7 @@ from runner.errors import Interrupted, RunnerError
 from runner.overrides.groups import CONF
 from runner.record import provenance
 from runner.run import Run
-from runner.techniques.probe import rehearse
+from runner.techniques.probe import dry_run_step
 from runner.techniques.quantization import latency_ratio
 
 FOLDER = CONF / "benchmark" / "claims"
@@ -321,7 +321,7 @@ def step_bytes(run: Run) -> float:
     """
     memory.clean(run.device)
     with phases.peak(run.device) as peak:
-        rehearse(run)
+        dry_run_step(run)
         run.device.synchronize()
     if run.device.kind == "cpu":
         return float(peak.process - peak.process_before)

@@ -102,7 +102,7 @@ class WholeStep:
             self.update.scale.update(overflow)
         return loss, norm, skipped
 
-    def rehearse(self, batch: Batch) -> None:
+    def dry_run(self, batch: Batch) -> None:
         """Compute all of the step and keep nothing of it: as if it were skipped."""
         self._run(batch, self.always)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.technique import Choice, Draft, Evidence, Technique
-from runner.techniques.flops import product_mflop
-from runner.techniques.probe import outputs, rehearse
+from runner.techniques.cost import product_mflop
+from runner.techniques.probe import dry_run_step, outputs
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ def low_precision_layers(run: Run) -> tuple[int, int]:
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(OperatorObserver(note))
-        rehearse(run)
+        dry_run_step(run)
     low = {torch.float16, torch.bfloat16}
     return sum(seen <= low for seen in types.values()), len(types)
 

@@ -86,7 +86,7 @@ class ChunkedLoss(Technique):
     def engaged(self, run: Run) -> Evidence:
         """The largest slice of the logits that a step made, and what all of them would take."""
         from runner.deferred import DeferredLogits
-        from runner.techniques import shapes
+        from runner.techniques import operators
 
         seen: list[DeferredLogits] = []
 
@@ -95,7 +95,7 @@ class ChunkedLoss(Technique):
                 seen.append(output)
 
         layers = [m for m in run.model.modules() if "forward" in vars(m)]
-        largest = shapes.of_a_step(run, look, layers)
+        largest = operators.largest_tensors(run, look, layers)
         if not seen:
             return Evidence(False, "no layer put off its logits")
         *rows, vocab = seen[0].shape

@@ -13,9 +13,8 @@ from runner.errors import ConfigError
 from runner.record.text import shorten
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
-from runner.techniques.blocks import repeated_blocks
-from runner.techniques.break_even import not_worth_it
-from runner.techniques.probe import rehearse
+from runner.techniques.cost import compile_break_even
+from runner.techniques.probe import dry_run_step, repeated_blocks
 from runner.techniques.whole_step import kept_out
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Compile(Technique):
         Where the whole step is one graph, the model's own would only be compiled twice; it waits
         for the case that the step's graph cannot be made.
         """
-        reason = not_worth_it(self.min_steps, draft)
+        reason = compile_break_even(self.min_steps, draft)
         if reason is not None:
             return reason
         parts: list[nn.Module] = [draft.model]
@@ -119,10 +118,10 @@ def _compiled_layers(run: Run) -> tuple[int, int]:
         for module in run.model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 stack.callback(module.register_forward_pre_hook(note).remove)
-        rehearse(run)
+        dry_run_step(run)
         eager, called = called, set()
         with torch.compiler.set_stance("force_eager"):
-            rehearse(run)
+            dry_run_step(run)
     return len(called - eager), len(called)
 
 

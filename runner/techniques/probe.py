@@ -1,4 +1,4 @@
-"""What a run really does: its layers' outputs, and the operators and kernels of a step."""
+"""What a model and a run do: repeated blocks, layer outputs, operators and kernels of a step."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def operators(run: Run) -> Mapping[str, int]:
         else:  # starting the newer one takes a second
             profiler = profiler_legacy.profile()  # type: ignore[no-untyped-call]
         with profiler:
-            rehearse(run)
+            dry_run_step(run)
             run.device.synchronize()
         seen = {event.key: event.count for event in profiler.key_averages()}
         run.operators = {**seen, **compiler.kernels()} if run.whole is not None else seen
     return run.operators
 
 
-def rehearse(run: Run) -> None:
+def dry_run_step(run: Run) -> None:
     """A step over the first training batch, and no update: forward and backward, or one graph."""
     import torch
 
@@ -70,7 +70,7 @@ def rehearse(run: Run) -> None:
     try:
         batch = run.train.peek()
         if run.whole is not None and run.whole.takes(batch):
-            run.whole.rehearse(batch)
+            run.whole.dry_run(batch)
             return
         batch = rows(batch, slice(run.micro_batch))
         run.update.begin()
@@ -83,3 +83,22 @@ def rehearse(run: Run) -> None:
         run.update.abandon()
         for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The largest group, by parameters, of two or more modules of one class under one parent.
+
+    In the order that the parent holds them; of blocks within blocks the outermost are found.
+    Empty where nothing repeats.
+    """
+    best: list[nn.Module] = []
+    most = 0
+    for parent in model.modules():
+        groups: dict[type[nn.Module], list[nn.Module]] = {}
+        for child in parent.children():
+            groups.setdefault(type(child), []).append(child)
+        for group in groups.values():
+            size = sum(p.numel() for block in group for p in block.parameters())
+            if len(group) > 1 and size > most and any(list(b.children()) for b in group):
+                best, most = group, size
+    return best

@@ -12,8 +12,7 @@ from runner.errors import ConfigError
 from runner.record.text import shorten
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
-from runner.techniques.blocks import repeated_blocks
-from runner.techniques.probe import rehearse
+from runner.techniques.probe import dry_run_step, repeated_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-class What(Enum):
+class RecomputePolicy(Enum):
     """What is computed again; auto is as little as fits the memory, and nothing if all does."""
 
     auto = "auto"
@@ -42,7 +41,7 @@ class Recompute(Technique):
     step does not fit, or a larger batch is worth more than a third of the speed.
     """
 
-    what: What = What.auto
+    what: RecomputePolicy = RecomputePolicy.auto
     every: int = 2  # what=every: each so manyth block
     budget: float = 0.5  # what=budget: share of the activations that may be held
     share: float = 0.8  # what=auto: share of the free memory that a step may take
@@ -63,18 +62,18 @@ class Recompute(Technique):
         """Give each chosen block a forward that forgets; its keys stay as they are."""
         from runner.untouched import NotRestorable
 
-        if self.what is What.none:
+        if self.what is RecomputePolicy.none:
             return "optimization.recompute.what=none"
         found = repeated_blocks(draft.model)
         if not found:
             return "the model has no repeated blocks to recompute one by one"
         name = self.what.value
-        if self.what is What.auto:
+        if self.what is RecomputePolicy.auto:
             name = draft.choose("optimization.recompute.what", lambda: self._decide(draft, found))
-            if name == What.none.value:
+            if name == RecomputePolicy.none.value:
                 return draft.choices[-1].reason
         try:
-            draft.recompute = self._apply(draft, found, What(name))
+            draft.recompute = self._apply(draft, found, RecomputePolicy(name))
         except NotRestorable:
             raise
         except Exception as error:  # whatever a model raises whose blocks can run only once
@@ -87,20 +86,23 @@ class Recompute(Technique):
         from runner.predict import predict
 
         free = memory.room(draft.device)
-        for what in (What.none, What.selective):
+        for what in (RecomputePolicy.none, RecomputePolicy.selective):
             try:
                 with ExitStack() as scope:
-                    if what is not What.none:
+                    if what is not RecomputePolicy.none:
                         Recomputed(what, found, len(found)).wrap(scope)
                     prediction = predict(draft)
             except Exception as error:
-                return What.full.value, f"the memory cannot be predicted ({type(error).__name__})"
+                return (
+                    RecomputePolicy.full.value,
+                    f"the memory cannot be predicted ({type(error).__name__})",
+                )
             if prediction.fits(draft.device, free, self.share):
                 draft.predicted_bytes = prediction.peak_on(draft.device)
                 return what.value, f"it fits: {prediction.beside(free)}"
-        return What.full.value, f"it would not fit: {prediction.beside(free)}"
+        return RecomputePolicy.full.value, f"it would not fit: {prediction.beside(free)}"
 
-    def _apply(self, draft: Draft, found: list[nn.Module], what: What) -> Recomputed:
+    def _apply(self, draft: Draft, found: list[nn.Module], what: RecomputePolicy) -> Recomputed:
         """Wrap the blocks until the run closes, once a traced step has gone through."""
         import torch._functorch.config as functorch
 
@@ -108,14 +110,14 @@ class Recompute(Technique):
 
         _drop_caches(draft)
         without = predict(draft)
-        if what is What.budget:
+        if what is RecomputePolicy.budget:
             blocks, with_it = self._meet(draft, found, without)
         else:
-            blocks = found[:: self.every] if what is What.every else found
+            blocks = found[:: self.every] if what is RecomputePolicy.every else found
             with_it = _predict(draft, Recomputed(what, blocks, len(found)))
         if not blocks:
             raise ValueError(f"budget={self.budget}: nothing has to be recomputed to meet it")
-        if what is What.budget:  # of a compiled graph
+        if what is RecomputePolicy.budget:  # of a compiled graph
             draft.scope.callback(
                 setattr, functorch, "activation_memory_budget", functorch.activation_memory_budget
             )
@@ -133,13 +135,15 @@ class Recompute(Technique):
         at_most = self.budget * without.saved
         while few < many:
             middle = (few + many) // 2
-            prediction = _predict(draft, Recomputed(What.budget, found[:middle], len(found)))
+            prediction = _predict(
+                draft, Recomputed(RecomputePolicy.budget, found[:middle], len(found))
+            )
             if prediction.saved <= at_most:
                 many, best = middle, prediction
             else:
                 few = middle + 1
         if best.saved > at_most or len(found) == many:
-            best = _predict(draft, Recomputed(What.budget, found[:many], len(found)))
+            best = _predict(draft, Recomputed(RecomputePolicy.budget, found[:many], len(found)))
         return found[:many], best
 
     def engaged(self, run: Run) -> Evidence:
@@ -162,7 +166,7 @@ class Recompute(Technique):
             took = 0 < held < recomputed.held_without - saved / 4
             return Evidence(took, "" if took else "the compiled graph holds no less", facts)
         recomputed.again.clear()
-        rehearse(run)
+        dry_run_step(run)
         facts["recomputed_blocks"] = again = len(recomputed.again)
         whole = len(recomputed.blocks)
         return Evidence.of_share(again, whole, "blocks ran again in the backward", **facts)
@@ -172,7 +176,7 @@ class Recompute(Technique):
 class Recomputed:
     """The blocks that forget, and what that saves."""
 
-    what: What
+    what: RecomputePolicy
     blocks: list[nn.Module]
     of: int  # blocks that there are
     held: int = 0  # bytes between forward and backward, predicted for an eager step
@@ -184,14 +188,16 @@ class Recomputed:
         for block in self.blocks:
             own = vars(block).get("forward")
             scope.callback(_unwrap, block, own)
-            block.forward = self._forgetful(block, block.forward)
+            block.forward = self._checkpointed_forward(block, block.forward)
 
-    def _forgetful(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpointed_forward(
+        self, block: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        by_compiler = self.what is What.budget
-        selective = _selective() if self.what is What.selective else None
+        by_compiler = self.what is RecomputePolicy.budget
+        selective = _selective() if self.what is RecomputePolicy.selective else None
 
         def eager() -> Contexts:
             first, again = (nullcontext(), nullcontext()) if selective is None else selective()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
-from runner.techniques.flops import describe_forward, forward_mflop
-from runner.techniques.probe import rehearse
+from runner.techniques.cost import describe_forward, forward_mflop
+from runner.techniques.probe import dry_run_step
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -130,9 +130,9 @@ class System(Technique):
             if self.keep_memory and "allocator_left_alone" not in facts:
                 in_force.append("memory")
             for _ in range(2):  # what is kept settles
-                rehearse(run)
+                dry_run_step(run)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            rehearse(run)
+            dry_run_step(run)
             after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             facts["page_faults_per_step"] = after - before
         else:

@@ -11,7 +11,7 @@ from runner.errors import ConfigError
 from runner.hook import Hook
 from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
-from runner.techniques.break_even import not_worth_it
+from runner.techniques.cost import compile_break_even
 from runner.techniques.fused_optimizer import fastest
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WholeStep(Technique):
         options, reason = fastest(draft.optimizer_class, draft.model)
         if reason is not None:
             return reason
-        reason = not_worth_it(self.min_steps, draft)
+        reason = compile_break_even(self.min_steps, draft)
         if reason is not None:
             return reason
         if draft.device.kind == "cpu" and draft.objective.indices is None:

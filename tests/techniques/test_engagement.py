@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from runner import build, compose, train
 from runner.errors import ConfigError
 from runner.outcome import engagements
-from runner.report.run import _verdict
+from runner.report.format import technique_status
+from runner.run import Run
 from runner.summary import Summary
-from runner.technique import Engagement
+from runner.technique import Draft, Engagement, Evidence, Technique
+from runner.techniques.config import Optimization
 
 QUICK = ["training.steps=4", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 
@@ -128,7 +131,7 @@ def test_what_a_failed_run_never_looked_at_is_not_called_a_fall_back() -> None:
     with build(compose([*QUICK, "optimization=basic", "device.threads=1"])) as run:
         first = next(engagement for engagement in engagements(run) if engagement.requested)
         assert not first.known
-        assert _verdict(first, None) == "unknown: the run ended before it was looked at"
+        assert technique_status(asdict(first)) == "unknown"
         summary = train(run)
     assert all(engagement.known for engagement in summary.techniques)
 
@@ -148,3 +151,35 @@ def test_anomaly_mode_at_every_step_is_said_to_keep_it_from_being_compiled(
     for technique in {name, "compile"}:
         assert not row(summary, technique).engaged
         assert said in row(summary, technique).reason
+
+
+@dataclass
+class HalfBatch(Technique):
+    """A technique as somebody would add it to the runner."""
+
+    share: float = 0.5
+
+    def apply(self, draft: Draft) -> None:
+        """Cut the batch."""
+        draft.micro_batch = int(draft.batch_size * self.share)
+
+    def engaged(self, run: Run) -> Evidence:
+        """The size that the loop uses."""
+        return Evidence(True, "", {"micro_batch": run.micro_batch})
+
+
+@dataclass
+class WithOneMore(Optimization):
+    """The group with one line more."""
+
+    half_batch: HalfBatch = field(default_factory=HalfBatch)
+
+
+def test_a_field_of_the_group_is_all_that_registers_a_technique() -> None:
+    config = compose([*QUICK, "optimization=none", "training.batch_size=32"])
+    config.optimization = WithOneMore(half_batch=HalfBatch(enabled=True))
+    with build(config) as run:
+        summary = train(run)
+    assert [row.name for row in summary.techniques][-1] == "half_batch"
+    found = row(summary, "half_batch")
+    assert found.engaged and found.evidence == {"micro_batch": 16}

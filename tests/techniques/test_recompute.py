@@ -19,7 +19,7 @@ from runner.predict import HOLES, predict
 from runner.run import Run
 from runner.step import backward
 from runner.technique import Draft, Engagement
-from runner.techniques.recompute import Recompute, Recomputed, What
+from runner.techniques.recompute import Recompute, Recomputed, RecomputePolicy
 
 QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",
          "optimization=none"]  # fmt: skip
@@ -93,7 +93,7 @@ def test_flops_of_none_selective_and_full() -> None:
     blocks = nn.Sequential(*[Block(width, 4, 0.0, True) for _ in range(2)])
     x = torch.randn(2, 16, width, requires_grad=True)
 
-    def flops(what: What | None) -> int:
+    def flops(what: RecomputePolicy | None) -> int:
         with ExitStack() as scope, FlopCounterMode(display=False) as counter:
             if what is not None:
                 Recomputed(what, list(blocks), 2).wrap(scope)
@@ -105,8 +105,8 @@ def test_flops_of_none_selective_and_full() -> None:
     forward, none = counter.get_total_flops(), flops(None)
     # a block's last product is saved by nobody, so recomputing stops before it
     last = 2 * tokens * (4 * width) * width * len(blocks)
-    assert flops(What.full) == none + forward - last
-    assert flops(What.selective) == none
+    assert flops(RecomputePolicy.full) == none + forward - last
+    assert flops(RecomputePolicy.selective) == none
 
 
 class Own(nn.Module):
@@ -133,9 +133,9 @@ class Own(nn.Module):
         return given["x"]
 
 
-@pytest.mark.parametrize("what", [What.full, What.selective])
-def test_a_model_of_anybodys_is_bit_equal_too(what: What) -> None:
-    def run(chosen: What | None) -> list[Tensor]:
+@pytest.mark.parametrize("what", [RecomputePolicy.full, RecomputePolicy.selective])
+def test_a_model_of_anybodys_is_bit_equal_too(what: RecomputePolicy) -> None:
+    def run(chosen: RecomputePolicy | None) -> list[Tensor]:
         torch.manual_seed(0)
         model, x = Own(), torch.randn(16, 8)
         parts = [model.first, model.second, model.third]

@@ -105,7 +105,7 @@ def test_rehearsing_changes_nothing() -> None:
         make_step(run, batch)
         before = weights(run)
         assert run.whole is not None
-        run.whole.rehearse(batch)
+        run.whole.dry_run(batch)
         assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
 
 

@@ -18,7 +18,7 @@ from runner.benchmark.auto.candidates import NONE, Candidate, first_candidates, 
 from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
 from runner.benchmark.crew.answers import Finished, Ready
 from runner.benchmark.statistics import SAME, paired
-from runner.techniques.break_even import COLD_S
+from runner.techniques.cost import COLD_S
 
 AGAIN = "none again"
 """The control of the final: what a difference of nothing looks like."""

@@ -140,9 +140,9 @@ class Chooses(nn.Module):
 def recomputed(model: nn.Module) -> None:
     from contextlib import ExitStack
 
-    from runner.techniques.recompute import Recomputed, What
+    from runner.techniques.recompute import Recomputed, RecomputePolicy
 
-    Recomputed(What.full, [model[2]], 1).wrap(ExitStack())
+    Recomputed(RecomputePolicy.full, [model[2]], 1).wrap(ExitStack())
 
 
 HONEST: list[tuple[str, Callable[[nn.Module], Any]]] = [

@@ -1,20 +1,83 @@
-"""From how many steps on compiling pays back."""
+"""What a step costs: operations of a forward, and how many steps pay compiling back."""
 
 from __future__ import annotations
 
 from functools import partial
+from math import inf, isfinite
 from time import perf_counter
+from typing import Any
 
-from runner.batch import call
+from runner import modes
+from runner.batch import call, count
 from runner.technique import Draft
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
 GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there
 PASSES = 6  # that are timed, on each machine as many; the first ones are never the fastest
 ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
+SAMPLES = 8  # that are counted, and scaled up to a micro-batch
 
 
-def not_worth_it(min_steps: int | None, draft: Draft) -> str | None:
+def forward_mflop(draft: Draft) -> float:
+    """Millions of floating-point operations in a forward over a micro-batch; counted once.
+
+    A rule on this number repeats, where a race would come out differently from run to run. A
+    model that must not be called before training counts as large.
+    """
+    return _counted(draft)[0] * draft.micro_batch
+
+
+def product_mflop(draft: Draft) -> float:
+    """The same for one of its products or convolutions, on average."""
+    return forward_mflop(draft) / max(1, _counted(draft)[1])
+
+
+def describe_forward(draft: Draft) -> str:
+    """What a forward takes, for a reason."""
+    mflop = forward_mflop(draft)
+    if isfinite(mflop):
+        return f"a forward takes {mflop:,.1f} MFLOP"
+    return f"a forward is not counted, {draft.flops_unknown}"
+
+
+def _counted(draft: Draft) -> tuple[float, int]:
+    from runner.techniques import trial
+
+    if draft.sample_mflop is None:
+        try:
+            draft.sample_mflop = _count(draft, SAMPLES)
+        except trial.NotRestorable as error:
+            draft.sample_mflop, draft.flops_unknown = (inf, 1), str(error)
+        except Exception:  # such as a model that knows its batch size
+            draft.sample_mflop = _count(draft, draft.micro_batch)
+    return draft.sample_mflop
+
+
+def _count(draft: Draft, samples: int) -> tuple[float, int]:
+    """For a sample, and how many products and convolutions there are."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    from runner.techniques import trial
+
+    class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        seen = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen += func._overloadpacket in flop_registry
+            return func(*args, **(kwargs or {}))
+
+    inputs, target = trial.batch(draft, samples)
+    with trial.untouched(draft), modes.evaluating(draft.model), torch.no_grad():
+        with Products() as products, FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
+            call(draft.model, inputs)
+    return float(counter.get_total_flops()) / count(target) / 1e6, products.seen
+
+
+def compile_break_even(min_steps: int | None, draft: Draft) -> str | None:
     """Why so short a run should stay eager, or None.
 
     With no number given, a step of a copy is timed: compiling pays back once the time that it
