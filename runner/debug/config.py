@@ -199,8 +199,8 @@ class DebugConfig:
     # the tools, outermost first: a new one is a file and a line here
     gradcheck: GradcheckConfig = tool("runner.debug.gradcheck.tool:Gradcheck", GradcheckConfig)
     memory: MemoryConfig = tool("runner.debug.memory:MemoryTool", MemoryConfig)
-    profile: ProfileConfig = tool("runner.debug.profile.tool:Profile", ProfileConfig)
-    gradients: GradientsConfig = tool("runner.debug.gradients.tool:Gradients", GradientsConfig)
+    profile: ProfileConfig = tool("runner.debug.profile:Profile", ProfileConfig)
+    gradients: GradientsConfig = tool("runner.debug.gradients:Gradients", GradientsConfig)
     anomaly: AnomalyConfig = tool("runner.debug.anomaly.tool:Anomaly", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from runner.debug.profile.sections import profile
+from runner.debug.sections import profile
 from runner.device.memory import process_bytes
 from runner.errors import RunnerError, UsageError
 from runner.record import markdown
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from runner.debug.gradients.tool import GradientReport
+    from runner.debug.gradient_layers import GradientReport
 
 __all__ = ["Debugger", "NotFinite", "Operation", "Summary", "debug", "debug_operation",
            "debugger", "profile"]  # fmt: skip
@@ -172,17 +172,22 @@ class Debugger:
 
         With the optimizer, those that it does not have are named too. What is amiss is recorded.
         """
-        from runner.debug.gradients.layers import FAULTS, State
-        from runner.debug.gradients.report import check_gradients, some, states
+        from runner.debug.gradient_layers import (
+            FAULTS,
+            State,
+            check_gradients,
+            join_names,
+            names_by_state,
+        )
 
         with self.context("check_gradients", memory=False) as row:
             report = check_gradients(model, optimizer)
-            for state, names in states(report.layers).items():
+            for state, names in names_by_state(report.layers).items():
                 if state is State.NOT_FINITE:
                     with self.lock:
                         row.not_finite += len(names)
                 path = "/".join(self._stack())
-                message = f"{path}: {state.value}: {some(names)}"
+                message = f"{path}: {state.value}: {join_names(names)}"
                 self._record(FAULTS[state], message, self._number(), "")
             return report
 

@@ -16,11 +16,9 @@ from torch.overrides import TorchFunctionMode
 from runner import build, compose, train
 from runner.build import Given
 from runner.debug.config import Bounds, GradientsConfig
-from runner.debug.gradients.flow import bars
-from runner.debug.gradients.layers import Layer, State, grouped
-from runner.debug.gradients.record import GradientRecord
-from runner.debug.gradients.tool import Gradients, check_gradients
-from runner.debug.gradients.units import Units
+from runner.debug.dead_units import DeadUnits
+from runner.debug.gradient_layers import Layer, State, bars, check_gradients, group_by_module
+from runner.debug.gradients import GradientRecord, Gradients
 from runner.errors import ConfigError
 from runner.run import Run
 from runner.summary import Summary
@@ -493,13 +491,13 @@ def test_units_are_counted_whatever_relu_is_called(activation: nn.Module) -> Non
     with torch.no_grad():
         layer.bias[:2] = -100.0
     model = nn.Sequential(layer, activation)
-    units = Units(model, after=2)
+    units = DeadUnits(model, after=2)
     for _ in range(3):
         units.begin()
         with units:
             model(torch.randn(200, 4))
         dead = units.count(torch.tensor(0.0))
-    assert units.described(dead.tolist()) == {"0": (2, 6)}
+    assert units.describe(dead.tolist()) == {"0": (2, 6)}
 
 
 def test_channels_are_the_units_of_a_convolution_and_features_those_of_a_sequence() -> None:
@@ -508,19 +506,19 @@ def test_channels_are_the_units_of_a_convolution_and_features_those_of_a_sequenc
         (nn.Conv2d(3, 5, 1), (200, 3, 7, 7), 5),
         (nn.Linear(7, 5), (200, 3, 7), 5),
     ]:
-        seen = Units(model, after=1)
+        seen = DeadUnits(model, after=1)
         seen.begin()
         with seen:
             model(torch.randn(shape)).relu()
         seen.count(torch.tensor(0.0))
-        assert seen.described([0.0]) == {"model": (0, units)}
+        assert seen.describe([0.0]) == {"model": (0, units)}
 
 
 def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
     model = nn.Linear(4, 6)
     with torch.no_grad():
         model.bias[:] = -100.0
-    units = Units(model, after=1)
+    units = DeadUnits(model, after=1)
 
     def look(samples: int, skipped: float) -> float:
         units.begin()
@@ -533,8 +531,14 @@ def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
 
 def test_deep_modules_share_a_group_where_there_are_too_many() -> None:
     names = [f"blocks.{i}.{part}.weight" for i in range(4) for part in ("a", "b")] + ["scale"]
-    assert len(grouped(names, 9)) == 9
-    assert list(grouped(names, 8)) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "scale"]
+    assert len(group_by_module(names, 9)) == 9
+    assert list(group_by_module(names, 8)) == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.3",
+        "scale",
+    ]
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from runner import profile
-from runner.debug.profile import sections
-from runner.debug.profile.sections import MOST, OTHERS, Totals, collect
+from runner.debug import sections
+from runner.debug.sections import MOST, OTHERS, Totals, collect
 
 
 def busy() -> None:

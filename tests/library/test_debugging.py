@@ -185,7 +185,7 @@ def test_a_misspelt_option_is_answered(own: Debugger) -> None:
 
 
 def test_gradients_are_looked_at(own: Debugger) -> None:
-    gradients = pytest.importorskip("runner.debug.gradients.tool")
+    gradients = pytest.importorskip("runner.debug.gradient_layers")
     model = nn.Linear(3, 1)
     model(torch.randn(5, 3)).sum().backward()
     report = own.check_gradients(model)

@@ -17,7 +17,7 @@ SAMPLES = 128  # fewer say little of a unit that is rarely needed
 
 
 @dataclass
-class _Silent:
+class _Units:
     """Units of one layer."""
 
     looks: Tensor  # in a row at which a unit was 0 throughout
@@ -26,7 +26,7 @@ class _Silent:
     needed: int = 0  # looks in a row, until a unit is dead
 
 
-class Units(TorchFunctionMode):
+class DeadUnits(TorchFunctionMode):
     """While entered, notes which units of each ReLU's output were ever other than 0.
 
     It sees calls of torch, so `x.relu()` as well as `nn.ReLU`, in code that is not compiled. Units
@@ -42,7 +42,7 @@ class Units(TorchFunctionMode):
             for prefix, module in model.named_modules()
             for parameter in module.parameters(recurse=False)
         }
-        self.layers: dict[str, _Silent] = {}
+        self.layers: dict[str, _Units] = {}
         self.watching = False
         self.layer, self.dimension = "", -1
 
@@ -82,7 +82,7 @@ class Units(TorchFunctionMode):
         alive = output.amax(rest) != 0  # none is below 0; a NaN is no zero
         layer = self.layers.get(self.layer)
         if layer is None or layer.looks.shape != alive.shape:
-            layer = self.layers[self.layer] = _Silent(torch.zeros_like(alive, dtype=torch.int32))
+            layer = self.layers[self.layer] = _Units(torch.zeros_like(alive, dtype=torch.int32))
         layer.alive = alive if layer.alive is None else layer.alive | alive
         layer.samples += len(output)
 
@@ -101,7 +101,7 @@ class Units(TorchFunctionMode):
         self.watching = False
         return torch.stack([number.to(skipped.device, torch.float32) for number in dead])
 
-    def described(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
+    def describe(self, dead: Iterable[float]) -> dict[str, tuple[int, int]]:
         """Dead units and all units, by layer, from what `count` gave."""
         pairs = zip(self.layers.items(), dead, strict=True)
         return {name: (int(number), len(layer.looks)) for (name, layer), number in pairs}

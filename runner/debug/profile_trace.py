@@ -1,4 +1,4 @@
-"""What a profiler's trace says, in numbers: operators, modules, kernels and copies.
+"""A profiler's trace in numbers: operators, modules, kernels and copies.
 
 It is read from the file that Perfetto shows (Chrome's trace format, times in µs), so the tables
 and the picture cannot differ.
@@ -14,12 +14,30 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from runner.debug.profile.kinds import GRAPHS, TENSOR_CORES, kind
-
 MODULE = "module "  # before a module's name, in the ranges around its forward
 OUTSIDE = "(outside the modules)"
 BACKWARD = "autograd::engine::evaluate_function: "
 CALIBRATION = "runner calibration"  # the range of operators that are no part of a step
+ATTENTION, CONVOLUTIONS, PRODUCTS = "attention", "convolutions", "matrix products"
+GRAPHS = "compiled graphs"
+KINDS = (  # the first that is found in a name counts
+    (GRAPHS, re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction)")),
+    (ATTENTION, re.compile(r"attention|flash|fmha", re.IGNORECASE)),
+    (CONVOLUTIONS, re.compile(r"conv(?!ert)", re.IGNORECASE)),
+    (PRODUCTS, re.compile(r"mm$|bmm|matmul|gemm|linear|_int_mm|_scaled_mm|mkldnn", re.IGNORECASE)),
+)
+# marks in the names of kernels that run on tensor cores: cuBLAS, CUTLASS, cuDNN, flash attention;
+# the profiler does not count the cores' cycles
+TENSOR_CORES = re.compile(
+    r"hmma|imma|gmma|tensorop|tensor\d+x\d+|xmma|s16816|s1688|s884|h16816|h1688|h884|nvjet"
+    r"|flash_(fwd|bwd)|fmha|bf16gemm|mma_",
+    re.IGNORECASE,
+)
+
+
+def operator_kind(name: str) -> str:
+    """One of the kinds above; empty for all others."""
+    return next((kind for kind, marks in KINDS if marks.search(name)), "")
 
 
 @dataclass
@@ -66,8 +84,8 @@ class Copies:
 
 
 @dataclass
-class Reading:
-    """A window of some steps."""
+class Trace:
+    """The numbers of a window of some steps."""
 
     steps: int = 0
     seconds: float = 0.0  # wall time of the steps
@@ -80,18 +98,13 @@ class Reading:
     calibration_calls: int = 0  # of small operators, made after each step for comparison
     calibration_share: float = 0.0  # their CPU time, of that of the step
 
-    @property
-    def on_device(self) -> bool:
-        """Whether there are kernels, so that time is theirs."""
-        return self.kernels > 0
-
     def spent(self, operator: Operator) -> float:
-        """What an operator takes: on an accelerator, its kernels' time."""
-        return operator.device_seconds if self.on_device else operator.seconds
+        """Seconds of an operator: on an accelerator those of its kernels."""
+        return operator.device_seconds if self.kernels else operator.seconds
 
     @property
     def operator_seconds(self) -> float:
-        """Of all of them."""
+        """Seconds of all operators."""
         return sum(self.spent(operator) for operator in self.operators)
 
     @property
@@ -120,14 +133,56 @@ class Reading:
         """Shares of the operators' time by what they do, the largest first; others left out."""
         whole, sums = self.operator_seconds or 1.0, dict[str, float]()
         for operator in self.operators:
-            if what := kind(operator.name):
-                sums[what] = sums.get(what, 0.0) + self.spent(operator) / whole
+            if kind := operator_kind(operator.name):
+                sums[kind] = sums.get(kind, 0.0) + self.spent(operator) / whole
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
-    @property
-    def products(self) -> float:
-        """Share of the operators' time in matrix products, convolutions and attention."""
-        return sum(share for what, share in self.kinds.items() if what != GRAPHS)
+    def as_dict(self, most: int = 50) -> dict[str, Any]:
+        """Plain values, for debug/profile.json; seconds are those of all its steps."""
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "operator_calls": self.calls,
+            "operator_seconds": self.operator_seconds,
+            "products": sum(share for kind, share in self.kinds.items() if kind != GRAPHS),
+            "kinds": self.kinds,
+            "calling": self.calling,
+            "device_busy": self.busy,
+            "tensor_cores": self.tensor_cores,
+            "copies": {way: vars(copies) for way, copies in self.copies.items()},
+            "operators": [vars(operator) for operator in self.operators[:most]],
+            "modules": [vars(module) for module in self.modules[:most]],
+        }
+
+
+def read_trace(content: dict[str, Any], shapes: bool = False, most: int | None = None) -> Trace:
+    """The numbers of a trace; one pass over its events, a few microseconds each.
+
+    Of a window that was cut short `most` is the number of steps that are whole. A module's backward
+    is found through the sequence numbers that autograd gives a forward operator and its derivative.
+    """
+    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    device: list[dict[str, Any]] = []
+    steps: list[tuple[float, float]] = []
+    for event in content.get("traceEvents", ()):
+        category = event.get("cat")
+        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            device.append(event)
+        elif category == "user_annotation" and str(event["name"]).startswith("ProfilerStep#"):
+            steps.append((event["ts"], event["dur"] / 1e6))
+        elif category in ("cpu_op", "user_annotation") and event.get("ph") == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+        elif category == "cpu_instant_event" and event.get("name") == "[memory]":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    steps = sorted(steps)[:most]
+    trace = Trace(len(steps), sum(seconds for _, seconds in steps))
+    trace.kernels = sum(event["cat"] == "kernel" for event in device)
+    reader = _Reader(trace, shapes, device, [start for start, _ in steps])
+    reader.read(threads.values())
+    _read_device(trace, device)
+    trace.operators.sort(key=trace.spent, reverse=True)
+    trace.modules.sort(key=lambda module: -module.seconds)
+    return trace
 
 
 @dataclass(slots=True)
@@ -144,89 +199,46 @@ class _Node:
     inner: float = 0.0  # time of operators directly inside
 
 
-def read(trace: dict[str, Any], shapes: bool = False, most: int | None = None) -> Reading:
-    """Everything of a trace; one pass over its events, a few microseconds each.
-
-    Of a window that was cut short `most` is the number of steps that are whole.
-
-    A module's backward is found through the sequence numbers that autograd gives a forward
-    operator and its derivative.
-    """
-    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    device: list[dict[str, Any]] = []
-    steps: list[tuple[float, float]] = []
-    for event in trace.get("traceEvents", ()):
-        kind = event.get("cat")
-        if kind in ("cpu_op", "user_annotation") and event.get("ph") == "X":
-            if str(event["name"]).startswith("ProfilerStep#"):
-                steps.append((event["ts"], event["dur"] / 1e6))
-            else:
-                threads.setdefault((event["pid"], event["tid"]), []).append(event)
-        elif kind == "cpu_instant_event" and event.get("name") == "[memory]":
-            threads.setdefault((event["pid"], event["tid"]), []).append(event)
-        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            device.append(event)
-    steps = sorted(steps)[:most]
-    reading = Reading(len(steps), sum(seconds for _, seconds in steps))
-    _Sweep(reading, shapes, _by_operator(device), [start for start, _ in steps]).over(
-        threads.values()
-    )
-    _device(reading, device)
-    reading.operators.sort(key=reading.spent, reverse=True)
-    reading.modules.sort(key=lambda module: -module.seconds)
-    return reading
-
-
-def _by_operator(device: Iterable[dict[str, Any]]) -> dict[Any, float]:
-    """Seconds on the device by the id of the operator that asked for them."""
-    sums: dict[Any, float] = {}
-    for event in device:
-        owner = event.get("args", {}).get("External id")
-        sums[owner] = sums.get(owner, 0.0) + event["dur"] / 1e6
-    return sums
-
-
-class _Sweep:
+class _Reader:
     """Goes over the events of each thread in time, keeping those that are open."""
 
     def __init__(
-        self, reading: Reading, shapes: bool, device: dict[Any, float], starts: list[float]
+        self, trace: Trace, shapes: bool, device: Iterable[dict[str, Any]], starts: list[float]
     ) -> None:
-        self.reading, self.shapes, self.device, self.starts = reading, shapes, device, starts
+        self.trace, self.shapes, self.starts = trace, shapes, starts
+        self.device: dict[Any, float] = {}  # seconds by the id of the operator that asked for them
+        for event in device:
+            owner = event.get("args", {}).get("External id")
+            self.device[owner] = self.device.get(owner, 0.0) + event["dur"] / 1e6
         self.operators: dict[tuple[str, str], Operator] = {}
         self.modules: dict[str, Module] = {}
         self.owner: dict[int, str] = {}  # module by sequence number
-        self.late: list[tuple[int, float, float]] = []  # of backwards: number, start, seconds
+        self.backwards: list[tuple[int, float, float]] = []  # number, start, seconds
 
-    def over(self, threads: Iterable[list[dict[str, Any]]]) -> None:
-        """Fill the reading."""
+    def read(self, threads: Iterable[list[dict[str, Any]]]) -> None:
+        """Fill the trace."""
         for events in threads:
-            events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))
-            self._thread(events)
-        for number, start, seconds in self.late:
-            self._spend(self.owner.get(number, OUTSIDE), start, seconds).backward += seconds
-        self.reading.operators = list(self.operators.values())
-        if len(self.modules) > (OUTSIDE in self.modules):
-            self.reading.modules = list(self.modules.values())
-
-    def _thread(self, events: list[dict[str, Any]]) -> None:
-        stack: list[_Node] = []
-        for event in events:
-            start = event["ts"]
-            while stack and stack[-1].end <= start:
+            stack: list[_Node] = []
+            for event in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
+                while stack and stack[-1].end <= event["ts"]:
+                    self._close(stack)
+                if event.get("ph") == "i":
+                    self._allocation(stack, event["args"])
+                else:
+                    stack.append(self._open(stack, event))
+            while stack:
                 self._close(stack)
-            if event.get("ph") == "i":
-                self._allocation(stack, event["args"])
-                continue
-            stack.append(self._open(stack, event))
-        while stack:
-            self._close(stack)
+        for number, start, seconds in self.backwards:
+            self._spend(self.owner.get(number, OUTSIDE), start, seconds).backward += seconds
+        self.trace.operators = list(self.operators.values())
+        if len(self.modules) > (OUTSIDE in self.modules):
+            self.trace.modules = list(self.modules.values())
 
     def _open(self, stack: list[_Node], event: dict[str, Any]) -> _Node:
         name, args = str(event["name"]), event.get("args", {})
-        above = stack[-1] if stack else None
-        module = above.module if above else OUTSIDE
-        backward = above.backward if above else None
+        module, backward = OUTSIDE, None
+        if stack:
+            module, backward = stack[-1].module, stack[-1].backward
         operator = event["cat"] == "cpu_op"
         if name.startswith(MODULE) and not operator:
             module = name.removeprefix(MODULE)
@@ -239,31 +251,28 @@ class _Sweep:
                 backward = number
             elif backward is None:
                 self.owner[number] = module
-        return _Node(
-            name, event["ts"], event["ts"] + event["dur"], args, operator, module, backward
-        )
+        end = event["ts"] + event["dur"]
+        return _Node(name, event["ts"], end, args, operator, module, backward)
 
     def _close(self, stack: list[_Node]) -> None:
         node = stack.pop()
         if node.module == CALIBRATION:
-            self.reading.calibration_calls += node.operator
+            self.trace.calibration_calls += node.operator
             return
         took = node.end - node.start
-        if not node.operator:  # a range: what is inside belongs to the operator around it
-            if stack:
-                stack[-1].inner += node.inner
+        if stack:  # what is inside a range belongs to the operator around it
+            stack[-1].inner += took if node.operator else node.inner
+        if not node.operator:
             return
-        if stack:
-            stack[-1].inner += took
         own = max(0.0, took - node.inner) / 1e6
+        on_device = self.device.get(node.args.get("External id"), 0.0)
         operator = self._operator(node)
         operator.calls += 1
         operator.seconds += own
-        on_device = self.device.get(node.args.get("External id"), 0.0)
         operator.device_seconds += on_device
         seconds = on_device if self.device else own
         if node.backward is not None:
-            self.late.append((node.backward, node.start, seconds))
+            self.backwards.append((node.backward, node.start, seconds))
         else:
             self._spend(node.module, node.start, seconds).forward += seconds
 
@@ -281,59 +290,43 @@ class _Sweep:
             self._operator(inside).allocated += size
 
     def _operator(self, node: _Node) -> Operator:
-        name = node.name.removeprefix(BACKWARD)
-        sizes = ""
+        name, sizes = node.name.removeprefix(BACKWARD), ""
         if self.shapes:
-            sizes = " ".join(_sizes(dims) for dims in node.args.get("Input Dims", ()) if dims)
-        row = self.operators.get((name, sizes))
-        if row is None:
-            row = self.operators[name, sizes] = Operator(name, sizes)
-        return row
+            sizes = " ".join(_format_sizes(d) for d in node.args.get("Input Dims", ()) if d)
+        return self.operators.setdefault((name, sizes), Operator(name, sizes))
 
     def _module(self, name: str) -> Module:
-        row = self.modules.get(name)
-        if row is None:
-            row = self.modules[name] = Module(name, by_step=[0.0] * len(self.starts))
-        return row
+        return self.modules.setdefault(name, Module(name, by_step=[0.0] * len(self.starts)))
 
 
-def _sizes(dims: Any) -> str:
+def _format_sizes(dims: Any) -> str:
     if isinstance(dims[0], list):  # a list of tensors: the first stands for all
-        return f"{len(dims)}×{_sizes(dims[0])}" if dims[0] else f"{len(dims)}×scalar"
+        return f"{len(dims)}×{_format_sizes(dims[0])}" if dims[0] else f"{len(dims)}×scalar"
     return "×".join(str(size) for size in dims)
 
 
-def _device(reading: Reading, events: list[dict[str, Any]]) -> None:
+def _read_device(trace: Trace, events: list[dict[str, Any]]) -> None:
     """How busy the accelerator was, and what was copied."""
-    for operator in reading.operators:
+    for operator in trace.operators:
         if operator.name == "aten::_to_copy":
-            copies = reading.copies.setdefault("_to_copy", Copies())
+            copies = trace.copies.setdefault("_to_copy", Copies())
             copies.count += operator.calls
-            copies.seconds += reading.spent(operator)
-    kernels = [e for e in events if e["cat"] == "kernel"]
-    reading.kernels = len(kernels)
+            copies.seconds += trace.spent(operator)
     for event in events:
-        way = (
-            re.search(r"[HDP]to[HDP]", str(event["name"])) if event["cat"] == "gpu_memcpy" else None
-        )
-        if way is not None:
-            copies = reading.copies.setdefault(way[0], Copies())
+        way = re.search(r"[HDP]to[HDP]", str(event["name"]))
+        if way is not None and event["cat"] == "gpu_memcpy":
+            copies = trace.copies.setdefault(way[0], Copies())
             copies.count += 1
             copies.bytes += int(event.get("args", {}).get("bytes", 0))
             copies.seconds += event["dur"] / 1e6
-    if not events or not reading.seconds:
+    if not events or not trace.seconds:
         return
-    reading.busy = min(1.0, _union(events) / 1e6 / reading.seconds)
-    whole = sum(e["dur"] for e in kernels)
-    if whole:
-        cores = sum(e["dur"] for e in kernels if TENSOR_CORES.search(str(e["name"])))
-        reading.tensor_cores = cores / whole
-
-
-def _union(events: list[dict[str, Any]]) -> float:
-    """Microseconds in which at least one event was going on."""
-    busy, until = 0.0, float("-inf")
+    busy, until = 0.0, -math.inf
     for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        busy += max(0.0, end - max(start, until))
+        busy += max(0.0, end - max(start, until))  # kernels side by side count once
         until = max(until, end)
-    return busy
+    trace.busy = min(1.0, busy / 1e6 / trace.seconds)
+    kernels = [event for event in events if event["cat"] == "kernel"]
+    if whole := sum(event["dur"] for event in kernels):
+        cores = sum(e["dur"] for e in kernels if TENSOR_CORES.search(str(e["name"])))
+        trace.tensor_cores = cores / whole

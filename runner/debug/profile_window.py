@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import shutil
 import tempfile
@@ -19,12 +18,11 @@ from torch import nn
 
 from runner import modes
 from runner.debug.config import ProfileConfig
-from runner.debug.profile.sections import Totals
-from runner.debug.profile.trace import CALIBRATION, MODULE
+from runner.debug.profile_trace import CALIBRATION, MODULE
+from runner.debug.sections import Totals
 from runner.run import Run
 
 TRACES = "debug/traces"
-LARGEST = 512 * 2**20  # bytes of a trace that is read; it takes seconds and memory
 QUIET = "KINETO_LOG_LEVEL"
 
 
@@ -38,14 +36,13 @@ class Window:
 
         Raises RuntimeError where another profiler is at work.
         """
-        self.run, self.config, self.steps = run, config, steps
+        self.run, self.config, self.steps, self.eager = run, config, steps, eager
         self.first = run.progress.step + config.warmup + 1  # step in the trace
         self.left = config.warmup + steps
         self.scope = ExitStack()
-        self.eager = eager
         self.began = 0.0  # CPU time of this thread
         self.calibrations: list[float] = []  # CPU time of small operators, of that of each step
-        self.modules = ""  # why there are no times by module, if so
+        self.without_modules = ""  # why there are no times by module, if so
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.kind == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -66,9 +63,9 @@ class Window:
             run.whole = None
             self.scope.enter_context(torch.compiler.set_stance("force_eager"))
         if config.modules:
-            self.modules = "" if eager else _why_not(run)
-            if not self.modules:
-                self.scope.enter_context(_named(run.model))
+            self.without_modules = "" if eager else _why_no_modules(run)
+            if not self.without_modules:
+                self.scope.enter_context(_module_ranges(run.model))
         totals.tracing = True
         self.scope.callback(setattr, totals, "tracing", False)
 
@@ -127,20 +124,10 @@ def _calibrate() -> float:
     return thread_time() - start
 
 
-def load(path: Path) -> dict[str, Any] | None:
-    """The trace in a file; None if it is too large to be read. Raises OSError, ValueError."""
-    if path.stat().st_size > LARGEST:
-        return None
-    with path.open(encoding="utf-8", errors="replace") as file:
-        trace: dict[str, Any] = json.load(file)
-    return trace
+def store_trace(path: Path, folder: Path, name: str, most_bytes: float) -> str | None:
+    """Store a trace, compressed, and drop the oldest for which there is no room.
 
-
-def keep(path: Path, folder: Path, name: str, most_bytes: float) -> str | None:
-    """Put a trace away, compressed, and drop the oldest for which there is no room.
-
-    Returns where it is, below `folder`; None if it is larger than all that may be kept. Raises
-    OSError.
+    Returns its path below `folder`; None if it is larger than all that may be kept. Raises OSError.
     """
     place = folder / TRACES
     place.mkdir(parents=True, exist_ok=True)
@@ -151,8 +138,8 @@ def keep(path: Path, folder: Path, name: str, most_bytes: float) -> str | None:
         room = most_bytes - temporary.stat().st_size
         if room < 0:
             return None
-        kept = sorted(place.glob("step_*.json.gz"), key=lambda p: p.stat().st_mtime, reverse=True)
-        for older in (p for p in kept if p.name != name):
+        stored = sorted(place.glob("step_*.json.gz"), key=lambda p: p.stat().st_mtime, reverse=True)
+        for older in (p for p in stored if p.name != name):
             room -= older.stat().st_size
             if room < 0:
                 older.unlink()
@@ -162,7 +149,7 @@ def keep(path: Path, folder: Path, name: str, most_bytes: float) -> str | None:
     return f"{TRACES}/{name}"
 
 
-def _why_not(run: Run) -> str:
+def _why_no_modules(run: Run) -> str:
     """Why modules cannot be told apart, or nothing."""
     if run.whole is not None:
         return "the step is one graph, in which there are no modules"
@@ -173,28 +160,25 @@ def _why_not(run: Run) -> str:
 
 
 @contextmanager
-def _named(model: nn.Module) -> Iterator[None]:
+def _module_ranges(model: nn.Module) -> Iterator[None]:
     """The forward of each module is a range in the trace meanwhile."""
     local = threading.local()
 
-    def opened() -> list[Any]:
-        if not hasattr(local, "stack"):
-            local.stack = []
-        stack: list[Any] = local.stack
-        return stack
+    def open_ranges() -> list[Any]:
+        return local.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
 
     with ExitStack() as scope:
         for name, module in modes.hookable(model):
             label = MODULE + (name or type(model).__name__)
 
             def enter(module: nn.Module, inputs: Any, label: str = label) -> None:
-                shown = torch.autograd.profiler.record_function(label)
-                shown.__enter__()  # type: ignore[no-untyped-call]
-                opened().append(shown)
+                range_ = torch.autograd.profiler.record_function(label)
+                range_.__enter__()  # type: ignore[no-untyped-call]
+                open_ranges().append(range_)
 
             def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-                if opened():
-                    opened().pop().__exit__(None, None, None)
+                if open_ranges():
+                    open_ranges().pop().__exit__(None, None, None)
 
             scope.callback(module.register_forward_pre_hook(enter).remove)
             # always: a forward that raises must not leave its range open
@@ -204,7 +188,7 @@ def _named(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Kineto says on stderr that it starts and stops, whatever it is asked; once is too often.
+    """Keep Kineto from saying on stderr that it starts and stops.
 
     It reads the variable when it is first started, so this holds for the whole process.
     """

@@ -1,0 +1,428 @@
+"""Statistics of each parameter's gradient, weight and update, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.debug.config import GradientsConfig
+from runner.record import markdown
+from runner.record.console import plain_text
+from runner.record.text import escape_control_chars
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Named = list[tuple[str, Tensor]]
+Dead = Mapping[str, tuple[int, int]]  # dead units and all units, by layer
+
+CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
+NAMED = 5  # names in a line; more are only counted
+STATISTICS = 5  # norm, largest, sum, how many are not 0, how many are not finite
+
+
+class State(StrEnum):
+    """What is wrong with a layer; the worst holds."""
+
+    FINE = "fine"
+    NO_GRADIENT = "no gradient"
+    NOT_FINITE = "not finite"
+    EXPLODING = "exploding"
+    VANISHING = "vanishing"
+    NOT_OPTIMIZED = "in no optimizer"
+
+
+FAULTS = {
+    State.NO_GRADIENT: "no_gradient",
+    State.NOT_FINITE: "non_finite",
+    State.EXPLODING: "exploding_gradient",
+    State.VANISHING: "vanishing_gradient",
+    State.NOT_OPTIMIZED: "not_optimized",
+}
+"""The kind of fault in the history; FINE has none."""
+PHRASES = {
+    State.NOT_FINITE: ("is not finite", "layers are not finite"),
+    State.EXPLODING: ("explodes", "layers explode"),
+    State.VANISHING: ("vanishes", "layers vanish"),
+    State.NO_GRADIENT: ("gets no gradient", "parameters get no gradient"),
+    State.NOT_OPTIMIZED: ("is in no optimizer", "parameters are in no optimizer"),
+}
+WORST_FIRST = [State.NOT_FINITE, State.EXPLODING, State.VANISHING, State.NO_GRADIENT]
+COLUMNS = ("layer", "norm", "mean", "std", "largest", "zeros", "not finite", "gradient/weight",
+           "update/weight", "")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter at one look; None where there is no such number, as without a gradient.
+
+    The gradient is as the loss has it: before clipping, and with an fp16 loss scale divided out.
+    """
+
+    name: str
+    size: int  # values
+    dimensions: int
+    norm: float | None = None  # of the gradient
+    mean: float | None = None
+    std: float | None = None
+    largest: float | None = None  # absolute
+    zeros: float | None = None  # share
+    non_finite: float | None = None  # share
+    weight_norm: float | None = None
+    ratio: float | None = None  # norm of the gradient / norm of the weight
+    update_ratio: float | None = None  # norm of the update / norm of the weight; None: none made
+    state: State = State.FINE
+
+    @property
+    def rms(self) -> float | None:
+        """Root mean square of the gradient."""
+        return None if self.norm is None or not self.size else self.norm / math.sqrt(self.size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file: numbers to four digits, and null for what JSON cannot say."""
+        numbers = {
+            name: float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+            for name, value in vars(self).items()
+            if name not in ("name", "size", "dimensions", "state")
+        }
+        return {"layer": self.name, **numbers, "state": self.state.value}
+
+    def cells(self) -> list[str]:
+        """A row of a table, under `COLUMNS`."""
+        numbers = (self.norm, self.mean, self.std, self.largest)
+        return [
+            self.name,
+            *("–" if value is None else f"{value:.2e}" for value in numbers),
+            *("–" if s is None else f"{s:.0%}" for s in (self.zeros, self.non_finite)),
+            *("–" if r is None else f"{r:.2e}" for r in (self.ratio, self.update_ratio)),
+            "" if self.state is State.FINE else self.state.value,
+        ]
+
+
+# -- numbers ----------------------------------------------------------------------------------
+
+
+def measure(gradients: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+    """[STATISTICS, len(gradients)] on the device of the first, in fp32; no host sync."""
+    values = [_values(gradient) for gradient in gradients]
+    rows = [
+        torch._foreach_norm(values),
+        torch._foreach_norm(values, math.inf),
+        [value.sum() for value in values],
+        torch._foreach_norm(values, 0),
+        [value.numel() - value.isfinite().sum() for value in values],  # exact: int64
+    ]
+    table = torch.stack([_stack(row) for row in rows])
+    if scale is not None:
+        table[:3] /= scale
+    return table
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """[len(tensors)] on the device of the first, in fp32."""
+    return _stack(torch._foreach_norm([_values(tensor) for tensor in tensors]))
+
+
+def _stack(numbers: Sequence[Tensor]) -> Tensor:
+    device = numbers[0].device  # a model may be spread over several
+    return torch.stack([number.to(device, torch.float32) for number in numbers])
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The values of a tensor that can differ from 0, real and in a precision fit for sums."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    return tensor if tensor.numel() else tensor.new_zeros(1)
+
+
+def describe(named: Named, numbers: Sequence[float], weights: Sequence[float]) -> list[Layer]:
+    """A layer for each of `named`; `numbers` is the flat result of `measure`, on the host."""
+    count = len(numbers) // STATISTICS
+    columns = [numbers[i * count : (i + 1) * count] for i in range(STATISTICS)]
+    rows = iter(zip(*columns, strict=True))
+    layers = []
+    for (name, parameter), weight in zip(named, weights, strict=True):
+        size = parameter.numel() * (2 if parameter.is_complex() else 1)
+        layer = Layer(name, size, parameter.dim(), weight_norm=weight)
+        if parameter.grad is not None:
+            row = next(rows)
+            layer = _with_gradient(layer, *row) if size else layer  # nothing to take a mean of
+        layers.append(layer)
+    return layers
+
+
+def _with_gradient(
+    layer: Layer, norm: float, largest: float, total: float, nonzero: float, non_finite: float
+) -> Layer:
+    mean = total / layer.size
+    variance = norm**2 / layer.size - mean**2  # below 0 by rounding
+    return replace(
+        layer,
+        norm=norm,
+        mean=mean,
+        std=math.sqrt(variance) if variance > 0 else 0.0 if variance <= 0 else math.nan,
+        largest=largest,
+        zeros=max(0.0, 1 - nonzero / layer.size),
+        non_finite=non_finite / layer.size,
+        ratio=norm / layer.weight_norm if layer.weight_norm else None,
+    )
+
+
+# -- verdicts ---------------------------------------------------------------------------------
+
+
+def judge(
+    layers: Sequence[Layer],
+    config: GradientsConfig,
+    usual: Mapping[str, float] | None = None,
+    optimized: frozenset[str] | None = None,
+) -> list[Layer]:
+    """The layers with their states; `usual` has the norm that a layer had so far, by its name.
+
+    `optimized` are the names that an optimizer has, where that is known.
+    """
+    sizes = [layer.rms for layer in layers if layer.rms and math.isfinite(layer.rms)]
+    middle = median(sizes) if sizes else 0.0
+    judged = []
+    for layer in layers:
+        state = _state(layer, config, middle, (usual or {}).get(layer.name))
+        if state is State.FINE and optimized is not None and layer.name not in optimized:
+            state = State.NOT_OPTIMIZED
+        judged.append(replace(layer, state=state))
+    return judged
+
+
+def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | None) -> State:
+    if not layer.size:
+        return State.FINE
+    if layer.norm is None or layer.rms is None:
+        return State.NO_GRADIENT
+    if layer.non_finite:
+        return State.NOT_FINITE
+    most, times = config.exploding.absolute, config.exploding.relative
+    limits = [most, times * usual if times is not None and usual else None]
+    if any(layer.norm > limit for limit in limits if limit is not None):
+        return State.EXPLODING
+    if not math.isfinite(layer.norm):
+        return State.EXPLODING
+    least, share = config.vanishing.absolute, config.vanishing.relative
+    limits = [least, share * middle if share is not None else None]
+    # a bias before a normalisation has no gradient but noise, rightly: weights only
+    if layer.dimensions > 1 and any(layer.rms < limit for limit in limits if limit is not None):
+        return State.VANISHING
+    return State.FINE
+
+
+def names_by_state(layers: Sequence[Layer]) -> dict[State, list[str]]:
+    """The names of the layers with a fault, by its state."""
+    names: dict[State, list[str]] = {}
+    for layer in layers:
+        if layer.state is not State.FINE:
+            names.setdefault(layer.state, []).append(layer.name)
+    return names
+
+
+def summarize(names: Mapping[State, Collection[str]], dead: Dead) -> str:
+    """The faults in a few words: layers by their state, and layers with dead units."""
+    parts = []
+    for state, (one, many) in PHRASES.items():
+        if layers := names.get(state, ()):
+            single = f"{next(iter(layers))} {one}"
+            parts.append(single if len(layers) == 1 else f"{len(layers)} {many}")
+    if dead:
+        name, (gone, units) = max(dead.items(), key=lambda item: item[1][0] / item[1][1])
+        more = f", and in {len(dead) - 1} layers more" if len(dead) > 1 else ""
+        parts.append(f"{name}: {gone} of {units} units dead{more}")
+    return "; ".join(parts) or "nothing amiss"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Names in a line, the first few of many."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+# -- a loop of the user's own -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """The result of `check_gradients`: a row for each parameter, and its faults."""
+
+    layers: list[Layer]
+
+    @property
+    def problems(self) -> list[str]:
+        """Each layer with a fault, in a few words; empty: all is well."""
+        return [f"{row.name}: {row.state}" for row in self.layers if row.state is not State.FINE]
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *(layer.cells() for layer in self.layers)]
+        rows = [[escape_control_chars(cell) for cell in row] for row in rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if 0 < i < len(widths) - 1 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, summarize(names_by_state(self.layers), {})])
+
+    def __rich__(self) -> Table:
+        """The same for 80 columns, with some numbers left out."""
+        from rich.table import Table
+
+        caption = plain_text(summarize(names_by_state(self.layers), {}))
+        table = Table(box=None, padding=(0, 1), pad_edge=False, caption=caption)
+        table.add_column("layer", overflow="fold")
+        for heading in ("norm", "largest", "zeros", "/ weight", "update"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column()
+        for layer in self.layers:
+            row = layer.cells()
+            style = "" if layer.state is State.FINE else "red"
+            table.add_row(*(plain_text(row[i], style) for i in (0, 1, 4, 5, 7, 8, 9)))
+        return table
+
+
+def check_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: GradientsConfig | None = None,
+) -> GradientReport:
+    """Judge the gradients that are in `.grad` now, parameter by parameter.
+
+    Call it after `backward()`. With the optimizer, parameters that it does not have are named.
+    The model is not changed; on an accelerator the host waits once.
+    """
+    named: Named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimized = None
+    if optimizer is not None:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimized = frozenset(name for name, parameter in named if id(parameter) in ids)
+    if not named:
+        return GradientReport([])
+    with torch.no_grad():
+        gradients = [p.grad for _, p in named if p.grad is not None]
+        parts = [norms([p.detach() for _, p in named])]
+        parts += [measure(gradients).flatten()] if gradients else []
+        numbers = torch.cat([part.to(parts[0].device) for part in parts]).tolist()  # waits
+    layers = describe(named, numbers[len(named) :], numbers[: len(named)])
+    return GradientReport(judge(layers, config or GradientsConfig(), optimized=optimized))
+
+
+# -- pictures and tables ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A module, or as many as have to share a row of a picture."""
+
+    name: str
+    label: str  # the same, and which of its layers has a fault
+    norm: float | None  # of its gradients
+    update: float | None  # norm of its updates / norm of its weights
+    state: State  # the worst of its layers
+    dead: float  # share of its units
+
+
+def bars(layers: Sequence[Layer], dead: Dead, most: int = 24) -> list[Bar]:
+    """The layers by module, in their order."""
+    found = []
+    for name, members in group_by_module([layer.name for layer in layers], most).items():
+        own = [layers[i] for i in members]
+        weight = _root_sum([layer.weight_norm for layer in own])
+        steps = [
+            layer.update_ratio * layer.weight_norm
+            for layer in own
+            if layer.update_ratio is not None and layer.weight_norm is not None
+        ]
+        update = _root_sum(steps)
+        units = [pair for key, pair in dead.items() if key == name or key.startswith(f"{name}.")]
+        gone, all_ = sum(pair[0] for pair in units), sum(pair[1] for pair in units)
+        ratio = update / weight if update is not None and weight else None
+        state = _worst([layer.state for layer in own])
+        norm = _root_sum([layer.norm for layer in own])
+        found.append(Bar(name, _label(name, own, state), norm, ratio, state, gone / max(1, all_)))
+    return found
+
+
+def _label(name: str, layers: Sequence[Layer], state: State) -> str:
+    """The module's name, or which layer has the fault, or how many of them."""
+    faulty = [layer.name for layer in layers if layer.state is state]
+    if state is State.FINE or len(faulty) == len(layers):
+        return name
+    return faulty[0] if len(faulty) == 1 else f"{name} · {len(faulty)} of {len(layers)}"
+
+
+def _worst(states: Sequence[State]) -> State:
+    for state in WORST_FIRST:
+        if state is State.NO_GRADIENT and not all(s is state for s in states):
+            continue  # as long as one of its parameters is trained, it is not what stands out
+        if state in states:
+            return state
+    return State.FINE
+
+
+def group_by_module(names: Sequence[str], most: int) -> dict[str, list[int]]:
+    """Indices of names by module, by as much of the path as leaves no more than `most` groups."""
+    paths = [name.split(".")[:-1] or [name] for name in names]
+    for depth in range(max(map(len, paths), default=1), 0, -1):
+        groups: dict[str, list[int]] = {}
+        for i, path in enumerate(paths):
+            groups.setdefault(".".join(path[:depth]), []).append(i)
+        if len(groups) <= most:
+            break
+    return groups
+
+
+def _root_sum(values: Sequence[float | None]) -> float | None:
+    """The norm of several tensors from the norm of each."""
+    known = [value for value in values if value is not None]
+    return math.sqrt(sum(value * value for value in known)) if known else None
+
+
+def draw_flow(layers: Sequence[Layer], dead: Dead, step: int) -> Any:
+    """Bars for the norm of the gradient and the relative update, from input to output."""
+    from runner.record import plots
+
+    colours = {
+        State.FINE: plots.BLUE,
+        State.NO_GRADIENT: plots.GREY,
+        State.NOT_FINITE: plots.RED,
+        State.EXPLODING: plots.RED,
+        State.VANISHING: plots.ORANGE,
+        State.NOT_OPTIMIZED: plots.GREY,
+    }
+    rows = bars(layers, dead)
+    return plots.gradient_flow(
+        [f"{r.label} · {r.dead:.0%} dead" if r.dead >= 0.005 else r.label for r in rows],
+        [row.norm for row in rows],
+        [row.update for row in rows],
+        [colours[row.state] for row in rows],
+        {state.value: colours[state] for state in colours if state in {r.state for r in rows}},
+        step,
+    )
+
+
+def layer_table(layers: Sequence[Layer], dead: Dead) -> str:
+    """Markdown for TensorBoard."""
+    text = markdown.table(COLUMNS, [layer.cells() for layer in layers])
+    if dead:
+        rows = [(name, f"{gone} of {units}") for name, (gone, units) in dead.items()]
+        text += "\n\n" + markdown.table(("layer", "dead units"), rows)
+    return text

@@ -1,1 +1,0 @@
-"""Each layer's gradient and update, looked at now and then."""
