@@ -197,7 +197,7 @@ class DebugConfig:
     timeout_s: float | None = None  # seconds after which the tools rest; the run goes on
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     # the tools, outermost first: a new one is a file and a line here
-    gradcheck: GradcheckConfig = tool("runner.debug.gradcheck.tool:Gradcheck", GradcheckConfig)
+    gradcheck: GradcheckConfig = tool("runner.debug.gradcheck:Gradcheck", GradcheckConfig)
     memory: MemoryConfig = tool("runner.debug.memory:MemoryTool", MemoryConfig)
     profile: ProfileConfig = tool("runner.debug.profile:Profile", ProfileConfig)
     gradients: GradientsConfig = tool("runner.debug.gradients:Gradients", GradientsConfig)

@@ -22,7 +22,7 @@ from runner.checks import outputs
 from runner.checks.model.answers import OUTPUTS, Expected
 from runner.checks.model.look import look
 from runner.checks.model.report import ModelReport
-from runner.debug.gradcheck.observed import noise_kept
+from runner.debug.gradcheck_subjects import preserve_random_state
 from runner.device import memory
 from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches
@@ -124,7 +124,7 @@ def safe_inference(
     try:
         with (
             exclusive_random_state(WHO),
-            noise_kept(),
+            preserve_random_state(),
             torch.random.fork_rng(indices),
             modes.evaluating(module),
             torch.no_grad(),

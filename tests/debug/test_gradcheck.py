@@ -16,8 +16,7 @@ from torch.autograd import Function
 from runner import Summary, build, compose, train
 from runner.build import Given
 from runner.debug.config import GradcheckConfig
-from runner.debug.gradcheck.checks import Check
-from runner.debug.gradcheck.tool import gradcheck_model
+from runner.debug.gradcheck import Check, gradcheck_model
 from runner.errors import ConfigError, NotVerified
 from runner.objectives.custom import Custom
 

@@ -225,11 +225,11 @@ class Reads(TorchFunctionMode):
 
 def test_a_look_reads_once_whatever_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Reads()
-    judge, looks = Gradients._around, []
+    finish, looks = Gradients._finish, []
 
-    def counting(self: Gradients, run: Run) -> Any:
+    def counting(self: Gradients, run: Run, look: Any) -> None:
         looks.append(1)
-        return judge(self, run)
+        finish(self, run, look)
 
     original = Gradients._read
 
@@ -243,7 +243,7 @@ def test_a_look_reads_once_whatever_the_number_of_layers(monkeypatch: pytest.Mon
         with reads:
             return measuring(self, run, step)
 
-    monkeypatch.setattr(Gradients, "_around", counting)
+    monkeypatch.setattr(Gradients, "_finish", counting)
     monkeypatch.setattr(Gradients, "_read", read)
     monkeypatch.setattr(Gradients, "on_gradients", measure)
     run_of([*LOOKING, "model=cnn", "training.steps=4", "optimization=none"], None)

@@ -1,1 +1,0 @@
-"""Backward passes held against differences."""
