@@ -201,7 +201,7 @@ class DebugConfig:
     memory: MemoryConfig = tool("runner.debug.memory:MemoryTool", MemoryConfig)
     profile: ProfileConfig = tool("runner.debug.profile:Profile", ProfileConfig)
     gradients: GradientsConfig = tool("runner.debug.gradients:Gradients", GradientsConfig)
-    anomaly: AnomalyConfig = tool("runner.debug.anomaly.tool:Anomaly", AnomalyConfig)
+    anomaly: AnomalyConfig = tool("runner.debug.anomaly:Anomaly", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
     def __post_init__(self) -> None:

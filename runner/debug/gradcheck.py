@@ -203,7 +203,11 @@ def _choose_modules(
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         named = list(model.named_modules())
-        matching = {name: module for name, module in named if _matches([pattern], name, module)}
+        matching = {
+            name: module
+            for name, module in named
+            if fnmatchcase(name, pattern) or type(module).__name__ == pattern
+        }
         if not matching:
             known = {n for n, _ in named} - {""} | {type(module).__name__ for _, module in named}
             near = get_close_matches(pattern, known, 1)

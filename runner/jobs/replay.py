@@ -22,7 +22,7 @@ from runner.record import provenance
 from runner.record.console import print_stdout
 from runner.replay import page
 from runner.replay.findings import Replay
-from runner.replay.look import Look
+from runner.replay.investigation import Investigation
 from runner.replay.reopen import config_of, settled
 from runner.security.files.policy import Policy
 from runner.security.intent.places import own_trees
@@ -46,11 +46,11 @@ def main(config: RunConfig, folder: Path) -> Replay:
     config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
         capture = settled(capture, Path(temporary), trusted=trusted)
-        look = Look(
+        investigation = Investigation(
             capture, folder, trusted, config.replay.attribute, config.replay.timeout_s,
             origin=where.absolute(),
         )  # fmt: skip
-        replay = look.all()
+        replay = investigation.investigate()
     named = Path(config.replay.path)
     named = named if named.is_dir() else named.absolute().parent
     _write(replay, folder, where, [*own_trees(folder), named])

@@ -28,7 +28,7 @@ from runner.objectives.custom import Custom
 from runner.record.provenance import versions
 from runner.record.text import shorten
 from runner.replay.findings import Found
-from runner.replay.trace import trace
+from runner.replay.trace import trace_step
 
 if TYPE_CHECKING:
     from runner.library.guarded_optimizer import GuardedOptimizer
@@ -128,7 +128,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Found:
     try:
         run = lazy.build_run(inputs, capture.batch[1])
         _set_noise(capture.random)
-        return trace(run, _moved((inputs, capture.batch[1]), run.device.torch))
+        return trace_step(run, _moved((inputs, capture.batch[1]), run.device.torch))
     finally:
         lazy.close()
         _set_noise(before)

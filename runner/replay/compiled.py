@@ -7,7 +7,6 @@ there each module is compiled alone, from the whole model down.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -18,21 +17,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner import compiler
 from runner.batch import Batch
-from runner.replay import line
+from runner.debug.source_line import FRAME, Place, is_shown
 from runner.replay.findings import Found, Phase
-from runner.replay.line import Place
 from runner.replay.statistics import level, state_of, stats, tensors
-from runner.replay.trace import label, leave, trace
+from runner.replay.trace import label, leave, trace_step
 from runner.replay.tracer import Frame, Tracer
 from runner.run import Run
 from runner.step import backward
 
 MOST = 8  # modules compiled alone
-TRACEBACK = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def trace_compiled(run: Run, batch: Batch, most: int = MOST) -> Found:
-    """The same as `trace`, for a run that computes without a compiler, and is bad with one.
+    """The same as `trace_step`, for a run that computes without a compiler, and is bad with one.
 
     Compiles up to `most` modules where the traced graph is good.
     """
@@ -45,7 +42,7 @@ def trace_compiled(run: Run, batch: Batch, most: int = MOST) -> Found:
 def _trace_compiled(run: Run, batch: Batch, most: int) -> Found:
     eager = run.forward
     try:
-        found = trace(run, batch, lambda tracer: _watched(run, eager, tracer))
+        found = trace_step(run, batch, lambda tracer: _watched(run, eager, tracer))
     finally:
         run.forward = eager
     if found.phase is not Phase.nowhere:
@@ -114,8 +111,8 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _place(n: fx.Node) -> Place | None:
     """The innermost line of a node's trace that may be the culprit."""
-    lines = TRACEBACK.findall(n.meta.get("stack_trace") or "")
-    shown = [(path, int(number)) for path, number in lines if line.is_shown(path)]
+    lines = FRAME.findall(n.meta.get("stack_trace") or "")
+    shown = [(path, int(number)) for path, number in lines if is_shown(path)]
     return shown[-1] if shown else None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from runner.debug.source_line import Line
+
 
 class Phase(Enum):
     """The part of a step in which it went bad."""
@@ -32,18 +34,6 @@ class Stats:
     maximum: float | None = None
     mean: float | None = None
     std: float | None = None
-
-
-@dataclass
-class Line:
-    """A line of code outside torch and the runner's own machinery."""
-
-    file: str
-    number: int
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number}"
 
 
 @dataclass

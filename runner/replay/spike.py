@@ -29,7 +29,7 @@ LISTED = 10
 SAMPLES = 4096  # the most that are looked at one by one
 
 
-def spike(run: Run, batch: Batch, healthy: Batch | None) -> Found:
+def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Found:
     """What is larger in `batch` than in `healthy`, and where that begins.
 
     Without a healthy batch parameters and samples are ranked, and no beginning is named.

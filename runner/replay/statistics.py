@@ -100,7 +100,7 @@ def bad_state(model: nn.Module) -> list[tuple[str, str, Stats]]:
     return found
 
 
-def grown(model: nn.Module) -> str:
+def largest_weight(model: nn.Module) -> str:
     """The largest weight, where it is larger than any a model begins with; else empty."""
     largest, found = GROWN, ""
     for name, parameter in model.named_parameters():

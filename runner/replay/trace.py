@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 
 from runner.batch import Batch, count
+from runner.debug.source_line import line_at, raising_line
 from runner.record.text import shorten
-from runner.replay import line
 from runner.replay.findings import Found, Phase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors
 from runner.replay.tracer import Event, Frame, Tracer, named
@@ -18,13 +18,13 @@ from runner.run import Run
 from runner.step import backward
 
 
-def trace(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Found:
+def trace_step(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Found:
     """Make the step with every operation watched, and leave the run as it was.
 
     Phase `nowhere` where loss and gradients come out finite. With `prepare` given, that sees to it
     that the tracer learns what module runs.
     """
-    found = weights(run.model)
+    found = bad_weights(run.model)
     if found is not None:
         return found
     run.model.train()
@@ -57,7 +57,7 @@ def leave(run: Run) -> None:
         parameter.grad = None
 
 
-def weights(model: nn.Module) -> Found | None:
+def bad_weights(model: nn.Module) -> Found | None:
     """What was not finite before the step began, if anything was."""
     bad = bad_state(model)
     if not bad:
@@ -82,7 +82,7 @@ def weights(model: nn.Module) -> Found | None:
 
 def exception(error: Exception, tracer: Tracer) -> Found:
     """Where it was raised."""
-    where = line.raised(error.__traceback__)
+    where = raising_line(error.__traceback__)
     said = shorten(f"{type(error).__name__}: {error}".strip().splitlines()[0], 300)
     frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
     if frame is None:
@@ -111,7 +111,7 @@ def _prepared(run: Run, batch: Batch) -> Tracer:
     """A tracer that knows what was there before the step."""
     tracer = Tracer(run.model)
     for buffer in run.model.buffers():
-        tracer.on_purpose(buffer)  # `weights` has looked at them: what is left is a mask
+        tracer.on_purpose(buffer)  # `bad_weights` has checked them: what is left is a mask
     for name, tensor in batch_tensors(batch):
         tracer.seed(name, tensor)
     return tracer
@@ -195,7 +195,7 @@ def _from_event(batch: Batch, event: Event) -> Found:
     if numbers.shape and numbers.shape[0] == count(batch[1]) > len(event.samples):
         found.samples = event.samples
     if event.place is not None:
-        found.line = line.at(event.place)
+        found.line = line_at(event.place)
     return found if event.frame is None else _at(event.frame, found)
 
 

@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner import modes
-from runner.replay import line
+from runner.debug.source_line import Place, current_place
 from runner.replay.findings import Stats
-from runner.replay.line import Place
 from runner.replay.statistics import FINITE, INF, NAN, bad_samples, level, stats, tensors
 
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
@@ -216,11 +215,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = _current_node()
         if self.stated is not None:
             frame, place = self.stated
-            return frame, place or line.here()
+            return frame, place or current_place()
         if node is None or self._is_recomputed(node):
-            return self._top(), line.here()
+            return self._top(), current_place()
         frame, place = self._owner_of(node)
-        return frame, line.here() or place
+        return frame, current_place() or place
 
     def _owner_of(self, node: Any) -> Owner:
         """Of an autograd node: the call that made it, or has its parameter."""

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from runner import build, compose, train
 from runner.batch import Batch
 from runner.build import Given
-from runner.debug.anomaly.lines import OURS, line_of
-from runner.debug.anomaly.tool import Anomaly
-from runner.debug.anomaly.trail import Trail
+from runner.debug.anomaly import Anomaly
+from runner.debug.module_trace import ModuleTrace
+from runner.debug.source_line import OURS, place_in_text
 from runner.debug.tool import Tool
 from runner.errors import ConfigError, GaveUp
 from runner.objectives.custom import Custom
@@ -102,7 +102,7 @@ def test_the_model_in_memory_is_the_one_that_was_trained_though_steps_are_rehear
     plain, watched = Teacher(), Teacher()
     run_of(DIGITS, None, plain)
     run, _ = run_of(ANOMALY, None, watched)
-    assert next(h for h in run.hooks if isinstance(h, Anomaly)).added is not None
+    assert next(h for h in run.hooks if isinstance(h, Anomaly)).overhead is not None
     assert watched.seen == plain.seen
     assert torch.equal(watched.teacher.weight, plain.teacher.weight)
 
@@ -110,10 +110,10 @@ def test_the_model_in_memory_is_the_one_that_was_trained_though_steps_are_rehear
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_torchscript_takes_no_hooks_and_is_passed_over() -> None:
     script: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    trail = Trail(nn.Sequential(nn.Linear(4, 4), script))
-    with trail.followed():
-        trail.model(torch.full((2, 4), math.nan)).sum().backward()
-    assert trail.culprit() == ("0", "NaN")
+    trace = ModuleTrace(nn.Sequential(nn.Linear(4, 4), script))
+    with trace.watching():
+        trace.model(torch.full((2, 4), math.nan)).sum().backward()
+    assert trace.first_bad_output() == ("0", "NaN")
 
 
 def test_a_nan_in_backward_is_named_and_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -239,29 +239,21 @@ def test_a_warning_of_the_users_is_still_theirs_and_not_repeated() -> None:
     assert 1 <= [str(w.message) for w in heard].count("once is enough") <= 2  # of eight steps
 
 
-def test_the_innermost_line_that_is_not_torchs_is_it() -> None:
-    torch_file = Path(torch.__file__).parent / "nn" / "modules" / "module.py"
-    trace = (
-        '  File "/home/me/net.py", line 7, in forward\n    y = self.norm(x)\n'
-        f'  File "{torch_file}", line 1, in _call_impl\n    return forward_call(*args)\n'
-    )
-    assert str(line_of(trace)) == "/home/me/net.py:7 `y = self.norm(x)`"
-    assert line_of("No forward pass information available.") is None
-
-
-def test_a_line_inside_the_runner_is_named_only_where_it_is_of_a_model_of_its_own() -> None:
+def test_the_innermost_line_that_is_not_torchs_or_the_runners_machinery_is_named() -> None:
     def frame(file: str, code: str) -> str:
         return f'  File "{file}", line 3, in forward\n    {code}\n'
 
+    torch_file = str(Path(torch.__file__).parent / "nn" / "modules" / "module.py")
     started = frame("/home/me/train.py", "train(run)")  # whoever starts a run is to blame for none
     called = frame(f"{OURS}step.py", "call(run.forward, batch[0])")
-    theirs = frame("/home/me/net.py", "x.sqrt()")
-    watched = frame(f"{OURS}debug/gradients/units.py", "output = func(*args, **kwargs)")
+    theirs = frame("/home/me/net.py", "x.sqrt()") + frame(torch_file, "return forward_call(*args)")
+    watched = frame(f"{OURS}debug/dead_units.py", "output = func(*args, **kwargs)")
     model = frame(f"{OURS}models/mlp.py", "x.relu()")
-    loss = frame(f"{OURS}objectives/cross_entropy.py", "cross_entropy(output, target)")
-    assert str(line_of(started + called + theirs + watched)) == "/home/me/net.py:3 `x.sqrt()`"
-    assert str(line_of(started + called + model + watched)).endswith("mlp.py:3 `x.relu()`")
-    assert line_of(started + called + loss) is None
+    assert place_in_text(theirs) == ("/home/me/net.py", 3)
+    assert place_in_text(started + called + theirs + watched) == ("/home/me/net.py", 3)
+    assert place_in_text(started + called + model + watched) == (f"{OURS}models/mlp.py", 3)
+    assert place_in_text(started + called + watched) is None
+    assert place_in_text("No forward pass information available.") is None
 
 
 POISONED = [*ANOMALY[1:], "model._target_=my_package.Net", "data._target_=my_package.Noisy",
@@ -278,8 +270,8 @@ def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
     assert fault["message"] == "the input is not finite: 1 of 32 samples"
     assert "× bad input" in finding(summary)
     bad = [r.getMessage() for r in caplog.records if "finite" in r.getMessage()]
-    said = "inputs: values that are NaN or infinite, in 1 of 32 samples (of the data set: 7)"
-    assert bad == [f"step {fault['steps'][0]}: {said}; skipped"]
+    assert len(bad) == 1 and bad[0].startswith(f"step {fault['steps'][0]}: inputs: ")
+    assert bad[0].endswith("in 1 of 32 samples (of the data set: 7); skipped")
     assert summary.faults["non_finite"] == summary.faults["anomaly"]  # counted, if not said
 
 
@@ -347,7 +339,7 @@ def test_the_module_whose_backward_is_under_way() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            seen.append(trail.module())
+            seen.append(trace.module())
             return gradient
 
     class Probed(nn.Module):
@@ -360,12 +352,12 @@ def test_the_module_whose_backward_is_under_way() -> None:
 
     seen: list[str | None] = []
     model = nn.Sequential(nn.Linear(2, 2), Probed(nn.ReLU(), Probed(nn.Linear(2, 2))))
-    trail = Trail(model)
-    with trail.followed():
+    trace = ModuleTrace(model)
+    with trace.watching():
         Probe.apply(model(torch.randn(3, 2))).sum().backward()
     assert seen == [None, "1", "1.inner.1", "1.inner.1", "1"]
     assert not model._forward_hooks
-    assert trail.culprit() is None
+    assert trace.first_bad_output() is None
 
 
 def test_a_pace_that_is_none_is_refused() -> None:

@@ -9,8 +9,8 @@ from runner import compose
 from runner.captures.manifest import FOLDER
 from runner.jobs.replay import main
 from runner.replay.findings import Attempt, Found, Phase, Replay
-from runner.replay.look import advice
-from runner.replay.spike import spike
+from runner.replay.investigation import advice
+from runner.replay.spike import explain_spike
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 
@@ -41,7 +41,7 @@ def test_a_sample_that_is_far_too_large_comes_before_the_settings(
     with standing(captured(POISON, "+model.part=log")) as (run, batch, _):
         inputs = batch[0].clone()
         inputs[5] *= 1e6
-        found = spike(run, (inputs, batch[1]), batch)
+        found = explain_spike(run, (inputs, batch[1]), batch)
     assert found.cause.startswith("the batch itself: input is ")
     number = found.cause.split()[5].replace(",", "")
     assert float(number) == float(f"{float(number):.2g}"), "in two digits"

@@ -19,7 +19,7 @@ from runner.captures.manifest import captures
 from runner.checkpoint.manifest import sealed
 from runner.errors import CheckpointError, NotVerified, RunnerError, SecurityError
 from runner.jobs.replay import main
-from runner.replay.script import write_script
+from runner.replay.investigation import write_script
 
 ROOT = Path(__file__).parents[2]
 PLAIN = [
@@ -100,7 +100,15 @@ def test_text_of_a_capture_is_a_string_in_the_script(capture: Path, tmp_path: Pa
         path = write_script(tmp_path, capture / text, text, [text], [text])
         tree = ast.parse(path.read_text())
         calls = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        assert calls == {"sys.exit", "open_capture", "Path", "len", "reopened", "attempt", "print"}
+        assert calls == {
+            "sys.exit",
+            "open_capture",
+            "Path",
+            "len",
+            "reopened",
+            "make_attempt",
+            "print",
+        }
         assert text in {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
 
 

@@ -17,8 +17,8 @@ from runner.captures.opening import open_capture
 from runner.errors import NotVerified
 from runner.jobs.replay import main
 from runner.replay.findings import Phase, Replay
+from runner.replay.investigation import BAD
 from runner.replay.reopen import config_of
-from runner.replay.script import BAD
 from runner.summary import Summary
 
 POISON = "+data.poison=[3,17,20,33,41,50]"

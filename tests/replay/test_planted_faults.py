@@ -18,7 +18,7 @@ from runner.objectives.custom import Custom as CustomLoss
 from runner.replay import page
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Phase
-from runner.replay.trace import trace
+from runner.replay.trace import trace_step
 from runner.run import Run
 from tests.replay.planted_faults import BACKWARD, FORWARD, NESTED, OF_FORWARD, Custom, planted_loss
 
@@ -49,7 +49,7 @@ def plant(run: Run, fault: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize("fault", BACKWARD)
 def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
     plant(made, BACKWARD[fault])
-    found = trace(made, made.train.at(0))
+    found = trace_step(made, made.train.at(0))
     phase = Phase.forward if fault in OF_FORWARD else Phase.backward
     assert (found.phase, found.module) == (phase, "block.2"), found
 
@@ -57,14 +57,14 @@ def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -
 @pytest.mark.parametrize("fault", FORWARD)
 def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) -> None:
     plant(made, FORWARD[fault])
-    found = trace(made, made.train.at(0))
+    found = trace_step(made, made.train.at(0))
     module = "block.2.inner" if fault.startswith("masked ") else "block.2"
     assert (found.phase, found.module) == (Phase.forward, module), found
 
 
 def test_what_a_backward_raises_is_named_by_its_module(made: Run) -> None:
     plant(made, lambda: Custom("raises"))
-    found = trace(made, made.train.at(0))
+    found = trace_step(made, made.train.at(0))
     assert (found.phase, found.module) == (Phase.exception, "block.2"), found
     assert found.cause == "block.2 (Custom) raised ValueError: no gradient in the backward"
 
@@ -74,7 +74,7 @@ def test_a_fault_that_is_computed_again_is_named_by_the_innermost_module(
     fault: str, made: Run
 ) -> None:
     plant(made, NESTED[fault])
-    found = trace(made, made.train.at(0))
+    found = trace_step(made, made.train.at(0))
     phase = Phase.forward if fault.startswith(OF_FORWARD) else Phase.backward
     assert (found.phase, found.module) == (phase, "block.2.inner"), found
 
@@ -94,10 +94,10 @@ def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
     plant(made, nn.Identity)
     with monkeypatch.context() as patch:
         patch.setattr(made.model, "functional", True)
-        found = trace(made, made.train.at(0))
+        found = trace_step(made, made.train.at(0))
     assert (found.phase, found.module, found.kind) == (Phase.backward, "", "Net"), found
     monkeypatch.setattr(made, "objective", CustomLoss(planted_loss, "planted"))
-    found = trace(made, made.train.at(0))
+    found = trace_step(made, made.train.at(0))
     assert found.cause.startswith("the gradient through the objective becomes Inf"), found
 
 
@@ -121,6 +121,6 @@ def test_the_page_and_the_script_name_the_module_of_a_bad_backward(
 def test_hooks_of_a_step_that_was_traced_are_gone(made: Run) -> None:
     plant(made, BACKWARD["output hook"])
     register = torch.Tensor.register_hook
-    trace(made, made.train.at(0))
+    trace_step(made, made.train.at(0))
     assert torch.Tensor.register_hook is register
     assert all(module._compiled_call_impl is None for module in made.model.modules())

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.replay.attempt import attempt
+from runner.replay.attempt import make_attempt
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Phase
-from runner.replay.spike import spike
-from runner.replay.trace import trace
+from runner.replay.spike import explain_spike
+from runner.replay.trace import trace_step
 from runner.step import backward
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
@@ -41,7 +41,7 @@ def test_a_fault_is_traced_to_module_and_line(
     captured: Any, standing: Any, marked: Any,
 ) -> None:  # fmt: skip
     with standing(captured(POISON, *overrides)) as (run, batch, _):
-        found = trace(run, batch)
+        found = trace_step(run, batch)
     assert (found.phase, found.module, found.kind) == (phase, module, kind)
     assert found.line is not None
     assert found.line.file.endswith("faulty_models.py")
@@ -54,7 +54,7 @@ def test_a_nan_that_the_code_itself_names_is_not_said_to_come_of_inf(
     part: str, captured: Any, standing: Any, marked: Any
 ) -> None:
     with standing(captured(POISON, f"+model.part={part}")) as (run, batch, _):
-        found = trace(run, batch)
+        found = trace_step(run, batch)
     assert found.line is not None
     assert found.line.number == marked(part.upper())
     assert found.cause.endswith("of a constant NaN")
@@ -62,7 +62,7 @@ def test_a_nan_that_the_code_itself_names_is_not_said_to_come_of_inf(
 
 def test_what_went_into_the_module_is_told_in_numbers(captured: Any, standing: Any) -> None:
     with standing(captured(POISON, "+model.part=log")) as (run, batch, capture):
-        found = trace(run, batch)
+        found = trace_step(run, batch)
         inputs = []
         run.model.part.register_forward_pre_hook(lambda module, args: inputs.extend(args))
         backward(run, batch)
@@ -79,14 +79,14 @@ def test_the_operation_and_the_parameters_with_bad_gradients_are_named(
     captured: Any, standing: Any
 ) -> None:
     with standing(captured(POISON, "+model.part=root")) as (run, batch, _):
-        found = trace(run, batch)
+        found = trace_step(run, batch)
     assert found.operation == "div.Tensor in SqrtBackward0"
     assert found.parameters == ["first.bias", "first.weight"]  # not those after it
 
 
 def test_bad_samples_of_the_batch_are_counted_out(captured: Any, standing: Any) -> None:
     with standing(captured("+data.nan=[1,2,4,6,8,33,40]")) as (run, batch, capture):
-        found = trace(run, batch)
+        found = trace_step(run, batch)
     assert found.phase is Phase.input
     assert "input is not finite" in found.cause
     assert {capture.samples[i] for i in found.samples} <= {1, 2, 4, 6, 8, 33, 40}
@@ -106,7 +106,7 @@ def test_what_was_bad_before_the_step_is_named_as_the_cause(
     with standing(captured(POISON, "+model.part=log", "+model.norm=true")) as (run, batch, _):
         with torch.no_grad():
             run.model.state_dict()[name].view(-1)[0] = value
-        found = trace(run, batch)
+        found = trace_step(run, batch)
     assert found.phase is Phase.weights
     assert found.cause.startswith(cause)
     assert found.module == name.rpartition(".")[0]
@@ -122,7 +122,7 @@ def test_statistics_that_a_forward_ruins_are_named_where_the_loss_is_finite(
         with torch.no_grad():
             run.model.first.weight *= 1e25  # the variance overflows, what is normalised does not
             run.model.first.bias.zero_()
-        found = trace(run, (healthy, batch[1]))
+        found = trace_step(run, (healthy, batch[1]))
     assert (found.phase, found.module, found.kind) == (Phase.forward, "norm", "BatchNorm1d")
     assert "running_var" in found.cause
 
@@ -133,7 +133,7 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(
     path = captured(POISON, "+model.part=log")  # any: the part is put in its place below
     with standing(path) as (run, batch, _):
         run.model.part = __import__("faulty_models").OnlyCompiled()
-        assert trace(run, batch).phase is Phase.nowhere
+        assert trace_step(run, batch).phase is Phase.nowhere
         found = trace_compiled(run, batch)
     assert (found.phase, found.module, found.kind) == (Phase.forward, "part", "OnlyCompiled")
     assert found.line is not None
@@ -159,7 +159,7 @@ def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(
     )  # fmt: skip
     with standing(path) as (run, batch, capture):
         before = run.train.at(capture.step - 2)
-        found = spike(run, batch, before)
+        found = explain_spike(run, batch, before)
     assert (found.phase, found.module, found.kind) == (Phase.spike, "part", "Grows")
     assert {capture.samples[i] for i in found.samples} <= {3, 17, 20, 33, 41, 50}
     assert found.samples
@@ -175,12 +175,12 @@ def test_a_look_leaves_the_run_as_it_was(captured: Any, standing: Any) -> None:
     with standing(path) as (run, batch, capture):
         run.model.train()
         before = kept(run.model.state_dict().values())
-        trace(run, batch)
-        spike(run, batch, run.train.at(1))
+        trace_step(run, batch)
+        explain_spike(run, batch, run.train.at(1))
         after = kept(run.model.state_dict().values())
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert all(p.grad is None for p in run.model.parameters())
-        looked = attempt(run, batch, capture)
+        looked = make_attempt(run, batch, capture)
     with standing(path) as (run, batch, capture):
-        plain = attempt(run, batch, capture)
+        plain = make_attempt(run, batch, capture)
     assert (str(looked.loss), str(looked.grad_norm)) == (str(plain.loss), str(plain.grad_norm))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from runner.replay.trial import changed, tried
+from runner.replay.attempt import attempt_apart, with_settings
 
 
 def test_whom_to_trust_is_never_taken_from_the_capture(captured: Any) -> None:
     path = captured("+data.poison=[3,17,20,33,41,50]", "+model.part=log")
-    refused = tried(path, [], [], {}, 120)
+    refused = attempt_apart(path, [], [], {}, 120)
     assert "security.trusted" in refused.failed
     assert not refused.bad
 
@@ -27,7 +27,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(captured: Any, tmp_pat
     note = tmp_path / "pid"
     os.environ["FAULTY_HANGS"] = str(note)
     try:
-        found = tried(path, ["faulty_models"], [], {}, 20)
+        found = attempt_apart(path, ["faulty_models"], [], {}, 20)
     finally:
         del os.environ["FAULTY_HANGS"]
     assert "not done within" in found.failed
@@ -39,8 +39,8 @@ def test_one_whose_parent_is_killed_ends_too(captured: Any, tmp_path: Path) -> N
     path = captured("+data.poison=[3,17,20,33,41,50]", "+model.part=hangs")
     note = tmp_path / "pid"
     code = (
-        "import sys; from pathlib import Path; from runner.replay.trial import tried; "
-        f"tried(Path({str(path)!r}), ['faulty_models'], [], {{}}, 100)"
+        "import sys; from pathlib import Path; from runner.replay.attempt import attempt_apart; "
+        f"attempt_apart(Path({str(path)!r}), ['faulty_models'], [], {{}}, 100)"
     )
     paths = os.pathsep.join(sys.path)
     parent = subprocess.Popen(  # noqa: S603  # fixed arguments, no shell
@@ -61,7 +61,7 @@ def test_a_key_of_a_technique_can_be_set_otherwise() -> None:
     from runner import compose
 
     config = compose(["optimization.amp.enabled=true"])
-    amp = changed(config, {"optimization.amp.dtype": "fp16"}).optimization.amp
+    amp = with_settings(config, {"optimization.amp.dtype": "fp16"}).optimization.amp
     assert (amp.enabled, amp.dtype.value) == (True, "fp16")
 
 

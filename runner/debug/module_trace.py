@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from runner import modes
+from runner.nest import tensors
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A step of the backward pass; what comes in and what goes out are on the device."""
+    """A step of the backward pass; both numbers are on the device."""
 
     name: str
     trace: str  # of its forward, as Python prints it
     module: str | None  # None: of the loss
-    into: Tensor  # largest absolute value, 0-d
-    out: Tensor
+    incoming: Tensor  # largest absolute value of the gradients, 0-d
+    outgoing: Tensor
 
 
-class Trail:
-    """While `followed`, knows the module whose backward is under way.
+class ModuleTrace:
+    """While `watching`, knows the module whose backward is under way.
 
     A module is entered when the gradient of its output is there, and left when that of its input
-    is. Forward costs a reduction over each module's output, and nothing is read before `culprit`.
-    While `digging` each operation's gradients are kept account of as well, for `origin`.
+    is. Forward costs a reduction over each module's output, and nothing is read before it is asked
+    for. With `operations_too` each operation's gradients are recorded as well.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,20 +39,20 @@ class Trail:
         self.inside: list[str] = []  # entered and not left; what is in another comes after it
         self.inputs: list[Tensor] = []  # of each micro-batch: which samples are not finite
         self.outputs: list[tuple[str, Tensor]] = []  # largest absolute value, in order
-        self.digging = False
+        self.operations_too = False
         self.operations: list[Operation] = []  # in the order of backward
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Hooks on every module; what was seen stays afterwards."""
-        self.inside, self.operations, self.digging = [], [], False
+    def watching(self) -> Iterator[None]:
+        """Hooks on every module; the records stay afterwards."""
+        self.inside, self.operations, self.operations_too = [], [], False
         self.inputs, self.outputs = [], []
         with ExitStack() as stack:
             for name, module in modes.hookable(self.model):
                 stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
                 stack.callback(module.register_forward_hook(self._after(name)).remove)
-            note = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-            stack.callback(note.remove)
+            hook = self.model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
+            stack.callback(hook.remove)
             yield
 
     def module(self) -> str | None:
@@ -59,10 +60,10 @@ class Trail:
         return self.inside[-1] if self.inside else None
 
     def bad_input(self) -> tuple[int, int] | None:
-        """How many samples that the model got are not finite, and of how many; waits."""
-        return _counted(self.inputs)
+        """How many of the model's samples are not finite, and of how many; waits."""
+        return _count(self.inputs)
 
-    def culprit(self) -> tuple[str, str] | None:
+    def first_bad_output(self) -> tuple[str, str] | None:
         """The first module with an output that is not finite, and whether NaN or Inf; waits."""
         peaks = _read([largest for _, largest in self.outputs])  # waits
         for (name, _), largest in zip(self.outputs, peaks, strict=True):
@@ -76,9 +77,9 @@ class Trail:
         Anomaly mode itself looks for NaN alone, and so names the operation after the one that
         made an Inf: that of `x * 0`, say, in place of that of its square root.
         """
-        into = _read([operation.into for operation in self.operations])  # waits
-        out = _read([operation.out for operation in self.operations])  # waits
-        for operation, came, went in zip(self.operations, into, out, strict=True):
+        incoming = _read([operation.incoming for operation in self.operations])  # waits
+        outgoing = _read([operation.outgoing for operation in self.operations])  # waits
+        for operation, came, went in zip(self.operations, incoming, outgoing, strict=True):
             if not math.isfinite(came):
                 return None  # it is from the loss
             if not math.isfinite(went):
@@ -89,7 +90,7 @@ class Trail:
         def hook(module: nn.Module, inputs: Any) -> None:
             if module is self.model:  # the backward before, of another micro-batch, is over
                 self.inside.clear()
-            for tensor in _tensors(inputs):
+            for tensor in tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._leave(name))  # type: ignore[no-untyped-call]
 
@@ -97,38 +98,37 @@ class Trail:
 
     def _after(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self.outputs.append((name, peak([tensor])))
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._enter(name))  # type: ignore[no-untyped-call]
-            if self.digging and module is self.model:
-                self._dig(output)
+            if self.operations_too and module is self.model:
+                self._record_operations(output)
 
         return hook
 
-    def _begin(self, module: nn.Module, inputs: Any, by_name: dict[str, Any]) -> None:
-        bad = _bad((inputs, by_name))
+    def _record_inputs(self, module: nn.Module, inputs: Any, by_name: dict[str, Any]) -> None:
+        bad = _bad_rows((inputs, by_name))
         if bad is not None:
             self.inputs.append(bad)
 
-    def _dig(self, output: Any) -> None:
-        """Keep account of all operations that lead to the model's output."""
-        waiting = [tensor.grad_fn for tensor in _tensors(output)]
+    def _record_operations(self, output: Any) -> None:
+        """Record all operations that lead to the model's output."""
+        waiting: list[Any] = [tensor.grad_fn for tensor in tensors(output)]
         seen: set[Any] = {None}
         while waiting:
             node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            node.register_hook(self._account(node))
-            waiting.extend(next_ for next_, _ in node.next_functions)
+            if node not in seen:
+                seen.add(node)
+                node.register_hook(self._recorder(node))
+                waiting.extend(next_ for next_, _ in node.next_functions)
 
-    def _account(self, node: Any) -> Any:
+    def _recorder(self, node: Any) -> Any:
         trace = "".join(node.metadata.get("traceback_", ()))  # anomaly mode puts it there
 
-        def hook(out: Any, into: Any) -> None:
-            peaks = peak(_tensors(into)), peak(_tensors(out))
+        def hook(outgoing: Any, incoming: Any) -> None:
+            peaks = peak(tensors(incoming)), peak(tensors(outgoing))
             self.operations.append(Operation(node.name(), trace, self.module(), *peaks))
 
         return hook
@@ -146,56 +146,46 @@ class Trail:
             self.inside.remove(name)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    """The tensors in a nest of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
-
-
 def bad_samples(value: Any) -> tuple[int, int] | None:
     """How many samples of a batch's nest are not finite, and of how many; None: all are. Waits."""
-    bad = _bad(value)
-    return None if bad is None else _counted([bad])
+    bad = _bad_rows(value)
+    return None if bad is None else _count([bad])
 
 
-def _bad(value: Any) -> Tensor | None:
+def _bad_rows(value: Any) -> Tensor | None:
     """Which samples of a nest are not finite, on the device; None where it has no floats."""
-    found: Tensor | None = None
-    for tensor in _tensors(value):
+    result: Tensor | None = None
+    for tensor in tensors(value):
         if not (tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided):
             continue
         bad = ~tensor.detach().isfinite()
         bad = bad.flatten(1).any(1) if bad.dim() > 1 else bad
-        if found is None:
-            found = bad
-        elif found.shape == bad.shape:
-            found = found | bad.to(found.device)
-    return found
+        if result is None:
+            result = bad
+        elif result.shape == bad.shape:
+            result = result | bad.to(result.device)
+    return result
 
 
-def _counted(bad: Sequence[Tensor]) -> tuple[int, int] | None:
+def _count(bad: Sequence[Tensor]) -> tuple[int, int] | None:
     few = sum(int(one.sum()) for one in bad)  # waits
     return (few, sum(map(len, bad))) if few else None
 
 
-def peak(tensors: Iterable[Tensor]) -> Tensor:
+def peak(values: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
     """The largest absolute value in them, 0-d, on their device; NaN where there is one."""
-    values = [tensor.detach() for tensor in tensors if tensor.numel()]
+    detached = [tensor.detach() for tensor in values if tensor.numel()]
     largest = [
         torch.linalg.vector_norm(value.coalesce().values() if value.is_sparse else value, math.inf)
-        for value in values
+        for value in detached
     ]
-    return torch.stack([value.float() for value in largest]).amax() if values else torch.zeros(())
+    return torch.stack([value.float() for value in largest]).amax() if largest else torch.zeros(())
 
 
 def _read(peaks: Sequence[Tensor]) -> list[float]:
     if not peaks:
         return []
-    device = peaks[-1].device
-    return torch.stack([value.to(device) for value in peaks]).tolist()
+    return torch.stack([value.to(peaks[-1].device) for value in peaks]).tolist()
 
 
 def _kind(value: float) -> str:

@@ -1,0 +1,286 @@
+"""Autograd's anomaly mode: the operation, the line and the module that made a gradient NaN."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+import warnings
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+
+from runner.batch import call, count, rows
+from runner.debug.config import DebugConfig
+from runner.debug.module_trace import ModuleTrace, bad_samples, peak
+from runner.debug.source_line import line_at, place_in_text
+from runner.debug.tool import Tool
+from runner.errors import GaveUp
+from runner.hook import Cost, Step
+from runner.run import Run
+from runner.stopwatch import SETTLING
+from runner.untouched import untouched
+
+log = logging.getLogger("runner")
+
+RAISED = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
+WARNED = "Error detected in "
+
+
+class Anomaly(Tool):
+    """Steps in anomaly mode; a NaN in backward is named, and by policy recorded or the end.
+
+    The step is made again, this time recording each operation's gradients, and where a NaN is only
+    recorded, the guard skips it as it would any other. The steps run uncompiled. Autograd itself
+    reads every gradient in this mode: an accelerator waits at each operation.
+    """
+
+    name = "anomaly"
+    eager = True
+
+    def __init__(self, config: DebugConfig) -> None:
+        super().__init__(config, config.anomaly.every or 1)
+        self.raises = config.on_anomaly.name == "raise"
+        self.trace: ModuleTrace | None = None
+        self.active = False
+        self.warned = ""  # autograd's last warning, with where a failed operation was called
+        self.failed: Exception | None = None  # the error of the step's first attempt …
+        self.module: str | None = None  # … and the module whose backward was under way
+        self.culprits: Counter[str] = Counter()
+        self.suspicious = False  # the last step looked at was not finite
+        self.first = 0  # step before the first of this process
+        self.steps = array("q")  # those looked at; 8 bytes a step
+        self.shared = array("q")  # those of them that other tools looked at too
+        self.overhead: tuple[float, float] | None = None  # rehearsed, where steps do not tell
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Listen to autograd's warnings, and be asked when a step fails."""
+        self.trace = ModuleTrace(run.model)
+        self.first = run.progress.step
+        run.recoveries.insert(0, self._recover)
+        try:
+            with warnings.catch_warnings():  # once a run: entering it makes Python repeat warnings
+                warnings.filterwarnings("always", message=WARNED)
+                warnings.showwarning = self._listen(warnings.showwarning)
+                yield
+                if self.steps and not all(self._split_times(run)):
+                    self.active = True  # a batch of NaN is no news here
+                    self.overhead = rehearse(run, self.trace)
+        finally:
+            self.active = False
+            run.recoveries.remove(self._recover)
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Anomaly mode, and hooks on every module."""
+        self.looks += 1
+        step = run.progress.step + 1
+        self.steps.append(step)
+        if any(isinstance(h, Tool) and h is not self and h.due(step) for h in run.hooks):
+            self.shared.append(step)
+        self.warned, self.failed = "", None
+        trace = self.trace or ModuleTrace(run.model)
+        with trace.watching(), torch.autograd.set_detect_anomaly(True):
+            # an Inf alone raises nothing: the operation of the next one is found
+            trace.operations_too = self.suspicious
+            self.active = True
+            try:
+                yield
+            finally:
+                self.active = False
+
+    def on_gradients(self, run: Run, step: Step) -> None:
+        """Name the culprit, also of an Inf of which backward made no NaN."""
+        failed, self.failed = self.failed, None
+        finite = math.isfinite(step.grad_norm.item())  # waits, as autograd has all along
+        self.suspicious = not finite
+        if self.trace is None or (finite and failed is None):
+            return
+        in_forward = self._find_in_forward(run, self.trace)
+        if failed is None and run.update.scale is not None and in_forward is None:
+            return  # fp16 overflows are how its loss scale finds its size
+        # a batch that is bad is no module's fault
+        message, key = in_forward or self._find_in_backward(run, self.trace, failed)
+        self._add_fault(run, message, key, in_forward is not None, failed)
+
+    def _listen(self, show: Callable[..., None]) -> Callable[..., None]:
+        def listen(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if self.active and str(message).startswith(WARNED):
+                self.warned = str(message)
+            else:
+                show(message, *args, **kwargs)
+
+        return listen
+
+    def _recover(self, run: Run, error: Exception) -> bool:
+        """A NaN: the step is made again, raising nothing and recording every operation."""
+        if not self.active or self.trace is None:
+            return False
+        self.trace.inputs.clear()  # whoever takes care of it, the step is made again
+        self.trace.outputs.clear()
+        if RAISED.search(str(error)) is None:
+            return False
+        self.active, self.failed = False, error
+        self.module = self.trace.module()
+        torch.autograd.set_detect_anomaly(True, check_nan=False)  # `around` restores it
+        self.trace.operations_too = True
+        self.trace.operations.clear()
+        return True
+
+    def _find_in_backward(
+        self, run: Run, trace: ModuleTrace, error: Exception | None
+    ) -> tuple[str, str]:
+        """The message about a step whose backward is not finite, and the key to count it by."""
+        raised, origin = RAISED.search(str(error)), trace.origin()  # waits
+        if origin is not None:
+            operation, kind = origin[0].name, origin[1]
+            text, module = origin[0].trace, origin[0].module
+        elif raised is not None:
+            operation, kind, text, module = raised[1], "NaN", self.warned, self.module
+        else:
+            name = _bad_parameter(run)
+            what = f"the gradient of {name}" if name else "the loss"
+            return f"{what} is not finite, and backward made no NaN of it", what
+        place = place_in_text(text)
+        message = f"{operation} gave {kind} in backward, in {_label(module)}"
+        if place is None:
+            return message, operation
+        line = line_at(place).short
+        return f"{message}, {line}", f"{operation} at {line}"
+
+    def _find_in_forward(self, run: Run, trace: ModuleTrace) -> tuple[str, str] | None:
+        """The same of a batch or an output of forward that is not finite; None for neither."""
+        name, bad = "input", trace.bad_input()  # waits
+        culprit = None if bad is not None else trace.first_bad_output()  # waits
+        if bad is None and culprit is None:
+            name, bad = "target", bad_samples(run.train.at(run.progress.step)[1])
+        if bad is not None:
+            few, many = bad
+            return f"the {name} is not finite: {few:,} of {many:,} samples", f"bad {name}"
+        if culprit is None:
+            return None
+        key = f"{_label(culprit[0])} in forward"
+        return f"{culprit[1]} first from {key}", key
+
+    def _add_fault(
+        self, run: Run, message: str, key: str, in_forward: bool, error: Exception | None
+    ) -> None:
+        step = run.progress.step + 1
+        self.culprits[key] += 1
+        (worst, times), others = self.culprits.most_common(1)[0], len(self.culprits) - 1
+        self.finding = f"{times} × {worst}" + (f", {others} others" if others else "")
+        ends = self.raises and (run.update.scale is None or in_forward)
+        if run.update.scale:
+            message += f", at a loss scale of {run.update.scale.value.item():g}"  # waits
+        run.history.told.add(step)
+        run.history.add(
+            "anomaly",
+            message,
+            step=step,
+            category="numerics",
+            severity="error" if ends else "warning",
+            action="the run ends" if ends else "skipped" if run.update.guard else "",
+            error=error,
+            say=not ends and step not in run.history.causes,  # else that was said of its batch
+        )
+        if ends:
+            raise GaveUp(f"step {step}: {message} (debug.on_anomaly=raise)") from None
+
+    # -- cost ----------------------------------------------------------------------------------
+
+    def cost(self, run: Run) -> Cost | None:
+        """How many times a step one of its steps takes, and its findings."""
+        times, self.seconds = self._slowdown(run)
+        pace = "every step" if self.every == 1 else f"every {self.every} steps"
+        compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
+        uncompiled = ", uncompiled" if compiled else ""
+        cost = f"such a step takes {times:.1f} times as long" if times else ""
+        finding = self.finding or "no NaN or Inf" if self.looks else "no step was looked at"
+        finding = "; ".join(filter(None, [finding, f"{pace}{uncompiled}", cost]))
+        return Cost(self.name, self.looks, self.seconds, finding)
+
+    def _split_times(self, run: Run) -> tuple[list[float], list[float]]:
+        """Seconds of the steps that only this tool looked at, and of those that it did not."""
+        seconds = run.watch.steps
+        looked = {step - self.first - 1 for step in self.steps}
+        alone = sorted(looked - {step - self.first - 1 for step in self.shared})
+        return (
+            [seconds[i] for i in alone if SETTLING <= i < len(seconds)],
+            [seconds[i] for i in range(SETTLING, len(seconds)) if i not in looked],
+        )
+
+    def _slowdown(self, run: Run) -> tuple[float, float]:
+        """Its steps against the others, and the seconds it took in all; 0 where none can be told.
+
+        The seconds of other tools at the same steps are left out.
+        """
+        alone, others = self._split_times(run)
+        if alone and others:
+            usual, more = median(others), median(alone) - median(others)
+        elif self.overhead is not None and (alone or others):
+            least, more = self.overhead
+            usual = median(others) if others else max(least, median(alone) - more)
+        else:
+            return 0.0, 0.0
+        return max(1.0, 1 + more / usual), max(0.0, more * len(self.steps))
+
+
+def rehearse(run: Run, trace: ModuleTrace) -> tuple[float, float] | None:
+    """Seconds of a step's forward and backward, and those that the mode adds, from six rehearsals.
+
+    Once training is over; no update is made, and what forwards change in the model goes back.
+    None where it fails.
+    """
+    batch = rows(run.train.peek(), slice(run.micro_batch))
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    with untouched(run.model, run.forward, run.objective, device=run.device.torch):
+        try:
+            for watched in (True, False) * 3:
+                spent[watched].append(_time_step(run, trace if watched else None, batch))
+        except Exception as error:  # a model that makes NaN of this batch too, or tires of it
+            log.debug("anomaly mode is not timed: %s", error)
+            return None
+        finally:
+            run.update.abandon()
+    parts = -(-count(run.train.peek()[1]) // run.micro_batch)
+    plain = min(spent[False])
+    return plain * parts, max(0.0, min(spent[True]) - plain) * parts
+
+
+def _time_step(run: Run, trace: ModuleTrace | None, batch: Any) -> float:
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if trace is not None:
+            stack.enter_context(trace.watching())
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        for context in run.contexts:
+            stack.enter_context(context())
+        run.update.begin()
+        run.device.synchronize()
+        start = time.perf_counter()
+        run.objective(call(run.forward, batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+        run.device.synchronize()
+        seconds = time.perf_counter() - start
+    run.update.abandon()
+    return seconds
+
+
+def _label(name: str | None) -> str:
+    if name is None:
+        return "the loss"
+    return name or "the model itself"
+
+
+def _bad_parameter(run: Run) -> str | None:
+    """The parameter next to the loss whose gradient is not finite; waits for each."""
+    for name, parameter in reversed(list(run.model.named_parameters())):
+        if parameter.grad is not None and not math.isfinite(peak([parameter.grad]).item()):
+            return name
+    return None

@@ -1,1 +1,0 @@
-"""Which operation made a NaN or Inf first."""

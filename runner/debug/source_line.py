@@ -1,0 +1,90 @@
+"""The line of the user's code that runs: the innermost frame that is neither torch's nor ours."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+import runner
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+TORCH = str(Path(torch.__file__).parent) + os.sep
+OURS = str(Path(runner.__file__).parent) + os.sep
+SHOWN = tuple(OURS + part for part in ("models" + os.sep, "objectives" + os.sep, "deferred.py"))
+"""Of ours, the code of models and losses."""
+STEP = tuple(OURS + name for name in ("batch.py", "step.py", "loop.py"))
+"""The callers of the model; what called these is no part of the step."""
+
+Place = tuple[str, int]
+"""A file and the number of a line; its text is read when it is wanted."""
+
+
+@dataclass
+class Line:
+    """A line of code outside torch and the runner's own machinery."""
+
+    file: str
+    number: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+    @property
+    def short(self) -> str:
+        """Its path from here, and its text."""
+        path = Path(self.file)
+        near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"{near}:{self.number} `{self.source}`" if self.source else f"{near}:{self.number}"
+
+
+def is_shown(path: str) -> bool:
+    """Whether code of that file may be the culprit."""
+    if path.startswith(("<", TORCH)):
+        return False
+    return not path.startswith(OURS) or path.startswith(SHOWN)
+
+
+def line_at(place: Place) -> Line:
+    """That line with its text."""
+    return Line(*place, linecache.getline(*place).strip())
+
+
+def current_place() -> Place | None:
+    """The place that led to the call; None where it was torch all the way."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == OURS + "step.py":
+            return None
+        if is_shown(path):
+            return path, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def raising_line(trace: TracebackType | None) -> Line | None:
+    """The innermost such line of a traceback, inside the step."""
+    line, begun = None, False
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        begun = begun or path == OURS + "step.py"
+        if begun and is_shown(path):
+            line = line_at((path, trace.tb_lineno))
+        trace = trace.tb_next
+    return line
+
+
+def place_in_text(text: str) -> Place | None:
+    """The innermost such place in a trace as Python prints it; whoever started the run is not."""
+    frames = [(path, int(number)) for path, number in FRAME.findall(text)]
+    called = [i for i, (path, _) in enumerate(frames) if path.startswith(STEP)]
+    inside = frames[called[-1] + 1 :] if called else frames
+    return next((frame for frame in reversed(inside) if is_shown(frame[0])), None)
