@@ -1,7 +1,9 @@
-"""Weights by their names, out of a file, a checkpoint's folder or a run's, through the gate."""
+"""Weights by their names, out of a file, shards, a checkpoint's folder or a run's."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +18,9 @@ from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.record.text import escape_control_chars
 from runner.security.files.formats import is_model_name
-from runner.security.files.loader import open_file
+from runner.security.files.loader import Opened, open_file
 from runner.security.files.policy import Policy
+from runner.security.files.sandbox import Sandbox
 from runner.security.trust import Severity, Trust
 
 log = logging.getLogger("runner")
@@ -25,9 +28,27 @@ log = logging.getLogger("runner")
 KEY = "model.weights"
 BELOW = ("state_dict", "model", "model_state_dict", "weights")
 """Where training programs put a state_dict in the dict that they save."""
+INDEX_SUFFIX = ".index.json"
+FILES = (MODEL, f"{MODEL}{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}")
+"""What a Hugging Face folder holds its weights in."""
+LARGEST_INDEX = 1 << 26  # bytes
+WHOLE_COPY = "get a whole copy of the folder"
 COMPILED = "_orig_mod."  # what torch.compile puts before the names in each module that it wraps
 SHOWN = 3  # names of each kind, in a message
 CHARACTERS = 160  # of a name and what is said of it
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of the files that a model's weights lie in."""
+
+    path: Path
+    sha256: str
+    trust: Trust
+
+    def read(self, policy: Policy) -> dict[str, Any]:
+        """Its tensors by name; it must still be the file that was examined."""
+        return _named_tensors(open_file(self.path, policy, self.sha256), self.path)
 
 
 @dataclass(frozen=True)
@@ -35,19 +56,21 @@ class Weights:
     """What was read, by name, and where it is from."""
 
     path: Path
-    held: Mapping[str, Any]
-    sha256: str  # of the file
+    held: Mapping[str, Any]  # of shards: tensors on the meta device, with shape and type alone
+    sha256: str  # of the file; of shards: over their digests and names
     trust: Trust
     notes: list[str] = field(default_factory=list)
+    shards: tuple[Shard, ...] = ()
 
 
 def read_weights(path: Path, policy: Policy) -> Weights:
-    """The weights in a file, a checkpoint's folder, or the newest good checkpoint of a run's.
+    """The weights in a file, a checkpoint's folder, the newest good checkpoint of a run's, or a
+    Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
 
-    Raises ConfigError for what holds none, SecurityError and CheckpointError as the gate does.
+    Raises ConfigError for what holds none, SecurityError and CheckpointError for what is refused.
     """
     if path.name == MODEL and folders.is_checkpoint(path.parent):
-        path = path.parent  # whose manifest vouches for it
+        path = path.parent  # whose manifest has its digest
     if path.is_dir():
         root = path if path.name == folders.FOLDER else path / folders.FOLDER
         if folders.is_checkpoint(path):
@@ -55,23 +78,76 @@ def read_weights(path: Path, policy: Policy) -> Weights:
         restored = folders.load_newest(root, policy, check_state)
         if restored is not None:
             return _of_ours(restored)
-        if not (path / MODEL).is_file():
-            there = sorted(p.name for p in path.iterdir() if is_model_name(p.name))
-            raise ConfigError(
-                KEY, f"{path} has no checkpoint and no {MODEL} in it",
-                f"name one of its files: {some(there)}" if there else "name a file",
-            )  # fmt: skip
-        path = path / MODEL
+        path = _file_in(path)
+    if path.name.endswith(INDEX_SUFFIX):
+        return _read_shards(path, policy)
     found = open_file(path, policy)
-    facts = found.facts
+    _log_warnings(found, path)
+    return Weights(path, _named_tensors(found, path), found.facts.sha256, found.assessment.trust)
+
+
+def _file_in(folder: Path) -> Path:
+    """The file of a folder that holds its weights, or the index of them."""
+    for name in FILES:
+        if (folder / name).is_file():
+            return folder / name
+    there = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
+    raise ConfigError(
+        KEY, f"{folder} has no checkpoint and none of {', '.join(FILES)} in it",
+        f"name one of its files: {some(there)}" if there else "name a file",
+    )  # fmt: skip
+
+
+def _read_shards(index: Path, policy: Policy) -> Weights:
+    """Examine each shard; of its tensors only shapes and types are kept."""
+    by_name = _read_index(index)
+    held: dict[str, Any] = {}
+    shards: list[Shard] = []
+    with Sandbox() as sandbox:  # one process for all
+        for name in sorted(set(by_name.values())):
+            path = index.parent / name
+            found = open_file(path, policy, sandbox=sandbox)
+            _log_warnings(found, path)
+            for key, value in _named_tensors(found, path).items():
+                if key in held:
+                    raise ConfigError(KEY, f"{index}: two shards have {short(key)}", WHOLE_COPY)
+                held[key] = value.to("meta") if isinstance(value, Tensor) else value
+            shards.append(Shard(path, found.facts.sha256, found.assessment.trust))
+    missing = {name.replace(COMPILED, "") for name in by_name} - held.keys()
+    if missing:
+        raise ConfigError(KEY, f"{index}: no shard has {some(sorted(missing))}", WHOLE_COPY)
+    text = "".join(f"{shard.sha256}  {shard.path.name}\n" for shard in shards)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    notes = [f"in {len(shards)} shards"]
+    return Weights(index, held, sha256, min(s.trust for s in shards), notes, tuple(shards))
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ConfigError for what is no index of files beside it."""
+    try:
+        if index.stat().st_size > LARGEST_INDEX:
+            raise ValueError(f"it has more than {LARGEST_INDEX >> 20} MiB")
+        by_name = json.loads(index.read_bytes())["weight_map"]
+        if not by_name or not all(
+            type(file) is str and file == Path(file).name for file in by_name.values()
+        ):
+            raise ValueError("its weight_map names no files beside it")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{index} is no index of shards: {str(error)[:CHARACTERS]}"
+        raise ConfigError(KEY, text, WHOLE_COPY) from error
+    found: dict[str, str] = by_name
+    return found
+
+
+def _log_warnings(found: Opened, path: Path) -> None:
     for reason in found.assessment.reasons:
         if reason.severity is Severity.WARNING:
             log.warning("%s: %s: %s", KEY, path, escape_control_chars(str(reason)))
-    held = {
-        name.replace(COMPILED, ""): value
-        for name, value in _state_dict(found.content, path, facts.format).items()
-    }
-    return Weights(path, held, facts.sha256, found.assessment.trust)
+
+
+def _named_tensors(found: Opened, path: Path) -> dict[str, Any]:
+    state = _state_dict(found.content, path, found.facts.format)
+    return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 
 def _of_ours(restored: folders.Restored) -> Weights:

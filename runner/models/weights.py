@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.models.stored import KEY, SHOWN, Weights, read_weights, short, some
+from runner.models.stored import KEY, SHOWN, Shard, Weights, read_weights, short, some
 from runner.record.text import shorten
 from runner.security.files.policy import Policy
 from runner.technique import Choice
@@ -36,6 +36,7 @@ class Fit:
     """Which of the weights go where in a model, and what is in the way of that."""
 
     taken: dict[str, Any] = field(default_factory=dict)  # by the model's names, in its types
+    sources: dict[str, str] = field(default_factory=dict)  # names in the file, by the model's
     prefix: str = ""  # of all names in the file, that the model does not have
     fresh: list[str] = field(default_factory=list)  # names of the model that keep their values
     unused: list[str] = field(default_factory=list)  # names of the file that are not loaded
@@ -59,13 +60,40 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Polic
     weights = read_weights(path, policy)
     fit = fit_to(model, weights, fresh)
     try:
-        model.load_state_dict(fit.taken, strict=False)  # what is missing was looked at
+        for part in _parts(weights, fit, policy):
+            model.load_state_dict(part, strict=False)  # what is missing was looked at
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = shorten(str(error), 300)
         raise ConfigError(KEY, f"{weights.path}: the model does not load it: {reason}") from error
     made = Choice(KEY, f"{weights.path}, sha256 {weights.sha256}", "; ".join(_told(weights, fit)))
     log.info("%s: %s: %s", KEY, made.value, made.reason)
     return made
+
+
+def _parts(weights: Weights, fit: Fit, policy: Policy) -> Iterator[dict[str, Any]]:
+    """All that is taken; of shards one after the other, each released before the next is read."""
+    if not weights.shards:
+        yield fit.taken
+    for shard in weights.shards:
+        part = _taken_of(shard, fit, policy)
+        yield part
+        part.clear()
+
+
+def _taken_of(shard: Shard, fit: Fit, policy: Policy) -> dict[str, Any]:
+    """What the shard holds of the taken values, in the model's types."""
+    held, part = shard.read(policy), {}
+    for name, like in fit.taken.items():
+        value = held.get(fit.sources[name])
+        if value is None:
+            continue
+        part[name] = value.to(like.dtype) if isinstance(like, Tensor) else value
+        if isinstance(like, Tensor) and _overflows(value, part[name]):
+            raise ConfigError(
+                KEY, f"{shard.path}: {name} has values that are too large for {_type(like.dtype)}",
+                "use a model of the file's own type",
+            )  # fmt: skip
+    return part
 
 
 def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
@@ -143,10 +171,17 @@ def _place(names: list[str], own: Any, held: Mapping[str, Any], fit: Fit) -> Non
     if isinstance(own, Tensor) and first.dtype != own.dtype:
         was, first = first, first.detach().to(own.dtype)
         fit.converted[f"{_type(was.dtype)} to {_type(own.dtype)}"] += 1
-        narrower = torch.finfo(own.dtype).max < torch.finfo(was.dtype).max
-        if narrower and bool((first.float().isfinite() != was.isfinite()).any()):
+        if not was.is_meta and _overflows(was, first):
             fit.other[there[0]] = f"has values that are too large for {_type(own.dtype)}"
     fit.taken.update(dict.fromkeys(names, first))
+    fit.sources.update(dict.fromkeys(names, fit.prefix + there[0]))
+
+
+def _overflows(was: Tensor, now: Tensor) -> bool:
+    """Whether finite numbers became infinite in a narrower type."""
+    if was.dtype == now.dtype or torch.finfo(now.dtype).max >= torch.finfo(was.dtype).max:
+        return False
+    return bool((now.float().isfinite() != was.isfinite()).any())
 
 
 def _wrong(found: Any, own: Any) -> str:
@@ -165,7 +200,8 @@ def _wrong(found: Any, own: Any) -> str:
 def _same(a: Any, b: Any) -> bool:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return a is b
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return a is b or (alike and (a.is_meta or torch.equal(a, b)))
 
 
 def _misfit(

@@ -251,3 +251,24 @@ def test_a_run_is_pinned_by_the_files_of_its_checkpoints(tmp_path, folder):
     known = pinned(step / "model.safetensors", step / "state.pt")
     (row,) = scan(run, folder, "security=strict", known).rows
     assert row.found.trust.name == "PINNED"
+
+
+def test_a_snapshot_whose_files_are_links_to_its_blobs_is_scanned(tmp_path, folder):
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    np.save(repository / "blobs/made.npy", np.arange(3))
+    os.rename(repository / "blobs/made.npy", repository / "blobs/abc")
+    (snapshot / "weights.npy").symlink_to("../../blobs/abc")
+    (snapshot / "outside.npy").symlink_to("../../../secret.npy")
+    np.save(tmp_path / "secret.npy", np.arange(3))
+    known = pinned(repository / "blobs/abc")
+    with pytest.raises(SecurityError, match="1 of 2 things refused; the first, .*outside.npy"):
+        scan(snapshot, folder, known)
+    rows = {Path(row["path"]).name: row["trust"] for row in written(folder)["rows"]}
+    assert rows == {"outside.npy": "REFUSED", "weights.npy": "PINNED"}
+    (snapshot / "outside.npy").unlink()
+    (snapshot / "SHA256SUMS").write_text(f"{'0' * 64}  weights.npy\n")
+    with pytest.raises(SecurityError, match="SHA256SUMS says"):
+        scan(snapshot, folder, known)

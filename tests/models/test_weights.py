@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from runner import build, compose, create_training_pipeline, train
 from runner.captures.opening import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.jobs.evaluate import main as evaluate
-from runner.models.stored import KEY, Weights
+from runner.models.stored import KEY, Shard, Weights
 from runner.models.weights import fit_to, start_from
 from runner.replay.reopen import reopened
 from runner.run import Run
@@ -199,7 +201,7 @@ def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
     digest = saved(tmp_path / "x.pt", {"epoch": 3})
     with pytest.raises(ConfigError, match=r"with epoch holds no tensors.*state_dict\(\)"):
         start_from(Net(), tmp_path / "x.pt", [], pinned(digest))
-    with pytest.raises(ConfigError, match="has no checkpoint and no model.safetensors.*x.pt"):
+    with pytest.raises(ConfigError, match="has no checkpoint and none of model.safetensors.*x.pt"):
         start_from(Net(), tmp_path, [], Policy())
     with pytest.raises(SecurityError, match="security=strict"):
         start_from(Net(), tmp_path / "x.pt", [], Policy(SecurityLevel.strict))
@@ -333,3 +335,111 @@ def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
         build(compose([*QUIET, f"model.weights={tmp_path / 'w.pt'}"]))
     with pytest.raises(ConfigError, match=r"^model\.weights_except: .*add model\.weights="):
         compose(["model.weights_except=[head]"])
+
+
+# -- folders as Hugging Face keeps them ----------------------------------------------------------
+
+
+def cached(folder: Path, files: dict[str, bytes]) -> Path:
+    """A snapshot folder: its files are links to blobs, which are called by their digests."""
+    snapshot = folder / "models--a--b/snapshots/0123"
+    (folder / "models--a--b/blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name, data in files.items():
+        digest = hashlib.sha256(data).hexdigest()
+        (folder / "models--a--b/blobs" / digest).write_bytes(data)
+        (snapshot / name).symlink_to(f"../../blobs/{digest}")
+    return snapshot
+
+
+def sharded(folder: Path, kind: str = "safetensors") -> tuple[Path, dict[str, Tensor], list[str]]:
+    """A snapshot of three shards and an index, its weights, and the digests of the shards."""
+    wanted = trained(Net())
+    stem = "model" if kind == "safetensors" else "pytorch_model"
+    parts = [{n: wanted[n] for n in list(wanted)[i::3]} for i in range(3)]
+    names = [f"{stem}-{i + 1:05}-of-00003.{kind}" for i in range(3)]
+    files, digests = {}, []
+    for name, part in zip(names, parts, strict=True):
+        shard = folder / f"made.{kind}"
+        digests.append(saved(shard, part))
+        files[name] = shard.read_bytes()
+    by_name = {n: names[i] for i, part in enumerate(parts) for n in part}
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": by_name}).encode()
+    return cached(folder, {**files, f"{stem}.{kind}.index.json": index}), wanted, digests
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot, wanted, digests = sharded(tmp_path, kind)
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most, read = 0, Shard.read
+
+    def counted(shard: Shard, policy: Policy) -> dict[str, Any]:
+        nonlocal most
+        held = read(shard, policy)
+        alive.update(held.values())
+        most = max(most, len(alive))
+        return held
+
+    monkeypatch.setattr(Shard, "read", counted)
+    model = Net()
+    choice = start_from(model, snapshot, [], Policy(pinned=tuple(digests)))
+    assert equal(model.state_dict(), wanted)
+    assert "pinned; 9 tensors; in 3 shards" in choice.reason
+    assert most == 3  # of the nine
+
+
+def test_a_single_file_of_a_snapshot_is_found_by_its_usual_name(tmp_path: Path) -> None:
+    wanted = trained(Net())
+    digest = saved(tmp_path / "made.bin", wanted)
+    data = (tmp_path / "made.bin").read_bytes()
+    snapshot = cached(tmp_path, {"pytorch_model.bin": data, "config.json": b"{}"})
+    start_from(model := Net(), snapshot, [], pinned(digest))
+    assert equal(model.state_dict(), wanted)
+
+
+def test_shards_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    snapshot, _, digests = sharded(tmp_path)
+    model = Net(classes=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"head.weight is \[3, 5\], and the model's \[2, 5\]"):
+        start_from(model, snapshot, [], Policy(pinned=tuple(digests)))
+    assert equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ("[", "is no index of shards"),
+        ('{"weight_map": {"a": "../../secret.pt"}}', "names no files beside it"),
+        ('{"weight_map": {}}', "names no files beside it"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(index: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
+        start_from(Net(), tmp_path, [], Policy())
+
+
+def test_an_index_of_more_than_its_shards_hold_is_refused(tmp_path: Path) -> None:
+    snapshot, _, digests = sharded(tmp_path)
+    path = snapshot / "model.safetensors.index.json"
+    body = json.loads(path.read_text())
+    body["weight_map"]["tail.weight"] = next(iter(body["weight_map"].values()))
+    path.unlink()
+    path.write_text(json.dumps(body))
+    with pytest.raises(ConfigError, match=r"no shard has tail\.weight"):
+        start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
+
+
+def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> None:
+    snapshot, _, digests = sharded(tmp_path)
+    names = sorted(path.name for path in snapshot.glob("*.safetensors"))
+    lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
+    (snapshot / "SHA256SUMS").write_text("".join(lines))
+    start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
+    (snapshot / "SHA256SUMS").write_text("".join(lines[:2]) + f"{'0' * 64}  {names[2]}\n")
+    with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
+        start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
