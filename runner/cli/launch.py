@@ -43,7 +43,7 @@ from runner.security.intent.said import Said
 from runner.security.intent.whitelist import asked_for
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
-from runner.sweep.session import Session, begun
+from runner.sweep.state import Session, active_session
 
 log = logging.getLogger("runner")
 OFF = (
@@ -135,7 +135,7 @@ def _hand_over(
     with by_name(), ExitStack() as stack:
         if session is not None:
             stack.enter_context(quiet_hydra())
-            stack.enter_context(begun(session))
+            stack.enter_context(active_session(session))
         try:
             names = asked_for(hydra.main, said.security.names)
             where: dict[str, Any] = {"config_path": str(CONF), "config_name": "config", **names}

@@ -33,8 +33,8 @@ from runner.security.intent.reading import Reading
 from runner.security.intent.said import Said, check_text, read_overrides
 from runner.security.intent.settled import check_leads
 from runner.sweep import job
-from runner.sweep.plugin import make_known
-from runner.sweep.session import Session
+from runner.sweep.job import register_plugins
+from runner.sweep.state import Session
 
 OURS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
 """Folders of configs that are looked at no further."""
@@ -60,9 +60,9 @@ class Request:
 
 def check(arguments: Arguments) -> Request:
     """Compose what was asked for, and check it as the run will. Raises what the run would."""
-    make_known()
+    register_plugins()
     Plugins.instance()  # found now, while the current folder is not on the module path
-    orders = job.orders()
+    orders = job.take_job_context()
     arguments.overrides += orders.overrides
     check_text(arguments.overrides)  # before any of it is parsed
     said = read_overrides(arguments.overrides, CONF)

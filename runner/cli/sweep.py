@@ -24,12 +24,11 @@ from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.folders import keep_within
 from runner.sweep import plan
+from runner.sweep.command import merge_benchmark
 from runner.sweep.config import LauncherConfig
 from runner.sweep.identity import sweep_hash
-from runner.sweep.merge import merged
-from runner.sweep.plugin import make_known_to_others
-from runner.sweep.record import WELL
-from runner.sweep.session import Session
+from runner.sweep.job import register_plugins_for_children
+from runner.sweep.state import WELL, Session
 
 log = logging.getLogger("runner")
 
@@ -85,10 +84,10 @@ def _prepared(
     if isolated:
         OmegaConf.to_object(launcher)  # it checks its values
     else:
-        make_known_to_others()
+        register_plugins_for_children()
     folder = secrets.place(config, "hydra.sweep.dir")
     if kinds == {JobKind.benchmark} and (isolated or launcher._target_ == BASIC):
-        arms = merged(overrides)
+        arms = merge_benchmark(overrides)
         if arms is not None:
             return Prepared(benchmark=[*arms, f"hydra.run.dir={quote_for_hydra(str(folder))}"])
     flags = _flags(arguments)
@@ -101,7 +100,7 @@ def _prepared(
         )  # fmt: skip
     if isolated:
         named = any(o.startswith("hydra.sweep.dir=") for o in overrides)
-        found = plan.find(folder, named, resume, session.hash, flags)
+        found = plan.find_sweep(folder, named, resume, session.hash, flags)
         session.folder, session.resumed = found or folder, resume not in AFRESH
         if found is not None and config.security.level is not SecurityLevel.off:
             keep_within(found)

@@ -18,8 +18,8 @@ from runner.interrupts import ENDS
 from runner.storage import for_owners
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
-from runner.sweep.job import lifeline
-from runner.sweep.record import WELL
+from runner.sweep.job import parent_death_pipe
+from runner.sweep.state import WELL
 
 LOG = "console.log"
 TAIL = 1 << 16  # bytes of what it said, that are looked at
@@ -61,7 +61,7 @@ class Child:
         """Start it; what it says goes to `console.log` in its folder. OSError if it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
         before, logged = _identity(folder / SUMMARY), 0
-        variables, reads, writes = lifeline(told, chosen)
+        variables, reads, writes = parent_death_pipe(told, chosen)
         try:
             with open(folder / LOG, "ab", opener=for_owners) as sink:
                 logged = sink.tell()

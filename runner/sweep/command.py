@@ -1,4 +1,4 @@
-"""The command line and the environment of a job's process."""
+"""Command lines and environments of jobs; a sweep of benchmarks as one benchmark."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import runner
 from runner.device.capabilities import usable_cores
 from runner.overrides.groups import as_typed
-from runner.overrides.spelling import read
+from runner.overrides.spelling import Typed, read
 from runner.record.text import quote_for_hydra
 
 NOT_OF_A_JOB = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper",
@@ -95,3 +96,46 @@ def _text(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     return quote_for_hydra(str(value))
+
+
+OF_THE_SWEEP = ("hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra.mode", "sweep.")
+MOST = 64  # arms; more are a mistake
+
+
+def merge_benchmark(overrides: Sequence[str]) -> list[str] | None:
+    """`benchmark.arms=[…]` in place of the values swept over; None where that is not possible.
+
+    To be asked only where every job is a benchmark. What is swept over may be neither the
+    benchmark's own settings nor its arms.
+    """
+    typed = [o for o in map(read, overrides) if not o.key.startswith(OF_THE_SWEEP)]
+    swept = [o for o in typed if o.parsed.is_sweep_override()]
+    fixed = [o for o in typed if not o.parsed.is_sweep_override()]
+    if not swept:
+        return [str(o) for o in fixed]
+    if any(o.key == "benchmark.arms" for o in fixed):
+        return None
+    if any(o.key.partition(".")[0] in ("benchmark", "job") for o in swept):
+        return None
+    values = [_values(o) for o in swept]
+    if not all(values):
+        return None
+    arms = [" ".join(map(shlex.quote, one)) for one in product(*values)]
+    if len(arms) > MOST:
+        return None
+    listed = ",".join(quote_for_hydra(_name(arm)) for arm in arms)
+    return [*(str(o) for o in fixed), f"benchmark.arms=[{listed}]"]
+
+
+def _values(typed: Typed) -> list[str]:
+    """The override once for each of its values; none where Hydra alone knows them."""
+    if not typed.parsed.is_discrete_sweep() or type(typed.parsed.value()).__name__ == "Glob":
+        return []
+    key = typed.parsed.get_key_element()
+    return [f"{key}={value}" for value in typed.parsed.sweep_string_iterator()]
+
+
+def _name(arm: str) -> str:
+    """Levels go by their name."""
+    key, _, value = arm.partition("=")
+    return value if key == "optimization" and value.isidentifier() else arm

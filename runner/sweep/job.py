@@ -1,4 +1,4 @@
-"""A job of a sweep, seen from within: what it is told besides its command line, and its end."""
+"""What a job's process gets beside its command line, and its end with its parent's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import secrets
 import select
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 VARIABLE = "RUNNER_JOB"
 PATIENCE_S = 60.0  # for a checkpoint, once the sweep's process is gone
 
 
 @dataclass(frozen=True)
-class Orders:
+class JobContext:
     """What the launcher adds to what was typed: where to write, and what else there is to compare.
 
     `chosen`: somebody chose the sweep's folder; one that is gone on with may be anybody's.
@@ -28,7 +30,7 @@ class Orders:
     chosen: bool = True
 
 
-def lifeline(told: Sequence[str], chosen: bool = True) -> tuple[dict[str, str], int, int]:
+def parent_death_pipe(told: Sequence[str], chosen: bool = True) -> tuple[dict[str, str], int, int]:
     """What the launcher starts a job with: variables, its stdin, and the pipe's other end.
 
     The same token is in both, so that a variable that somebody left behind makes no job. The other
@@ -41,7 +43,7 @@ def lifeline(told: Sequence[str], chosen: bool = True) -> tuple[dict[str, str], 
     return {VARIABLE: json.dumps(message)}, reads, writes
 
 
-def orders() -> Orders:
+def take_job_context() -> JobContext:
     """Those of the launcher; none where this process is no job.
 
     They come through the environment, so that the command in the record is one to type, and are
@@ -54,12 +56,12 @@ def orders() -> Orders:
         token, told = message["token"], [str(text) for text in message["told"]]
         chosen = message["chosen"] is True
     except (ValueError, LookupError, TypeError, RecursionError):
-        return Orders()
+        return JobContext()
     if not (isinstance(token, str) and token and _on_stdin(len(token)) == token.encode()):
-        return Orders()
+        return JobContext()
     if hasattr(os, "killpg"):
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    return Orders(told, chosen)
+    return JobContext(told, chosen)
 
 
 def _on_stdin(count: int) -> bytes:
@@ -79,3 +81,27 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # leaves a checkpoint
     threading.Event().wait(PATIENCE_S)
     os.killpg(0, signal.SIGKILL)
+
+
+FOLDER = str(Path(__file__).resolve().parents[1] / "plugins")
+
+
+def register_plugins() -> None:
+    """Put our part of the namespace last on the module path, for this process.
+
+    To be called before Hydra looks for plugins, which it does once.
+    """
+    if FOLDER not in sys.path:
+        sys.path.append(FOLDER)
+
+
+def register_plugins_for_children() -> None:
+    """For processes that other launchers start, which read back the list of plugins.
+
+    They look for them on a path without the current folder, which `python -m` would put first.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = Path(FOLDER).parents[1]
+    ours = [FOLDER, *([str(root)] if root == Path.cwd().resolve() else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, *ours]))
+    os.environ["PYTHONSAFEPATH"] = "1"

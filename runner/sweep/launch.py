@@ -1,4 +1,4 @@
-"""From the jobs that Hydra names to what each came to."""
+"""From the jobs that Hydra names to their results."""
 
 from __future__ import annotations
 
@@ -25,16 +25,36 @@ from runner.security.intent.places import check_below
 from runner.summary import Summary
 from runner.sweep import command
 from runner.sweep.child import Child
-from runner.sweep.composer import Composer
 from runner.sweep.config import LauncherConfig
-from runner.sweep.display import Display
 from runner.sweep.identity import job_hash
-from runner.sweep.plan import Planned, Wanted, before, outlast, plan
-from runner.sweep.record import WELL, Sweep, now
-from runner.sweep.schedule import Schedule
-from runner.sweep.session import Session, current
+from runner.sweep.plan import JobPlan, JobSpec, load_previous_jobs, plan_jobs, wait_for_running_jobs
+from runner.sweep.schedule import Display, Schedule
+from runner.sweep.state import WELL, Session, Sweep, current_session, now
 
 log = logging.getLogger("runner")
+
+
+class Composer:
+    """Stands in for the method of Hydra's loader that sweepers call, and keeps what they got."""
+
+    def __init__(self, loader: Any) -> None:
+        self.compose = loader.load_sweep_config
+        self.kept: dict[tuple[str, ...], DictConfig] = {}
+        loader.load_sweep_config = self.ahead
+
+    def ahead(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """A sweeper's question."""
+        found: DictConfig = self.compose(master_config, sweep_overrides)
+        self.kept[tuple(sweep_overrides)] = found
+        return found
+
+    def take(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+        """The config of the job that is to be run now."""
+        found = self.kept.pop(tuple(overrides), None)
+        if found is None:
+            found = self.compose(config, list(overrides))
+        return found
+
 
 PUTS_UP = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """It would end the sweep at the first failure that it is told of; others learn from failures."""
@@ -51,7 +71,7 @@ def launch(
 
     Raises UsageError when another process writes into the sweep's folder, and Interrupted.
     """
-    session = current()
+    session = current_session()
     folder = session.folder
     folder.mkdir(parents=True, exist_ok=True)
     keep_private(folder, SecurityLevel[getattr(config.security.level, "name", "standard")])
@@ -76,12 +96,12 @@ def launch(
     ]
 
 
-def _wanted(config: DictConfig, overrides: list[str], number: int) -> Wanted:
+def _wanted(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
     """The job as its process will see it; one that it would refuse says why."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
     subdir = str(secrets.place(config, "hydra.sweep.subdir"))
-    check_below("hydra.sweep.subdir", subdir, current().folder)
+    check_below("hydra.sweep.subdir", subdir, current_session().folder)
     variables = config.hydra.job.env_set
     bare = config.copy()
     with open_dict(bare):
@@ -90,20 +110,20 @@ def _wanted(config: DictConfig, overrides: list[str], number: int) -> Wanted:
         checked = typed(bare)
         environment = OmegaConf.to_container(variables, resolve=True)
     except (RunnerError, OmegaConfBaseException) as error:
-        return Wanted(number, overrides, subdir, error=secrets.named(str(error)))
+        return JobSpec(number, overrides, subdir, error=secrets.named(str(error)))
     kind = checked.job.kind
-    return Wanted(
+    return JobSpec(
         number, overrides, subdir, job_hash(checked, environment), config_hash(checked),
         kind is JobKind.train, kind in (JobKind.train, JobKind.evaluate), settings=flat(checked),
     )  # fmt: skip
 
 
-def _planned(session: Session, wanted: list[Wanted]) -> list[Planned]:
+def _planned(session: Session, wanted: list[JobSpec]) -> list[JobPlan]:
     """What is left to do; noted in the session's sweep, and said."""
     sweep = session.sweep
-    earlier = before(session.folder) if sweep is None else session.left
-    outlast(session.folder, earlier)
-    planned = plan(wanted, earlier, session.folder)
+    earlier = load_previous_jobs(session.folder) if sweep is None else session.left
+    wait_for_running_jobs(session.folder, earlier)
+    planned = plan_jobs(wanted, earlier, session.folder)
     if sweep is None:
         sweep = session.sweep = Sweep(session.command, session.hash, started=now())
     mine = {one.job.folder for one in planned}
@@ -124,8 +144,8 @@ def _planned(session: Session, wanted: list[Wanted]) -> list[Planned]:
 
 def _run(
     session: Session,
-    planned: list[Planned],
-    wanted: list[Wanted],
+    planned: list[JobPlan],
+    wanted: list[JobSpec],
     settings: LauncherConfig,
     hydras: list[str],
 ) -> None:
@@ -134,7 +154,7 @@ def _run(
         return
     values = command.domains([(one.overrides, one.settings) for one in wanted if one.settings])
 
-    def start(one: Planned) -> Child:
+    def start(one: JobPlan) -> Child:
         place = folder / one.job.folder
         arguments = command.typed(session.flags, hydras, one.wanted.overrides)
         where = f"checkpoint.resume={quote_for_hydra(str(place))}"
@@ -153,7 +173,7 @@ def _run(
     Schedule(sweep, folder, settings, start, display).run([p for p in planned if not p.done])
 
 
-def _return(one: Planned, folder: Path, config: DictConfig, puts_up: bool) -> JobReturn:
+def _return(one: JobPlan, folder: Path, config: DictConfig, puts_up: bool) -> JobReturn:
     """What the sweeper is told: the value that the run monitors."""
     job = one.job
     told = JobReturn(

@@ -17,7 +17,7 @@ from runner.record.hydra_files import read_yaml
 from runner.summary import Summary
 from runner.sweep.identity import same_versions, sweep_hash
 from runner.sweep.job import PATIENCE_S
-from runner.sweep.record import FILE, WELL, Job, Sweep, by_their_folders, places
+from runner.sweep.state import FILE, WELL, Job, Sweep, job_folders, jobs_from_folders
 
 log = logging.getLogger("runner")
 
@@ -26,7 +26,7 @@ ASIDE = ".earlier"  # hidden: what is in there is no job of the sweep any more
 
 
 @dataclass(frozen=True)
-class Wanted:
+class JobSpec:
     """A job that was asked for."""
 
     number: int
@@ -41,18 +41,20 @@ class Wanted:
 
 
 @dataclass
-class Planned:
+class JobPlan:
     """A job, and what to do about it."""
 
     job: Job
-    wanted: Wanted
+    wanted: JobSpec
     done: bool = False  # before
     continues: bool = False  # from the checkpoint in its folder
     replaces: bool = False  # something else that lies in its folder
     unusable: bool = False  # the checkpoints of what it replaces, as far as could be told
 
 
-def find(planned: Path, named: bool, resume: str, typed: str, flags: Sequence[str]) -> Path | None:
+def find_sweep(
+    planned: Path, named: bool, resume: str, typed: str, flags: Sequence[str]
+) -> Path | None:
     """The folder of the sweep to go on with, or None to begin one in `planned`.
 
     `named` says that `planned` was typed; `typed` is the hash of what was. Raises UsageError.
@@ -97,18 +99,18 @@ def _recorded(folder: Path, flags: Sequence[str]) -> str:
         return ""
 
 
-def before(folder: Path) -> list[Job]:
+def load_previous_jobs(folder: Path) -> list[Job]:
     """The jobs that an earlier process left in the folder; says so if it cannot be sure."""
-    if not (folder / FILE).exists() and next(places(folder), None) is None:
+    if not (folder / FILE).exists() and next(job_folders(folder), None) is None:
         return []
     try:
         return Sweep.read(folder).jobs
     except StorageError as error:
         log.warning("%s; the jobs are judged by their folders, their code by nothing", error)
-        return by_their_folders(folder)
+        return jobs_from_folders(folder)
 
 
-def outlast(folder: Path, jobs: Sequence[Job]) -> None:
+def wait_for_running_jobs(folder: Path, jobs: Sequence[Job]) -> None:
     """Wait for processes of these jobs that have outlived their sweep: they write a checkpoint, and
     end by themselves. One that does not is left to say so itself, to the process that comes.
     """
@@ -124,12 +126,12 @@ def outlast(folder: Path, jobs: Sequence[Job]) -> None:
         time.sleep(POLL_S)
 
 
-def plan(wanted: Sequence[Wanted], earlier: Sequence[Job], folder: Path) -> list[Planned]:
+def plan_jobs(wanted: Sequence[JobSpec], earlier: Sequence[Job], folder: Path) -> list[JobPlan]:
     """Each job with its folder: by what it is, else by how it was typed, else a new one."""
     left = list(earlier)
-    found: dict[int, Planned] = {}
+    found: dict[int, JobPlan] = {}
 
-    def match(is_same: Callable[[Job, Wanted], bool], unchanged: bool) -> None:
+    def match(is_same: Callable[[Job, JobSpec], bool], unchanged: bool) -> None:
         for one in wanted:
             job = next((j for j in left if one.number not in found and is_same(j, one)), None)
             if job is not None:
@@ -144,14 +146,14 @@ def plan(wanted: Sequence[Wanted], earlier: Sequence[Job], folder: Path) -> list
         if one.number not in found:
             place = _free(one.folder, taken, folder)
             taken.add(place)
-            found[one.number] = Planned(Job(one.number, one.overrides, place, one.hash), one)
+            found[one.number] = JobPlan(Job(one.number, one.overrides, place, one.hash), one)
     if left:
         names = ", ".join(job.folder for job in left)
         log.info("not asked for any more, and left as they are: %s", names)
     return [found[one.number] for one in wanted]
 
 
-def _is_same(job: Job, one: Wanted, folder: Path) -> bool:
+def _is_same(job: Job, one: JobSpec, folder: Path) -> bool:
     """Whether the job would be the same again, as far as is known."""
     if one.error:
         return False
@@ -164,16 +166,16 @@ def _is_same(job: Job, one: Wanted, folder: Path) -> bool:
     return summary.config_hash == one.config_hash != "" and same_versions(summary.versions)
 
 
-def _judged(one: Wanted, job: Job, unchanged: bool, folder: Path) -> Planned:
+def _judged(one: JobSpec, job: Job, unchanged: bool, folder: Path) -> JobPlan:
     kept = Job(one.number, one.overrides, job.folder, one.hash)
     if unchanged and job.status in WELL and _ended_well(folder / job.folder):
         kept = replace(job, number=one.number, overrides=one.overrides, hash=one.hash)
-        return Planned(kept, one, done=True)
+        return JobPlan(kept, one, done=True)
     if unchanged:
         kept.tries, kept.seconds, kept.started = job.tries, job.seconds, job.started
     continues = unchanged and can_continue(one, folder / job.folder)
     replaces = not continues and (folder / job.folder).exists()
-    return Planned(kept, one, continues=continues, replaces=replaces)
+    return JobPlan(kept, one, continues=continues, replaces=replaces)
 
 
 def _ended_well(folder: Path) -> bool:
@@ -183,7 +185,7 @@ def _ended_well(folder: Path) -> bool:
         return False
 
 
-def can_continue(one: Wanted, folder: Path) -> bool:
+def can_continue(one: JobSpec, folder: Path) -> bool:
     """Whether there is a checkpoint of that training in the folder."""
     return one.trains and any(folder.glob("checkpoints/step_*/manifest.json"))
 
@@ -196,7 +198,7 @@ def _free(wanted: str, taken: set[str], folder: Path) -> str:
     return next(n for n in names if n not in taken and not (folder / n).exists())
 
 
-def set_aside(folder: Path, job: str, weights: bool = False) -> None:
+def archive_job(folder: Path, job: str, weights: bool = False) -> None:
     """Make room for a job that begins again: its log and record of before stay, hidden.
 
     Weights go unless they are to be kept, and so do curves: a second curve of one job would be a

@@ -1,4 +1,4 @@
-"""The jobs of a sweep at work: so many at a time, again where that is asked for, to the end."""
+"""Run the jobs of a sweep: so many at a time, with retries, shown as they work."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from runner.errors import CheckpointError, Interrupted, StorageError
 from runner.interrupts import Interrupts
+from runner.overrides.groups import as_typed
+from runner.record.console import console
+from runner.record.text import escape_control_chars
 from runner.summary import Summary
 from runner.sweep.child import GRACE_S, Child
 from runner.sweep.config import LauncherConfig
-from runner.sweep.display import Display
-from runner.sweep.plan import Planned, can_continue, set_aside
-from runner.sweep.record import RUNNING, SKIPPED, Sweep, now
+from runner.sweep.plan import JobPlan, archive_job, can_continue
+from runner.sweep.state import RUNNING, SKIPPED, WELL, Job, Sweep, now
 
 log = logging.getLogger("runner")
 
@@ -26,7 +33,7 @@ ONWARD = "the same command again goes on with this sweep"
 UNUSABLE = CheckpointError.exit_code
 AGAIN = ("failed", "killed", "timeout", "oom")  # worth another try, where one is asked for
 
-Start = Callable[[Planned], Child]
+Start = Callable[[JobPlan], Child]
 
 
 class Schedule:
@@ -37,12 +44,12 @@ class Schedule:
     ) -> None:
         self.sweep, self.folder, self.settings = sweep, folder, settings
         self.start, self.display = start, display
-        self.waiting: deque[Planned] = deque()
-        self.running: list[tuple[Planned, Child]] = []
+        self.waiting: deque[JobPlan] = deque()
+        self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
         self.over = ""  # why no further job is begun
 
-    def run(self, planned: Sequence[Planned]) -> None:
+    def run(self, planned: Sequence[JobPlan]) -> None:
         """Until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the first
         one asks the jobs to end, which leaves a checkpoint, a second one ends them at once.
         """
@@ -76,7 +83,7 @@ class Schedule:
             refused = one.wanted.error  # there can be no such job
             try:
                 if one.replaces:
-                    set_aside(self.folder, job.folder, weights=one.unusable)
+                    archive_job(self.folder, job.folder, weights=one.unusable)
                 child = None if refused else self.start(one)
             except OSError as error:
                 child, refused = None, f"it cannot be started: {error}"
@@ -97,7 +104,7 @@ class Schedule:
                 self.running.remove((one, child))
                 self._settle(one, child, again=not self.over)
 
-    def _settle(self, one: Planned, child: Child, again: bool) -> None:
+    def _settle(self, one: JobPlan, child: Child, again: bool) -> None:
         """Note what became of a process, and put the job back if it is to be tried again."""
         child.close()
         job = one.job
@@ -118,9 +125,9 @@ class Schedule:
             self.waiting.appendleft(one)
         self._changed(one, child.seconds, retries)
 
-    def _changed(self, one: Planned, seconds: float, retries: bool = False) -> None:
+    def _changed(self, one: JobPlan, seconds: float, retries: bool = False) -> None:
         job = one.job
-        tell(self.folder / job.folder, job.status, job.reason, job.command)
+        write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
         self.display.ended(job, seconds, retries)
         if job.failed and not retries and self.settings.fail_fast and not self.over:
@@ -144,7 +151,7 @@ class Schedule:
         self.sweep.write(self.folder)
 
 
-def tell(folder: Path, status: str, reason: str, command: str) -> None:
+def write_failed_summary(folder: Path, status: str, reason: str, command: str) -> None:
     """Make the job's `summary.json` say how it ended, where it could not itself."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,3 +163,95 @@ def tell(folder: Path, status: str, reason: str, command: str) -> None:
             replace(before, status=status, reason=reason).write(folder)
     except (OSError, StorageError) as error:
         log.warning("%s: what became of the job is in sweep.json only: %s", folder, error)
+
+
+REFRESH_S = 0.5  # each time, the end of each log is read
+LINE_S = 60.0  # between two lines about a job, where there is no terminal
+
+
+class Display:
+    """A line at the start and the end of each job; in between a live row of how far it has come on
+    a terminal, elsewhere a line now and then.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.names = names(jobs)
+        self.jobs = jobs
+        self.live: Live | None = None
+        self.refreshed = 0.0
+        self.told: dict[int, float] = {}  # when a job was last spoken of, by its number
+
+    def __enter__(self) -> Display:
+        screen = console()
+        if screen.is_terminal and not screen.is_dumb_terminal:
+            live = Live(console=screen, auto_refresh=False, transient=True)
+            try:
+                live.start()
+                self.live = live
+            except (OSError, ValueError) as error:
+                log.debug("no live display: %s", error)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        live, self.live = self.live, None
+        if live is not None:
+            try:
+                live.stop()
+            except (OSError, ValueError) as error:
+                log.debug("the terminal has gone: %s", error)
+
+    def began(self, job: Job, continues: bool) -> None:
+        """Say that a job has begun."""
+        again = f", try {job.tries}" if job.tries > 1 else ""
+        onward = ", from its checkpoint" if continues else ""
+        self.told[job.number] = time.monotonic()
+        log.info("%s: begun%s%s", self.names[job.number], again, onward)
+
+    def ended(self, job: Job, seconds: float, retries: bool) -> None:
+        """Say what became of it."""
+        again = "; tried again" if retries else ""
+        reason = f": {job.reason}" if job.reason else ""
+        level = logging.INFO if job.status in WELL else logging.ERROR
+        log.log(
+            level, "%s: %s in %.1f s%s%s", self.names[job.number], job.status, seconds, reason,
+            again,
+        )  # fmt: skip
+
+    def refresh(self, running: Iterable[tuple[Job, Child]]) -> None:
+        """Draw the rows anew, or say a line, if it is time."""
+        now = time.monotonic()
+        if self.live is None:
+            for job, child in running:
+                if now - self.told[job.number] >= LINE_S:
+                    self.told[job.number] = now
+                    log.info("%s: %s", self.names[job.number], child.at_work())
+            return
+        if now - self.refreshed < REFRESH_S:
+            return
+        self.refreshed = now
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True, overflow="ellipsis", max_width=40)
+        table.add_column(justify="right", no_wrap=True, min_width=6)
+        table.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+        for job, child in running:
+            said = Text(escape_control_chars(child.at_work()), no_wrap=True, overflow="ellipsis")
+            name = Text(
+                escape_control_chars(self.names[job.number]), no_wrap=True, overflow="ellipsis"
+            )
+            table.add_row(name, f"{child.seconds:.0f} s", said)
+        over = sum(bool(job.ended) for job in self.jobs)
+        lines: list[RenderableType] = [table, Text(f"{over} of {len(self.jobs)} jobs ended")]
+        try:
+            self.live.update(Group(*lines), refresh=True)
+        except (OSError, ValueError):  # the terminal has gone; the sweep goes on
+            self.__exit__()
+
+
+def names(jobs: Sequence[Job]) -> dict[int, str]:
+    """Each job's number and what sets it apart from the others."""
+    everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
+    found = {}
+    for job in jobs:
+        own = [as_typed(text) for text in job.overrides if text not in everywhere]
+        found[job.number] = " ".join([f"#{job.number}", *(own if len(jobs) > 1 else [])])
+    return found

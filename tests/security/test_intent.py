@@ -21,7 +21,7 @@ from runner.errors import ConfigError, SecurityError
 from runner.security.config import SecurityConfig
 from runner.security.intent.levels import check_security
 from runner.security.intent.whitelist import asked_for
-from runner.sweep.plugin import make_known_to_others
+from runner.sweep.job import register_plugins_for_children
 
 from .configs.case import EXPERIMENT, Case
 from .configs.hostile import HOSTILE
@@ -221,7 +221,7 @@ def test_the_same_table_feeds_a_hydra_that_asks_for_a_list() -> None:
 def test_jobs_that_other_launchers_start_do_not_look_into_the_current_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_known_to_others()
+    register_plugins_for_children()
     code = "import sys; print([p for p in sys.path if p in ('', sys.argv[1])])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=folder

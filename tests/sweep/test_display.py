@@ -11,10 +11,10 @@ import pytest
 
 from runner import build, compose, train
 from runner.record.console import close_logging, set_up_logging
-from runner.sweep import display
+from runner.sweep import schedule as display
 from runner.sweep.child import LOG, Child
-from runner.sweep.display import Display
-from runner.sweep.record import Job
+from runner.sweep.schedule import Display
+from runner.sweep.state import Job
 
 QUICK = ["data=cancer", "training.steps=30", "optimization=none", "device=cpu"]
 FAR = r"step 30/30 \(100%\) · loss \d+\.\d{4} · 0:00 left"

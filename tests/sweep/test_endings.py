@@ -14,9 +14,9 @@ import pytest
 
 from runner.summary import Summary
 from runner.sweep.child import Child
-from runner.sweep.plan import outlast
-from runner.sweep.record import Job
-from runner.sweep.schedule import tell
+from runner.sweep.plan import wait_for_running_jobs
+from runner.sweep.schedule import write_failed_summary
+from runner.sweep.state import Job
 
 from .conftest import NET, SHORT, environment, only, statuses, sweep, told
 
@@ -117,7 +117,7 @@ def test_only_a_record_of_this_try_counts(tmp_path: Path) -> None:
         )
         child.process.wait(30)
         assert child.ending()[0] == "failed" and says in child.ending()[1]
-        tell(tmp_path, *child.ending(), command="")
+        write_failed_summary(tmp_path, *child.ending(), command="")
         assert says in Summary.read(tmp_path).reason
         child.close()
 
@@ -146,7 +146,7 @@ def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
     )  # fmt: skip
     assert held.stdout is not None and held.stdin is not None
     assert held.stdout.readline() == b"held\n"
-    waiting = threading.Thread(target=outlast, args=(tmp_path, [Job(0, [], "0")]))
+    waiting = threading.Thread(target=wait_for_running_jobs, args=(tmp_path, [Job(0, [], "0")]))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()

@@ -18,8 +18,8 @@ from runner.cli.preflight import check
 from runner.errors import SecurityError, StorageError
 from runner.security.intent.places import own_trees, resumed_at, roots
 from runner.sweep.child import LOG, Child
-from runner.sweep.plan import set_aside
-from runner.sweep.record import Sweep
+from runner.sweep.plan import archive_job
+from runner.sweep.state import Sweep
 
 ROOT = Path(__file__).parents[2]
 TYPED = ["-m", "seed=0,1", "training.epochs=1", "device=cpu", "optimization=none"]
@@ -98,7 +98,7 @@ def test_a_job_is_moved_and_cleared_in_its_sweep_alone(link: str, victim: Path) 
     if link == ".earlier":
         (handed / link).symlink_to(victim)
     with pytest.raises(SecurityError, match=f"handed/{link}: refused"):
-        set_aside(handed, "a/b" if link == "a" else "0")
+        archive_job(handed, "a/b" if link == "a" else "0")
     assert everything(victim) == before
 
 

@@ -18,8 +18,8 @@ from runner.errors import StorageError
 from runner.record.text import quote_for_hydra
 from runner.sweep import identity, job
 from runner.sweep.command import domains
-from runner.sweep.plan import before
-from runner.sweep.record import Sweep
+from runner.sweep.plan import load_previous_jobs
+from runner.sweep.state import Sweep
 
 from .conftest import NET, environment, only, statuses, sweep, told
 
@@ -36,7 +36,7 @@ def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(folder: Path) -> No
     assert not [path for path in files if b"hunter-2" in path.read_bytes()]
     assert "oc.env" in told(only(folder))["jobs"][0]["command"]
     (only(folder) / "sweep.json").write_text("[")
-    assert [one.folder for one in before(only(folder))] == ["g/0", "g/1"]
+    assert [one.folder for one in load_previous_jobs(only(folder))] == ["g/0", "g/1"]
 
 
 def test_what_an_interpolation_comes_to_is_told_to_no_other_job() -> None:
@@ -70,7 +70,7 @@ def test_a_record_of_other_things_is_a_damaged_one(tmp_path: Path, jobs: Any) ->
     (tmp_path / "sweep.json").write_text(json.dumps(whole))
     with pytest.raises(StorageError, match="damaged"):
         Sweep.read(tmp_path)
-    assert before(tmp_path) == []
+    assert load_previous_jobs(tmp_path) == []
 
 
 def test_a_job_is_another_one_once_a_file_of_its_data_has_changed(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_job_is_another_one_with_other_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["garbage", "5", "[]", '{"token": "", "told": ["seed=3"]}'])
 def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
-    code = "from runner.sweep.job import orders; print(orders().overrides)"
+    code = "from runner.sweep.job import take_job_context; print(take_job_context().overrides)"
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):
         process = subprocess.Popen(
             [sys.executable, "-c", code], env={**environment(), job.VARIABLE: left}, text=True,
@@ -122,8 +122,8 @@ def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
 
 
 def test_a_job_takes_its_orders_from_the_one_who_holds_its_lifeline() -> None:
-    code = "from runner.sweep.job import orders; print(orders())"
-    variables, reads, writes = job.lifeline(["seed=3"], chosen=False)
+    code = "from runner.sweep.job import take_job_context; print(take_job_context())"
+    variables, reads, writes = job.parent_death_pipe(["seed=3"], chosen=False)
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment() | variables, text=True, stdin=reads,
@@ -132,4 +132,4 @@ def test_a_job_takes_its_orders_from_the_one_who_holds_its_lifeline() -> None:
     finally:
         os.close(reads)
         os.close(writes)
-    assert done.stdout == f"{job.Orders(['seed=3'], chosen=False)}\n", done.stderr
+    assert done.stdout == f"{job.JobContext(['seed=3'], chosen=False)}\n", done.stderr

@@ -8,8 +8,8 @@ import pytest
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
+from runner.sweep.command import merge_benchmark
 from runner.sweep.identity import sweep_hash
-from runner.sweep.merge import merged
 
 from .conftest import NET, only, sweep, told
 
@@ -50,7 +50,7 @@ def test_a_sweeper_is_told_the_value_of_each_job_and_learns_from_failures(folder
 def test_what_is_swept_over_becomes_the_arms_of_one_benchmark(
     typed: list[str], arms: str | None
 ) -> None:
-    found = merged(["job=benchmark", "data=cancer", *typed, "hydra.launcher.jobs=2"])
+    found = merge_benchmark(["job=benchmark", "data=cancer", *typed, "hydra.launcher.jobs=2"])
     if arms is None:
         assert found is None or "+optimizer.options" in found[-1]
     else:

@@ -24,7 +24,7 @@ class IsolatedLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keep what jobs are composed with; their task is a process's, not this function."""
-        from runner.sweep.composer import Composer
+        from runner.sweep.launch import Composer
 
         self.composer, self.config = Composer(hydra_context.config_loader), config
 

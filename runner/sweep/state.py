@@ -1,4 +1,4 @@
-"""What a sweep is made of and how far it has come: `sweep.json`, written after each change."""
+"""A sweep's jobs and how far they have come: `sweep.json`, written after each change."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.errors import StorageError
+from runner.errors import StorageError, UsageError
 from runner.overrides.groups import as_typed
 from runner.record import hydra_files
 from runner.record.text import dataclass_from_dict
@@ -104,10 +106,10 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def by_their_folders(folder: Path) -> list[Job]:
+def jobs_from_folders(folder: Path) -> list[Job]:
     """The jobs of a sweep as far as their own folders tell; without hashes."""
     found: list[Job] = []
-    for place in places(folder):
+    for place in job_folders(folder):
         try:
             lines = hydra_files.read_overrides(place)
             status = Summary.read(place).status
@@ -119,7 +121,7 @@ def by_their_folders(folder: Path) -> list[Job]:
     return found
 
 
-def places(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+def job_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """The folders in which jobs of the sweep have begun, in their order."""
     try:
         visible = [p for p in folder.iterdir() if not p.name.startswith(".") and p.is_dir()]
@@ -129,7 +131,7 @@ def places(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
         if (inside / hydra_files.OVERRIDES).exists():
             yield inside
         elif depth and not inside.is_symlink():
-            yield from places(inside, depth - 1)
+            yield from job_folders(inside, depth - 1)
 
 
 def _in_order(path: Path) -> tuple[int, str]:
@@ -153,3 +155,39 @@ def _job(values: Any) -> Job:
     if inside.is_absolute() or ".." in inside.parts or "\0" in job.folder or longest > LONGEST:
         raise ValueError(f"a job's folder {job.folder[:LONGEST]!r} is not in the sweep's")
     return job
+
+
+@dataclass
+class Session:
+    """A sweep that was asked for; the launcher notes in `sweep` how it goes."""
+
+    folder: Path
+    command: str  # as typed
+    flags: list[str] = field(default_factory=list)  # Hydra's own that jobs need: --config-dir=…
+    hash: str = ""  # of what was typed
+    resumed: bool = False  # it was named to be gone on with, and may be anybody's
+    sweep: Sweep | None = None
+    left: list[Job] = field(default_factory=list)  # from before, and not asked for yet
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
+
+
+@contextmanager
+def active_session(session: Session) -> Iterator[Session]:
+    """While entered, the launcher finds it."""
+    token = _CURRENT.set(session)
+    try:
+        yield session
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_session() -> Session:
+    """The sweep that was asked for. UsageError where it was not `python -m runner` that asked."""
+    session = _CURRENT.get()
+    if session is None:
+        raise UsageError(
+            "hydra/launcher=isolated: is for `python -m runner -m …`; use another launcher here"
+        )
+    return session
