@@ -14,6 +14,17 @@ from runner.errors import ConfigError
 OnAnomaly = Enum("OnAnomaly", ["record", "raise"])
 
 
+def _check_bounds(group: str, config: object, **least: float) -> None:
+    """Refuse numbers below their least, or not above it for `key_above`; Inf and NaN, too."""
+    for key, low in least.items():
+        name, above = key.removesuffix("_above"), key.endswith("_above")
+        value = getattr(config, name)
+        if value is None or (low < value < math.inf if above else low <= value < math.inf):
+            continue
+        bound = f"{'>' if above else '≥'} {low:g}"
+        raise ConfigError(f"debug.{group}{name}", f"must be {bound}, got {value}")
+
+
 def tool(path: str, config: Any) -> Any:
     """The field of a debug tool: its class as `module:Class`, imported where it is enabled."""
     return field(default_factory=config, metadata={"tool": path})
@@ -35,10 +46,7 @@ class CaptureConfig:
     mb: float = 512.0  # of disk for all of them
 
     def __post_init__(self) -> None:
-        if self.at_most < 0:
-            raise ConfigError("debug.capture.at_most", "is negative", "use 0 or more")
-        if not 0 < self.mb < math.inf:
-            raise ConfigError("debug.capture.mb", f"{self.mb} is no size", "use more than 0")
+        _check_bounds("capture.", self, at_most=0, mb_above=0)
 
 
 @dataclass
@@ -49,8 +57,7 @@ class AnomalyConfig:
     every: int | None = None  # steps; None: every step, or debug.every under debug=full
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError("debug.anomaly.every", f"{self.every} is no pace", "use 1 or more")
+        _check_bounds("anomaly.", self, every=1)
 
 
 @dataclass
@@ -82,21 +89,12 @@ class GradientsConfig:
     histograms_every: int = 10  # looks, also between two pictures; 0: none, a picture at the end
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError("debug.gradients.every", f"{self.every} is no pace", "use 1 or more")
+        _check_bounds("gradients.", self, every=1, dead_after=0, histograms_every=0)
         for name in ("vanishing", "exploding"):
-            for key, value in vars(getattr(self, name)).items():
-                if value is not None and not 0 <= value < math.inf:
-                    raise ConfigError(
-                        f"debug.gradients.{name}.{key}", f"{value} is no bound", "use > 0 or null"
-                    )
-        for key in ("dead_after", "histograms_every"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"debug.gradients.{key}", "is negative", "use 0 or more")
+            _check_bounds(f"gradients.{name}.", getattr(self, name), absolute=0, relative=0)
         if not 0 < self.dead_share <= 1:
-            raise ConfigError(
-                "debug.gradients.dead_share", f"{self.dead_share} is no share", "use up to 1"
-            )
+            problem = f"must be > 0 and ≤ 1, got {self.dead_share}"
+            raise ConfigError("debug.gradients.dead_share", problem)
 
 
 @dataclass
@@ -112,18 +110,10 @@ class GradcheckConfig:
     tolerance: float = 1e-3  # relative
 
     def __post_init__(self) -> None:
-        for key in ("samples", "length"):
-            value = getattr(self, key)
-            if value < 1:
-                raise ConfigError(f"debug.gradcheck.{key}", f"{value} is none", "use 1 or more")
-        if not 0 < self.budget_s < math.inf:
-            raise ConfigError(
-                "debug.gradcheck.budget_s", f"{self.budget_s} is no time", "use more than 0"
-            )
+        _check_bounds("gradcheck.", self, samples=1, length=1, budget_s_above=0)
         if not 0 < self.tolerance < 1:
-            raise ConfigError(
-                "debug.gradcheck.tolerance", f"{self.tolerance} is no share", "0 to 1, such as 1e-3"
-            )
+            problem = f"must be > 0 and < 1, got {self.tolerance}"
+            raise ConfigError("debug.gradcheck.tolerance", problem)
 
 
 @dataclass
@@ -138,11 +128,7 @@ class MemoryConfig:
     snapshot_entries: int = 100_000  # events kept for it
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError("debug.memory.every", f"{self.every} is no pace", "use 1 or more")
-        for key in ("rows", "snapshot_entries"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"debug.memory.{key}", "shows nothing", "use 1 or more")
+        _check_bounds("memory.", self, every=1, rows=1, snapshot_entries=1)
 
 
 ProfileHandler = Enum("ProfileHandler", ["trace", "table", "both"])
@@ -170,21 +156,11 @@ class ProfileConfig:
     cuda_synchronize: bool = False  # sections wait for the device at both ends: honest, slower
 
     def __post_init__(self) -> None:
-        for key, least in (("start", 1), ("warmup", 1), ("steps", 1), ("at_most", 0)):
-            if getattr(self, key) < least:
-                raise ConfigError(
-                    f"debug.profile.{key}",
-                    f"{getattr(self, key)} is too few",
-                    f"use {least} or more",
-                )
-        if self.repeat_every is not None and self.repeat_every <= self.warmup + self.steps:
-            raise ConfigError(
-                "debug.profile.repeat_every",
-                f"{self.repeat_every} is within a window of {self.warmup + self.steps} steps",
-                "use more, or null for one window",
-            )
-        if not 0 < self.traces_mb < math.inf:
-            raise ConfigError("debug.profile.traces_mb", "is not positive", "use more than 0")
+        _check_bounds("profile.", self, start=1, warmup=1, steps=1, at_most=0, traces_mb_above=0)
+        window = self.warmup + self.steps
+        if self.repeat_every is not None and self.repeat_every <= window:
+            problem = f"must be > {window}, the steps of a window, or null, got {self.repeat_every}"
+            raise ConfigError("debug.profile.repeat_every", problem)
 
 
 @dataclass
@@ -205,10 +181,7 @@ class DebugConfig:
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
     def __post_init__(self) -> None:
-        for key in ("every", "max_iterations", "timeout_s"):
-            value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:  # NaN is neither
-                raise ConfigError(f"debug.{key}", f"{value} is not positive", "use 1 or more")
+        _check_bounds("", self, every=1, max_iterations=1, timeout_s_above=0)
 
 
 def enabled_tools(config: DebugConfig) -> list[str]:

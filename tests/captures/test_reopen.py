@@ -61,15 +61,6 @@ def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(
         assert torch.equal(again.batch[0], capture.batch[0])
 
 
-def test_a_capture_can_be_opened_twice_in_one_process(kit: Any, made: Path) -> None:
-    stayed = open_capture(captures(made)[1])
-    for _ in range(2):
-        with reopened(stayed, trusted=kit.TRUSTED) as (run, batch):
-            step = backward(run, batch)
-            run.update.apply(step.grad_norm, step.skipped)
-            assert float(step.loss) == stayed.loss
-
-
 def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(kit: Any, tmp_path: Path) -> None:
     hook = kit.Taker([17], kit.SKIPPED)
     kit.trained(tmp_path, hook, "+model.saved=false")

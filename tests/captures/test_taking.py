@@ -100,16 +100,6 @@ def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(
     assert restored is not None and restored.step == 0
 
 
-def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
-    kit: Any,
-    tmp_path: Path,
-) -> None:
-    kit.trained(tmp_path, kit.Taker([6]), "checkpoint.enabled=false")
-    (capture,) = map(open_capture, captures(tmp_path))
-    assert capture.manifest.weights is Weights.later
-    assert capture.manifest.checkpoint is None and capture.model is not None
-
-
 def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
     kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,18 +110,6 @@ def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
     assert len([line for line in said if line.startswith("step 3 ")]) == 1
     assert sum(r.levelname == "WARNING" for r in caplog.records if "capture.mb" in r.message) == 1
     assert not list((tmp_path / "debug" / "captures").iterdir())
-
-
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(
-    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "debug").mkdir()
-    (tmp_path / "debug" / "captures").write_text("in the way")
-    hook = kit.Taker([3, 5])
-    assert kit.trained(tmp_path, hook).status == "done"
-    assert hook.taken == {3: None, 5: None}
-    warned = [r for r in caplog.records if r.levelname == "WARNING" and "job=replay" in r.message]
-    assert len(warned) == 1
 
 
 FULL_DISK = """

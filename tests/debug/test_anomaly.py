@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,7 @@ from runner.build import Given
 from runner.debug.anomaly import Anomaly
 from runner.debug.module_trace import ModuleTrace
 from runner.debug.source_line import OURS, place_in_text
-from runner.debug.tool import Tool
-from runner.errors import ConfigError, GaveUp
+from runner.errors import GaveUp
 from runner.objectives.custom import Custom
 from runner.run import Run
 from runner.summary import Summary
@@ -275,15 +271,6 @@ def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
     assert summary.faults["non_finite"] == summary.faults["anomaly"]  # counted, if not said
 
 
-def test_steps_that_it_does_not_look_at_have_the_guards_own_words(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    overrides = [*ANOMALY, "model=mlp", "debug.anomaly.every=2"]
-    run_of(overrides, tmp_path, Net(Root(), bad=(4, 5)))
-    said = [r.getMessage() for r in caplog.records if "finite" in r.getMessage()]
-    assert len(said) == 1 and said[0].startswith("step 5: a gradient was not finite")
-
-
 class Poisoned(nn.Module):
     """A loss whose targets are not numbers at one step."""
 
@@ -306,29 +293,6 @@ def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
         train(run)
     (fault,) = anomalies(tmp_path)
     assert fault["message"] == "the target is not finite: 3 of 32 samples"
-
-
-def test_what_other_tools_take_at_the_same_steps_is_not_on_its_account(tmp_path: Path) -> None:
-    class Slow(Tool):
-        name = "slow"
-
-        def around(self, run: Run) -> Any:
-            return self._around()
-
-        @contextmanager
-        def _around(self) -> Iterator[None]:
-            end = time.perf_counter() + 0.4
-            while time.perf_counter() < end:
-                pass
-            yield
-
-    config = compose([*ANOMALY, "model=mlp", "debug.anomaly.every=5", "training.steps=20"])
-    with build(config, tmp_path, Given()) as run:
-        run.hooks.insert(0, Slow(config.debug, every=5))
-        summary = train(run)
-    cost = next(tool for tool in summary.tools if tool.name == "anomaly")
-    assert cost.looks == 4
-    assert cost.seconds < 0.8  # half of what the other one took
 
 
 def test_the_module_whose_backward_is_under_way() -> None:
@@ -358,11 +322,6 @@ def test_the_module_whose_backward_is_under_way() -> None:
     assert seen == [None, "1", "1.inner.1", "1.inner.1", "1"]
     assert not model._forward_hooks
     assert trace.first_bad_output() is None
-
-
-def test_a_pace_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="debug.anomaly.every"):
-        compose(["debug=anomaly", "debug.anomaly.every=0"])
 
 
 @pytest.mark.slow

@@ -17,11 +17,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import build, compose, train
 from runner.build import Given
-from runner.debug.config import MemoryConfig
-from runner.debug.memory import MemoryTool, Point, Timeline
+from runner.debug.memory import MemoryTool
 from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
 from runner.debug.object_counts import count_objects, find_growth
-from runner.errors import ConfigError, OutOfMemory
+from runner.errors import OutOfMemory
 from runner.hook import Hook, Step
 from runner.objective import Objective
 from runner.run import Run
@@ -142,17 +141,6 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -
     assert not torch.nn.modules.module._global_forward_hooks
 
 
-def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) -> None:
-    full = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
-    kept = []
-    for folder, more in (("plain", []), ("recomputed", full)):
-        with build(compose([*GPT, "training.steps=8", *LOOK, *more]), tmp_path / folder) as run:
-            train(run)
-        rows = found_in(tmp_path / folder)["account"]["rows"]
-        kept.append(sum(row["activations"] for row in rows if row["name"].startswith("blocks")))
-    assert kept[1] < kept[0] / 4
-
-
 def test_a_short_run_is_looked_at_and_tells_what_it_found(tmp_path: Path) -> None:
     with build(compose([*MLP, "debug=memory"]), tmp_path) as run:  # every 50, and 30 steps
         summary = train(run)
@@ -167,11 +155,6 @@ def test_a_short_run_is_looked_at_and_tells_what_it_found(tmp_path: Path) -> Non
     found = found_in(tmp_path)
     assert {"training", "validation"} == set(found["phases"])
     assert [point["step"] for point in found["timeline"]] == [10, 20, 30]
-
-
-def test_without_a_folder_nothing_is_written_and_nothing_breaks() -> None:
-    with build(compose([*MLP, *LOOK])) as run:
-        assert train(run).status == "done"
 
 
 class Hoard(Hook):
@@ -297,20 +280,6 @@ def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor(
     assert (grown[0].kind, grown[0].more) == ("items", 400) and grown[0].what.endswith(".KEPT")
 
 
-def test_functions_that_an_import_makes_are_no_growth() -> None:
-    before = count_objects()
-    made = [lambda: None for _ in range(500)]
-    said = [str(growth) for growth in find_growth(before, count_objects())]
-    assert len(made) == 500 and not any("function" in x for x in said)
-
-
-def test_a_picture_has_one_line_for_two_that_are_the_same() -> None:
-    same = Timeline([Point(step, 100 * 2**20, 100 * 2**20) for step in (10, 20)])
-    assert list(same.lines()[0]) == ["process"]
-    apart = Timeline([Point(step, 100 * 2**20, 120 * 2**20) for step in (10, 20)])
-    assert list(apart.lines()[0]) == ["process, at most", "process"]
-
-
 # out of memory
 
 
@@ -377,17 +346,6 @@ def test_a_report_that_cannot_be_made_never_hides_the_error(tmp_path: Path) -> N
         run.objective = Limited(run.objective, 0)
         with pytest.raises(OutOfMemory, match="with one sample"):
             train(run)
-
-
-@pytest.mark.parametrize("key", ["every", "rows", "snapshot_entries"])
-def test_knobs_that_show_nothing_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"debug\.memory\.{key}"):
-        MemoryConfig(**{key: 0})
-
-
-def test_full_debugging_has_the_tool() -> None:
-    with build(compose([*MLP, "debug=full"])) as run:
-        assert any(isinstance(hook, MemoryTool) for hook in run.hooks)
 
 
 @pytest.mark.gpu

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from runner import Hook, build, compose, profile, train
-from runner.debug.config import DebugConfig, ProfileConfig
+from runner.debug.config import DebugConfig
 from runner.debug.profile import Profile
 from runner.debug.profile_report import Facts, operator_name, verdicts
 from runner.debug.profile_trace import operator_kind, read_trace
 from runner.debug.tool import Tool
-from runner.errors import ConfigError
 from runner.hook import Step
 from runner.run import Run
 from runner.summary import Summary
@@ -128,17 +127,6 @@ class OneByOne(nn.Module):
         return torch.stack([self.layer(row) for row in x])
 
 
-class Large(nn.Module):
-    """The only large products of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.01 * torch.randn(30, 8192))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight @ self.weight.T
-
-
 class Encoded(nn.Module):
     """An encoder, and a head."""
 
@@ -174,12 +162,6 @@ def test_a_loop_of_small_operators_is_host_bound_and_its_module_is_named(
     assert "operators on whole tensors instead of a loop over samples or time" in finding
 
 
-def test_the_only_large_product_is_named_as_the_hot_spot_and_is_not_host_bound() -> None:
-    finding, verdicts = verdict_of(Encoded(Large()))
-    assert not any(said.startswith("host-bound") for said in verdicts), verdicts
-    assert "% of the operators' time is in encoder.loop" in finding, verdicts
-
-
 def paused(longest: float) -> Iterator[dict[str, Any]]:
     """Three steps of 11 ms; in the second one the light module is stopped for `longest` µs."""
     host, at = {"ph": "X", "pid": 1, "tid": 1}, 0.0
@@ -199,14 +181,6 @@ def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
         module, share = read_trace({"traceEvents": list(paused(longest))}).hot_spot
         assert module is not None and module.name == "heavy"
         assert share == pytest.approx(10 / 11)
-
-
-def test_a_busy_machine_changes_no_share_of_calling() -> None:
-    """What operators take is measured against others of the same moment, in CPU time."""
-    reading = read_trace({"traceEvents": list(paused(1000.0))})
-    assert (reading.calls, reading.calibration_calls, reading.calling) == (6, 0, 0.0)
-    reading.calibration_calls, reading.calibration_share = 3, 0.5
-    assert reading.calling == pytest.approx(1.0)
 
 
 def test_attention_is_named_and_its_technique_where_it_is_off() -> None:
@@ -338,13 +312,6 @@ def test_windows_come_again_and_old_traces_make_room(tmp_path: Path) -> None:
     assert left == ["00000029", "00000040"]
 
 
-def test_a_run_shorter_than_its_window_is_profiled_as_far_as_it_goes() -> None:
-    tool, summary, _ = profiled([*SMALL, "training.steps=5"])
-    assert summary.status == "done"
-    (row,) = tool.windows
-    assert (row["first"], row["steps"]) == (3, 3)
-
-
 def test_a_window_lies_between_two_validations(tmp_path: Path) -> None:
     tool, _, _ = profiled([*SMALL, "training.validate_every=4"], tmp_path)
     (row,) = tool.windows
@@ -446,12 +413,3 @@ def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
     assert tool.trace.kernels
     assert 0 < (tool.trace.busy or 0) <= 1
     assert tool.trace.copies["HtoD"].bytes > 0
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("start", 0), ("steps", 0), ("warmup", 0), ("repeat_every", 6), ("traces_mb", 0.0)],
-)  # fmt: skip
-def test_a_mistake_in_the_config_names_the_key(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"debug.profile.{key}"):
-        ProfileConfig(**{key: value})

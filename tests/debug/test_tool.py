@@ -11,7 +11,7 @@ import pytest
 from runner import build, compose, train
 from runner.debug.config import DebugConfig, ToolConfig, tool
 from runner.debug.tool import Tool
-from runner.errors import GaveUp
+from runner.errors import ConfigError, GaveUp
 from runner.hook import Report, Step
 from runner.run import Run
 from runner.summary import Summary
@@ -125,3 +125,32 @@ def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
 def test_full_debugging_has_every_tool_outermost_first() -> None:
     names = [tool.name for tool in load_tools(compose([*SMALL, "debug=full"]).debug)]
     assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("every", 0, "≥ 1"),
+        ("timeout_s", 0, "> 0"),
+        ("capture.at_most", -1, "≥ 0"),
+        ("capture.mb", "inf", "> 0"),
+        ("anomaly.every", 0, "≥ 1"),
+        ("gradients.every", 0, "≥ 1"),
+        ("gradients.vanishing.absolute", -1, "≥ 0"),
+        ("gradients.exploding.relative", "nan", "≥ 0"),
+        ("gradients.dead_after", -1, "≥ 0"),
+        ("gradients.dead_share", 0, "> 0 and ≤ 1"),
+        ("gradcheck.samples", 0, "≥ 1"),
+        ("gradcheck.budget_s", 0, "> 0"),
+        ("gradcheck.tolerance", 1, "> 0 and < 1"),
+        ("memory.rows", 0, "≥ 1"),
+        ("profile.warmup", 0, "≥ 1"),
+        ("profile.repeat_every", 6, "> 6"),
+        ("profile.traces_mb", 0, "> 0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_answered_with_key_and_bound(
+    key: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"debug\.{key}: must be {allowed}"):
+        compose([f"debug.{key}={value}"])

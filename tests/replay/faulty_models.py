@@ -124,20 +124,6 @@ class Masks(nn.Module):
         return x * filled.softmax(1)  # MASKS
 
 
-class Writes(nn.Module):
-    """Puts NaN there by hand."""
-
-    def forward(self, x: Tensor, off: Tensor) -> Tensor:
-        return x * torch.where(off > 0, float("nan"), 1.0)  # WRITES
-
-
-class Times(nn.Module):
-    """The same, as a factor."""
-
-    def forward(self, x: Tensor, off: Tensor) -> Tensor:
-        return x * float("nan") if off.any() else x  # TIMES
-
-
 class Grows(nn.Module):
     """Finite, and far too much."""
 
@@ -155,7 +141,7 @@ class Through(nn.Module):
 PARTS: dict[str, Any] = {
     "": Through, "cancels": Cancels, "overflows": Overflows, "compiled": OnlyCompiled, "log": Log,
     "root": Root, "raises": Raises, "masks": Masks, "grows": Grows,
-    "hangs": Hangs, "writes": Writes, "times": Times,
+    "hangs": Hangs,
 }  # fmt: skip
 
 

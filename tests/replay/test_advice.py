@@ -63,8 +63,3 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     only = a_replay(found, capture=first)
     only.step = 43
     assert "captured too" not in " ".join(advice(only))
-
-
-def test_an_exception_has_advice() -> None:
-    found = Found(Phase.exception, "the model (Net) raised ValueError: no", "", "Net")
-    assert "what it is given" in advice(a_replay(found, kind="exception"))[0]

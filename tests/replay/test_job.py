@@ -16,7 +16,7 @@ from runner import build, compose
 from runner.captures.opening import open_capture
 from runner.errors import NotVerified
 from runner.jobs.replay import main
-from runner.replay.findings import Phase, Replay
+from runner.replay.findings import Replay
 from runner.replay.investigation import BAD
 from runner.replay.reopen import config_of
 from runner.summary import Summary
@@ -96,23 +96,6 @@ def _harmless(run: Any) -> Any:
     inputs = inputs.clone()
     inputs[:, -1] = 0
     return inputs, target
-
-
-@pytest.mark.slow  # four processes that compile
-def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
-    captured: Any, marked: Any, tmp_path: Path
-) -> None:
-    path = captured(
-        POISON, "+model.part=compiled", "optimization.compile.enabled=true",
-        "optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true",
-    )  # fmt: skip
-    found = replay(path, tmp_path / "replay")
-    assert found.reproduced
-    assert found.blame is not None
-    assert sorted(found.blame.techniques) == ["compile", "whole_step"]
-    assert (found.found.phase, found.found.module) == (Phase.forward, "part")
-    assert found.found.line is not None
-    assert found.found.line.number == marked("COMPILED")
 
 
 def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(
