@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.checks.batch_stats import BatchChecks, DataSpec
 from runner.checks.batch_validator import BatchValidator, Prescan
-from runner.checks.model.hook import ModelCheck
+from runner.checks.model.check import ModelCheck
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from runner import modes
 from runner.batch import Inputs, call
 from runner.checks import outputs
-from runner.checks.model.answers import OUTPUTS, Expected
-from runner.checks.model.look import look
+from runner.checks.model import check
+from runner.checks.model.behaviour import OUTPUTS, Expected
 from runner.checks.model.report import ModelReport
 from runner.debug.gradcheck_subjects import preserve_random_state
 from runner.device import memory
@@ -301,8 +301,8 @@ def check_model(
     A class of a package that is not trusted is a note
     as long as `trusted` is empty, and then a warning.
 
-    The model is as it was afterwards (`look` says what is put back). Raises UsageError. It makes
-    the host wait for the device.
+    The model is as it was afterwards (`check.check_model` says what is put back). Raises
+    UsageError. It makes the host wait for the device.
     """
     if outputs is not None and outputs not in OUTPUTS:
         raise UsageError(f"{WHO}: outputs={outputs!r}; use one of {', '.join(OUTPUTS)}")
@@ -313,7 +313,7 @@ def check_model(
     if probes is not None:
         batches.samples(probes, f"{WHO}: probes")
         probes = batches.moved(probes, device_of(module))
-    return look(
+    return check.check_model(
         module,
         probes,
         trusted=trusted,

@@ -39,7 +39,7 @@ def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.
 
 
 def test_the_worst_comes_first(net: nn.Module) -> None:
-    net.register_buffer("cache", torch.ones(2), persistent=False)
+    net.cache = torch.ones(2)
     net[1].weight.data[0] = 0
     net[4].bias.data[0] = math.inf
     report = check_model(net)
@@ -66,7 +66,7 @@ def test_what_fresh_models_have_is_a_note_unless_it_is_said_to_be_trained() -> N
 def test_numbers_have_units(net: nn.Module) -> None:
     text = str(check_model(net, torch.randn(8, 64)))
     for name, unit in (("probes", "samples"), ("a tiny change of the inputs comes out",
-                       "times as large"), ("looked at for", "s")):  # fmt: skip
+                       "times as large"), ("checked in", "s")):  # fmt: skip
         (line,) = [line for line in text.splitlines() if line.startswith(f"{name}: ")]
         assert line.endswith(f" {unit}")
 

@@ -1,4 +1,4 @@
-"""What a look at a model came to."""
+"""The findings of a model check, and how they are printed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,38 @@ from runner.record import markdown
 from runner.record.text import escape_control_chars
 from runner.security.trust import Reason, Severity
 
+WAYS_OUT = {
+    "weights.not_finite": "load an earlier checkpoint, or initialise it again",
+    "weights.huge": "was a file damaged, or did training diverge? load an earlier checkpoint",
+    "weights.negative_variance": "recompute its statistics, or load an earlier checkpoint",
+    "weights.dead": "train it on, or initialise it again",
+    "weights.constant": "train it on, or initialise it again",
+    "weights.dead_units": "they add nothing: prune them, or initialise them again",
+    "weights.duplicated": "tie them if they are one; else initialise each on its own",
+    "structure.foreign_class": "trust its package if you know it",
+    "structure.patched_class": "remove it, or name its package in security.trusted",
+    "structure.patched_method": "remove it, or name its package in security.trusted",
+    "hooks.unexpected": "remove it, or name its package in security.trusted",
+    "structure.unregistered_module": "hold it in an nn.ModuleList or nn.ModuleDict",
+    "buffers.unregistered": "use register_buffer, nn.Parameter or nn.ParameterList",
+    "buffers.huge": "is it data? they do not belong into a model",
+    "dtype.float64": "use .float()",
+    "dtype.mixed": "use one type there",
+    "behaviour.raises": "are the probes what it is called with?",
+    "behaviour.not_finite": "debug=anomaly names the layer in which they come up",
+    "behaviour.out_of_range": "is outputs= right? end with a softmax, or scale the inputs",
+    "behaviour.constant": "does its input reach its output? look for dead layers, train it longer",
+    "behaviour.uniform": "train it longer, or with a higher learning rate",
+    "behaviour.random": "heed self.training, and draw nothing while it is false",
+    "behaviour.sensitive": "scale its inputs, or look for a layer with very large weights",
+    "behaviour.writes": "update statistics only while self.training is true",
+}
 HEADER = ("severity", "code", "where", "what", "way out")
-SAID = {
+FACTS = {
     "probes": ("probes", " samples"),
     "repeated": ("two answers to the same samples differ by", " of their size"),
     "gain": ("a tiny change of the inputs comes out", " times as large"),
-    "seconds": ("looked at for", " s"),
+    "seconds": ("checked in", " s"),
 }
 """What a fact is called, and its unit, where its name says too little."""
 TRAINED = {
@@ -28,7 +54,7 @@ WORST = 5  # reasons that a summary holds; all are in the report, in TensorBoard
 
 @dataclass
 class ModelReport:
-    """What was found in a model, the worst first, and what was looked at; `print` shows it.
+    """The findings about a model, the worst first, and what was checked; `print` shows it.
 
     fault (Severity.REFUSAL): it cannot be of use as it is, such as with a NaN among its weights.
     warning: something that hardly anybody wants. note: good to know. None of them ends a run.
@@ -58,8 +84,8 @@ class ModelReport:
     def verdict(self) -> str:
         """How many there are of each, in a few words."""
         counts = [(self.count(severity), severity.word) for severity in reversed(Severity)]
-        said = ", ".join(f"{n} {name}{'s' * (n > 1)}" for n, name in counts if n)
-        return said or "nothing found"
+        words = ", ".join(f"{n} {name}{'s' * (n > 1)}" for n, name in counts if n)
+        return words or "nothing found"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in plain values."""
@@ -86,7 +112,7 @@ class ModelReport:
         if self.reasons:
             rows = [(r.severity.word, r.code, r.where, r.evidence, r.way_out) for r in self.reasons]
             parts.append(markdown.table(HEADER, rows))
-        parts.append(markdown.table(("looked at", ""), list(self._facts())))
+        parts.append(markdown.table(("checked", ""), list(self._facts())))
         return "\n\n".join(parts) + "\n"
 
     def __str__(self) -> str:
@@ -111,8 +137,13 @@ class ModelReport:
                 value = f"{value:.3g}"
             elif isinstance(value, int) and not isinstance(value, bool):
                 value = f"{value:,}"
-            label, unit = SAID.get(name, (name.replace("_", " "), ""))
+            label, unit = FACTS.get(name, (name.replace("_", " "), ""))
             yield label, f"{value}{unit}"
+
+
+def make_reason(code: str, severity: Severity, where: str, evidence: str) -> Reason:
+    """A finding about a model, with the way out that its code has."""
+    return Reason(code, severity, where, evidence, WAYS_OUT[code])
 
 
 def _plain(reason: Reason) -> dict[str, Any]:

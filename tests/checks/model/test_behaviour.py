@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.checks.model.answers import Expected
-from runner.checks.model.look import INPUTS, LEAST, WORK, look
+from runner.checks.model.behaviour import Expected
+from runner.checks.model.check import MAX_INPUTS, MAX_WORK, MIN_SAMPLES, check_model
 from runner.security.trust import Severity
 
 LOGITS = Expected("logits", 3)
@@ -95,7 +95,7 @@ def probes(n: int = N) -> Tensor:
 
 
 def found(answer: Callable[..., Any], inputs: Any, expected: Expected) -> list[Any]:
-    report = look(Answering(answer), inputs, trusted=[__name__], expected=expected)
+    report = check_model(Answering(answer), inputs, trusted=[__name__], expected=expected)
     return [(r.code, r.severity, r.where) for r in report.reasons]
 
 
@@ -164,22 +164,22 @@ def test_a_model_yet_to_be_trained_may_say_the_same_to_all() -> None:
 
 
 def test_the_gain_of_a_linear_model_is_about_one_and_is_a_fact() -> None:
-    report = look(Answering(linear), probes(), expected=LOGITS)
+    report = check_model(Answering(linear), probes(), expected=LOGITS)
     assert 0.3 < report.facts["gain"] < 3
     assert report.facts["repeated"] == 0 and report.facts["probes"] == N
     tokens = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
-    assert look(tokens, torch.arange(18).reshape(9, 2) % 9).facts["gain"] is None
+    assert check_model(tokens, torch.arange(18).reshape(9, 2) % 9).facts["gain"] is None
 
 
 def test_a_large_model_or_large_samples_are_looked_at_with_few_of_many_probes() -> None:
     def count(answer: Callable[..., Any], inputs: Tensor) -> Any:
         model = Answering(answer)
         model.more = nn.Parameter(torch.randn(2**20 - 12))
-        return look(model, inputs).facts["probes"]
+        return check_model(model, inputs).facts["probes"]
 
-    assert count(linear, torch.randn(1024, 4)) == WORK // 2**20 < 1024
-    assert count(lambda m, x: x.mean(2) @ m.weight, torch.randn(20, 4, 2**13)) == LEAST
-    assert count(lambda m, x: x[:, :4] @ m.weight, torch.zeros(3, INPUTS)) == 2
+    assert count(linear, torch.randn(1024, 4)) == MAX_WORK // 2**20 < 1024
+    assert count(lambda m, x: x.mean(2) @ m.weight, torch.randn(20, 4, 2**13)) == MIN_SAMPLES
+    assert count(lambda m, x: x[:, :4] @ m.weight, torch.zeros(3, MAX_INPUTS)) == 2
 
 
 class Changing(nn.Module):
@@ -210,7 +210,7 @@ def test_nothing_is_left_behind() -> None:
     modes = [m.training for m in model.modules()]
     held, hooks = set(vars(model)), list(model._forward_hooks)
     noise = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    report = look(model, probes())
+    report = check_model(model, probes())
     assert "behaviour.writes" in {r.code for r in report.reasons}
     assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes
@@ -228,7 +228,7 @@ def test_a_compiled_model_is_looked_at_without_compiling() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     for compiled in (torch.compile(model), model):
         model.compile()
-        assert look(compiled, probes(), expected=LOGITS).findings == []
+        assert check_model(compiled, probes(), expected=LOGITS).findings == []
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
@@ -237,7 +237,7 @@ def test_a_model_on_an_accelerator_is_as_it_was_and_its_noise_too() -> None:
     model = Changing().cuda()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     noise = torch.cuda.get_rng_state()
-    report = look(model, probes().cuda())
+    report = check_model(model, probes().cuda())
     assert "behaviour.writes" in {r.code for r in report.reasons}
     assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
     assert torch.equal(torch.cuda.get_rng_state(), noise)
@@ -248,6 +248,6 @@ def test_a_deep_model_that_is_yet_to_be_trained_may_answer_the_same(trained: boo
     torch.manual_seed(0)
     deep = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
     x = torch.randn(N, 16, generator=torch.Generator().manual_seed(1))
-    reasons = look(deep, x, expected=Expected("values", trained=trained)).reasons
+    reasons = check_model(deep, x, expected=Expected("values", trained=trained)).reasons
     assert ("behaviour.constant", Severity.NOTE) in [(r.code, r.severity) for r in reasons]
     assert not [r for r in reasons if r.severity > Severity.NOTE]

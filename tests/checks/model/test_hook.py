@@ -14,7 +14,7 @@ from torch import nn
 
 from runner import build, compose, train
 from runner.build import Given
-from runner.checks.model.hook import ModelCheck
+from runner.checks.model.check import ModelCheck
 from runner.hook import Hook, Report
 from runner.jobs import evaluate as job
 from runner.record.history import History
@@ -113,7 +113,7 @@ def test_the_weights_that_are_evaluated_are_looked_at() -> None:
     with build(compose([*SHORT, "checkpoint=off", "optimizer.ema=0.9"])) as run:
         run.update.average[0].flatten()[0] = math.nan
         (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
-        found = hook.look(run, probe=False)
+        found = hook.check(run, probe=False)
         assert found is not None and [r.code for r in found.findings] == ["weights.not_finite"]
         assert all(p.isfinite().all() for p in run.model.parameters())
 
@@ -124,7 +124,7 @@ def test_under_strict_a_class_of_no_trusted_package_is_a_warning() -> None:
         config = compose([*SHORT, "checkpoint=off", f"security={level}"])
         with build(config, given=Given(model=model)) as run:
             (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
-            found = hook.look(run, probe=False)
+            found = hook.check(run, probe=False)
         assert found is not None and found.ok is ok
         assert [r.code for r in found.reasons] == ["structure.foreign_class"]
 
@@ -149,7 +149,7 @@ def test_a_look_that_fails_is_no_end_of_the_run(monkeypatch: pytest.MonkeyPatch)
     with build(compose([*SHORT, "checkpoint=off"]), given=Given(model=Odd())) as run:
         (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
         broken = True
-        assert hook.look(run, probe=True) is None
+        assert hook.check(run, probe=True) is None
         assert run.history.counts == {"model_check_failed": 1}
 
 

@@ -1,0 +1,201 @@
+"""`check_model` and the hook that runs it before training and after it."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import modes
+from runner.batch import Inputs, rows
+from runner.checks.config import ModelCheckConfig
+from runner.checks.model.behaviour import Expected, check_behaviour
+from runner.checks.model.report import ModelReport, make_reason
+from runner.checks.model.structure import check_structure
+from runner.checks.model.weights import (
+    NamedTensor,
+    check_weights,
+    is_plain,
+    named_tensors,
+    tied_names,
+)
+from runner.hook import Hook
+from runner.nest import mapped, tensors
+from runner.record.text import shorten
+from runner.run import Run
+from runner.security.config import SecurityConfig, SecurityLevel
+from runner.security.trust import Reason, Severity
+from runner.untouched import large_parameters, untouched
+
+MAX_WORK = 2**29  # parameters times samples times places of a forward: some 10 ms on four cores
+MIN_SAMPLES = 16  # of a model that is too large for that: one class for all says something …
+STRIDED = 16  # places of an image or a signal that come down to one, as strides have it
+MAX_INPUTS = 2**22  # … unless they hold more values than this; never fewer than two
+SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
+TAG = "checks/model"
+MAX_TEXTS = 8  # samples that language models are probed with
+TRAINED_STEPS = 200  # after which a model should tell samples apart, where an epoch is longer
+Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
+
+
+def check_model(
+    model: nn.Module,
+    probes: Inputs | None = None,
+    *,
+    trusted: Sequence[str] = (),
+    foreign: Severity = Severity.NOTE,
+    expected: Expected | None = None,
+    contexts: Contexts = (),
+) -> ModelReport:
+    """The findings about a model, which stays as it is.
+
+    With probes it is called up to four times, in eval mode, without gradients and uncompiled, on
+    as many of them as MAX_WORK, MIN_SAMPLES and MAX_INPUTS say. Buffers, modes, attributes and
+    random states are put back; so are parameters, but for very large ones, of which a forward
+    that writes to them is only reported. The host waits for the device a few times.
+    """
+    start = time.perf_counter()
+    expected = expected or Expected()
+    held = named_tensors(model)
+    parameters = [one for one in held if one.is_parameter]
+    reasons = [
+        *check_weights(model, held, expected.trained),
+        *check_structure(model, held, trusted, foreign),
+    ]
+    facts: dict[str, Any] = {
+        "parameters": sum(one.tensor.numel() for one in parameters if is_plain(one.tensor)),
+        "trained": expected.trained,
+        "layers": sum(1 for _ in model.modules()) - 1,
+        "tensors": len(held),
+        "types": dict(Counter(str(one.tensor.dtype).removeprefix("torch.") for one in parameters)),
+        "tied": tied_names(model),
+        "not_checked": [one.name for one in held if not is_plain(one.tensor)],
+    }
+    if probes is not None:
+        probes, facts["probes"] = _limit_probes(probes, facts["parameters"])
+        reasons += _probe(model, probes, expected, held, contexts, facts)
+    facts["seconds"] = time.perf_counter() - start
+    return ModelReport(reasons, facts)
+
+
+def _probe(
+    model: nn.Module,
+    probes: Inputs,
+    expected: Expected,
+    held: Sequence[NamedTensor],
+    contexts: Contexts,
+    facts: dict[str, Any],
+) -> list[Reason]:
+    """Behaviour, with nothing left behind; a model that raises is a finding."""
+    device = next((one.tensor.device for one in held), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model, device=device, safe=large_parameters(model)))
+        stack.enter_context(modes.evaluating(model))
+        if "torch._dynamo" in sys.modules:  # another number of samples would recompile
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for context in contexts:
+            stack.enter_context(context())
+        try:
+            return list(check_behaviour(model, probes, expected, held, facts))
+        except Exception as error:
+            evidence = f"{type(error).__name__}: {shorten(str(error), 200)}"
+            return [make_reason("behaviour.raises", Severity.WARNING, "", evidence)]
+
+
+def _limit_probes(probes: Inputs, parameters: int) -> tuple[Inputs, int]:
+    """The first samples of the probes, as many as may be, and how many these are."""
+    inside = tensors(probes)
+    if not inside or not inside[0].ndim:
+        return probes, 0
+    first, samples, places = inside[0], len(inside[0]), 1
+    if first.ndim > 2:
+        places = -(-first.shape[2:].numel() // STRIDED)
+    elif first.ndim == 2 and not first.is_floating_point():
+        places = first.shape[1]  # tokens
+    most = max(MIN_SAMPLES, MAX_WORK // max(1, parameters * places))
+    most = max(2, min(most, MAX_INPUTS // max(1, first[0].numel())))
+    if samples <= most:
+        return probes, samples
+    return mapped(probes, lambda t: t[:most] if t.ndim and len(t) == samples else t), most
+
+
+class ModelCheck(Hook):
+    """Checks weights and structure before the first step; after the last behaviour as well.
+
+    What is worse than a note goes to the history; all of it to TensorBoard and, in short, to the
+    summary. It never ends a run.
+    """
+
+    def __init__(self, config: ModelCheckConfig, security: SecurityConfig) -> None:
+        self.config = config
+        self.trusted: Sequence[str] = security.trusted
+        strict = security.level is SecurityLevel.strict
+        self.foreign = Severity.WARNING if strict else Severity.NOTE
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Before and after; a run that ends early keeps what was found before."""
+        self.check(run, probe=False)
+        yield
+        self.check(run, probe=True)
+
+    def check(self, run: Run, probe: bool) -> ModelReport | None:
+        """Check the weights that are evaluated; with `probe` their answers to validation samples.
+
+        A check that fails is a line of the history and does not end the run.
+        """
+        step = run.progress.step
+        try:
+            report = self._check(run, probe)
+        except Exception as error:
+            message = f"checks.model: {type(error).__name__}: {error}"
+            action = "the run goes on"
+            run.history.add(
+                "model_check_failed",
+                message,
+                step=step,
+                category="code",
+                action=action,
+                error=error,
+            )
+            return None
+        for reason in report.findings:
+            severity = SEVERITIES[reason.severity]
+            message = f"model: {reason}"
+            run.history.add(reason.code, message, step=step, category="model", severity=severity)
+        run.model_check = report.compact() | {"after_training": probe}
+        run.recorder.text(TAG, report.markdown(), step)
+        return report
+
+    def _check(self, run: Run, probe: bool) -> ModelReport:
+        inputs, targets, sizes = None, None, run.sizes
+        language = sizes.task == "language_modelling"
+        if probe:
+            most = min(self.config.probes, run.evaluation_batch or self.config.probes)
+            most = min(most, MAX_TEXTS) if language else most  # each token is an answer
+            inputs, targets = rows(run.validation.peek(), slice(most))
+            inputs = inputs if tensors(inputs) else None
+        indices = run.objective.indices  # None: an objective of the user's own
+        expected = Expected(
+            outputs=None if indices is None else "logits" if indices else "values",
+            classes=sizes.vocab if sizes.vocab and language else sizes.classes,
+            targets=targets if isinstance(targets, Tensor) else None,
+            trained=run.epoch >= 1 or run.progress.step >= TRAINED_STEPS,
+        )
+        with run.update.averaged(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # training has said what the model warns of
+            return check_model(
+                run.model,
+                inputs,
+                trusted=self.trusted,
+                foreign=self.foreign,
+                expected=expected,
+                contexts=run.contexts,
+            )
