@@ -26,7 +26,7 @@ from runner.benchmark.auto.candidates import make_candidates  # noqa: E402
 from runner.benchmark.auto.estimate import estimate_run  # noqa: E402
 from runner.benchmark.auto.resolve import EVIDENCE, make_arms, resolve_auto  # noqa: E402
 from runner.benchmark.config import BenchmarkConfig  # noqa: E402
-from runner.benchmark.heat import With, run_heat  # noqa: E402
+from runner.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
 from runner.benchmark.statistics import noise_floor  # noqa: E402
 from runner.build import Given  # noqa: E402
 from runner.composing import compose  # noqa: E402
@@ -96,8 +96,8 @@ def compare(model: str, steps: int, budget_s: float, each_s: float) -> Compariso
 
 def measure(found: Comparison, arms: Sequence[Arm], steps: int, each_s: float) -> None:
     """One round: note the arms' speeds next to the first one's."""
-    how = With(BenchmarkConfig(warmup_steps=5))
-    heat = run_heat(arms, arms[0].name, each_s * len(arms), 0, how)
+    how = MeasureOptions(BenchmarkConfig(warmup_steps=5))
+    heat = run_round(arms, arms[0].name, each_s * len(arms), 0, how)
     found.ended |= {name: str(error) for name, error in heat.ended.items()}
     turns = heat.measured.turns.get(found.chosen) or []
     if not turns:

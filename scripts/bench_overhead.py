@@ -1,13 +1,11 @@
-"""What one training step of our loop costs, beside hand-written loops and other trainers.
+"""What one training step of our loop costs beside a hand-written loop on the same batches.
 
-    python scripts/bench_overhead.py PEERS tiny|mlp|cnn|gpt [--threads N] [--steps N] [--rounds N]
-                                     [--only NAME,NAME] [--levels LEVEL,LEVEL] [--json FILE]
+    python scripts/bench_overhead.py [tiny mlp cnn gpt] [--levels none,basic] [--steps N]
+                                     [--rounds N] [--json FILE]
 
-PEERS is a folder with `workloads.py` (`make(kind)`, `Timed`) and `overhead.py` (`ALL`: loops by
-name, each a function that trains on `Timed` batches and returns microseconds a step). Every loop
-takes its turn between two runs of the bare one, so a drift of the machine hits all alike; a ratio
-is to the mean of its two neighbours. Ours runs with its defaults: clipping, guard, metrics.jsonl
-and TensorBoard; all have the same number of threads.
+Every level takes its turn between two runs of the bare loop, so a drift of the machine affects all
+alike; a ratio is to the mean of its two neighbours. Ours runs with its defaults: checks, clipping,
+guard, metrics.jsonl and TensorBoard. The bare loop has the same model, optimizer and batches.
 """
 
 from __future__ import annotations
@@ -17,142 +15,116 @@ import contextlib
 import gc
 import io
 import json
-import os
 import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from time import perf_counter
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from runner import Hook, build, compose, train  # noqa: E402
+from runner.hook import Step  # noqa: E402
+from runner.run import Run  # noqa: E402
+
+COMMON = ["data=synthetic", "data.samples=1024", "schedule=constant", "checkpoint=off"]
 MODELS = {
-    "tiny": ["data=synthetic", "data.form=tabular", "model._target_=workloads.MLP"],
-    "mlp": ["data=synthetic", "data.form=tabular", "data.features=784",
-            "model._target_=workloads.MLP", "+model.dims=[784,1024,1024,10]"],
-    "cnn": ["data=synthetic", "data.form=images", "model._target_=workloads.CNN"],
-    "gpt": ["data=synthetic", "data.form=tokens", "model._target_=workloads.GPT"],
-}  # fmt: skip
-LENGTH = {"tiny": (260, 60), "mlp": (40, 10), "cnn": (12, 3), "gpt": (12, 3)}  # steps, warm-up
+    "tiny": ["data.form=tabular", "model=mlp", "model.width=32", "training.batch_size=32"],
+    "mlp": ["data.form=tabular", "data.features=784", "model=mlp", "model.width=1024"],
+    "cnn": ["data.form=images", "model=cnn", "training.batch_size=64"],
+    "gpt": ["data.form=tokens", "model=gpt", "training.batch_size=8"],
+}
+STEPS = {"tiny": 300, "mlp": 40, "cnn": 20, "gpt": 12}  # a quarter of them is warm-up
 
 
-class Ready:
-    """Batches that are ready, in the shape of our loader."""
+class StepTimes(Hook):
+    """When each step ended."""
 
-    choices: list[Any] = []
+    def __init__(self) -> None:
+        self.ends: list[float] = []
 
-    def __init__(self, timed: Any, samples: int) -> None:
-        self.timed, self.count, self.steps_per_epoch = timed, samples, len(timed)
-
-    def batches(self, start: int) -> Iterator[Any]:
-        return iter(self.timed)
-
-    def peek(self) -> Any:
-        return self.timed.data[0]
-
-    def samples(self, step: int) -> int:
-        return self.count
-
-    def close(self) -> None:
-        pass
+    def on_step(self, run: Run, step: Step) -> None:
+        """Note the time."""
+        self.ends.append(perf_counter())
 
 
-def ours(kind: str, steps: int, warm: int, level: str) -> Callable[[], float]:
-    """One run of our own loop, built as the command line builds it."""
-    import torch
-    from workloads import Timed, make
+def microseconds(ends: list[float]) -> float:
+    """Of a step, by the ends of all but the first quarter."""
+    first = len(ends) // 4
+    return 1e6 * (ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
-    from runner import build, compose, train
 
-    _, data, _ = make(kind)
-    overrides = [
-        *MODELS[kind], "security.trusted=[workloads]", f"optimization={level}",
-        f"training.steps={steps}",
-        f"training.batch_size={data[0][1].shape[0]}", "training.validate_every=1000000",
-        "data.samples=256", "schedule=constant",
-        f"device.threads={torch.get_num_threads()}",  # the same for all, so only the loop differs
-    ]  # fmt: skip
-    config = compose(overrides)
+def run_ours(kind: str, steps: int, level: str) -> float:
+    """A run as the command line builds it; microseconds a step."""
+    length = [f"training.steps={steps}", "training.validate_every=1000000"]
+    config = compose([*COMMON, *MODELS[kind], *length, f"optimization={level}"])
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with build(config, Path(folder)) as run:
+            run.hooks.append(times)
+            train(run)
+            run.device.synchronize()
+    return microseconds(times.ends)
 
-    def once() -> float:
-        timed = Timed(data, steps, warm)
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            with build(config, Path(folder)) as run:
-                run.train = Ready(timed, data[0][1].shape[0])
-                train(run)
-        return float(timed.us)
 
-    return once
+def run_bare(kind: str, steps: int) -> float:
+    """A loop by hand over the batches of the same loader, without its checks."""
+    config = compose([*COMMON, *MODELS[kind], "optimization=none", "checks=off"])
+    ends = []
+    with build(config) as run:
+        model, optimizer = run.model.train(), torch.optim.AdamW(run.model.parameters())
+        for _, (inputs, target) in zip(range(steps), run.train.batches(0), strict=False):
+            optimizer.zero_grad()
+            run.objective(model(inputs), target).backward()
+            optimizer.step()
+            run.device.synchronize()
+            ends.append(perf_counter())
+    return microseconds(ends)
+
+
+def compare(kind: str, levels: list[str], steps: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Measure in turn; microseconds, ratio with its quartiles, and what is added, by level."""
+    rows: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
+    bares = [run_bare(kind, steps)]
+    for _ in range(rounds):
+        for level in levels:
+            gc.collect()
+            ours = run_ours(kind, steps, level)
+            bares.append(run_bare(kind, steps))
+            rows[level].append((ours, ours / statistics.mean(bares[-2:])))
+    table = {"bare": {"us": statistics.median(bares), "ratio": 1.0, "q1": 1.0, "q3": 1.0}}
+    for level, values in rows.items():
+        ratios = sorted(ratio for _, ratio in values)
+        low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+        us = statistics.median(us for us, _ in values)
+        table[level] = {"us": us, "ratio": statistics.median(ratios), "q1": low, "q3": high}
+    return table
 
 
 def main() -> None:
     """Parse, measure, print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("peers", type=Path)
-    parser.add_argument("kind", choices=MODELS)
-    parser.add_argument("--threads", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", default=list(MODELS))
+    parser.add_argument("--levels", default="none,basic", help="comma-separated")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="parts of names, comma-separated")
-    parser.add_argument("--levels", default="basic", help="of ours, comma-separated")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
-    wanted = parser.parse_args()
-    if wanted.threads:
-        os.environ["OMP_NUM_THREADS"] = str(wanted.threads)
-    steps, warm = LENGTH[wanted.kind]
-    steps = wanted.steps or steps
-    # the peers' module reads its own command line when it is imported
-    sys.argv = ["overhead.py", wanted.kind, str(wanted.threads), str(steps), str(warm), "1"]
-    sys.path[:0] = [str(wanted.peers), str(Path(__file__).parents[1])]
-    import torch
-    from overhead import ALL
-
-    parts = [part for part in wanted.only.split(",") if part]
-    loops: dict[str, Callable[[], float]] = {
-        f"runner, optimization={level}": ours(wanted.kind, steps, warm, level)
-        for level in wanted.levels.split(",")
-    }
-    loops |= {k: f for k, f in ALL.items() if k != "bare" and any(p in k for p in parts)}
-    loops["bare (control)"] = bare = ALL["bare"]
-
-    print(f"# {wanted.kind}: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}, {steps} steps, "
-          f"{wanted.rounds} rounds", flush=True)  # fmt: skip
-    for name, loop in list(loops.items()):  # one pass that does not count: imports, allocations
-        try:
-            loop()
-        except Exception as error:  # a peer that is not installed is left out, ours is not
-            if name.startswith("runner"):
-                raise
-            print(f"  left out: {name}: {type(error).__name__}: {error}", flush=True)
-            del loops[name]
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loops}
-    bares = []
-    for _ in range(wanted.rounds):
-        before = bare()
-        for name, loop in loops.items():
-            gc.collect()
-            mine = loop()
-            after = bare()
-            middle = (before + after) / 2
-            rows[name].append((mine, mine / middle, mine - middle))
-            bares.append(after)
-            before = after
-    table = {"bare": {"us": statistics.median(bares), "ratio": 1.0}}
-    print(f"  {'bare':52s} {table['bare']['us']:10.1f} us")
-    for name, values in rows.items():
-        us, ratio, added = (statistics.median(v[i] for v in values) for i in range(3))
-        ratios = sorted(v[1] for v in values)
-        low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
-        table[name] = {"us": us, "ratio": ratio, "q1": low, "q3": high, "added_us": added}
-        print(
-            f"  {name:52s} {us:10.1f} us  x{ratio:.3f} [{low:.3f}..{high:.3f}]"
-            f"  added {added:+9.1f} us"
-        )
-    if wanted.json:
-        wanted.json.write_text(json.dumps(table, indent=1) + "\n")
+    typed = parser.parse_args()
+    processor = platform.processor() or platform.machine()
+    print(f"# {processor}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print("| model | loop | µs a step | ratio | quartiles |\n|---|---|---:|---:|---|")
+    tables = {}
+    for kind in typed.kinds:
+        steps = typed.steps or STEPS[kind]
+        tables[kind] = compare(kind, typed.levels.split(","), steps, typed.rounds)
+        for name, row in tables[kind].items():
+            numbers = f"{row['us']:.0f} | {row['ratio']:.3f} | {row['q1']:.3f} to {row['q3']:.3f}"
+            print(f"| {kind} | {name} | {numbers} |", flush=True)
+    if typed.json:
+        typed.json.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":

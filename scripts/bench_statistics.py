@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runner.benchmark.blocks import Rule  # noqa: E402
-from runner.benchmark.statistics import Spending, likeness, median_interval  # noqa: E402
+from runner.benchmark.statistics import Spending, lag1_rank_autocorrelation, median_interval  # noqa: E402
 from tests.benchmark.simulated_machine import (  # noqa: E402
     NOISES,
     PROCESSES,
@@ -79,7 +79,7 @@ def main() -> None:
             arguments.blocks,
             arguments.narrow,
             lambda n, last: spending.look(n, 1.0 if last else 1 / 6),
-            likeness,
+            lag1_rank_autocorrelation,
         ),
         planned(arguments.blocks, arguments.narrow, lambda n, last: 0.05, lambda logs: 0.0),
         lambda found: bootstrap_until_narrow(found, arguments.narrow, draw),

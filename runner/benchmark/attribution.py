@@ -1,9 +1,9 @@
 """What each technique of a level is worth: added alone to the plain run, left out of the level.
 
-Both are held against the plain run and against the level in the same blocks, so what a technique
-gains or loses by the company of the others is a ratio of four times of one block. A technique
-that did not take hold in the level is named, with its reason, and not measured. There are three
-intervals to each technique, and all of them together hold at 95 % (Bonferroni).
+Both are held against the plain run and the level in the same blocks, so the interaction of a
+technique with the others is a ratio of four times of one block. Techniques that are not engaged in
+the level are named and not measured. The three intervals of each technique hold at 95 % all
+together (Bonferroni).
 """
 
 from __future__ import annotations
@@ -11,243 +11,312 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any
 
-from runner.benchmark.agreement import Judge, Verdict
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.crew.crew import Finished
-from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
+from runner.benchmark.parity_checker import ParityChecker, Verdict
 from runner.benchmark.result import Attribution, Effect
-from runner.benchmark.sentences import sentences
+from runner.benchmark.rounds import INTERRUPTED, MeasureOptions, Round, Told, run_round
+from runner.benchmark.rows import collect_choices
 from runner.benchmark.statistics import CONFIDENCE, SAME, noise_floor
-from runner.benchmark.trials import Trial, planned
+from runner.benchmark.summary_text import summary_text
+from runner.benchmark.workers.messages import Finished
+from runner.config import RunConfig
 
 INTERVALS = 3  # of each technique: alone, in company, the one over the other
-EACH = 2  # techniques to a heat, which makes six processes: each holds half a GB and more
+EACH = 2  # techniques to a round, which makes six processes of half a GB and more
 AGAIN = "plain, again"
-Judgement = Callable[[Arm, Mapping[str, Any]], Verdict]
+AFTERWARDS = {"quantization": "is for inference: training never sees it"}
+CheckParity = Callable[[Arm, Mapping[str, Any]], Verdict]
 """Of an arm and the choices that its run has made: whether the numbers are right."""
 
 
-@dataclass
-class _Seen:
-    """What all heats together say of plain run and level."""
+@dataclass(frozen=True)
+class Trial:
+    """One technique, and the two arms that show what it is worth."""
 
-    engaged: set[str] = field(default_factory=set)
-    ratios: list[float] = field(default_factory=list)  # log of plain / level, of each heat
+    name: str
+    added: Arm
+    removed: Arm
+
+
+@dataclass
+class _Attribution:
+    """An attribution in progress."""
+
+    level: Arm
+    reference: Arm
+    options: MeasureOptions
+    told: Told
+    floor: float | None  # of a control that ran before
+    engaged: set[str] = field(default_factory=set)  # in the level
+    effects: dict[str, Effect] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)  # log of plain / level, of each round
     peaks: list[int] = field(default_factory=list)  # of the plain run
-    floor: float = 0.0  # that the control, where there is one, says is noise
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each arm added alone
+
+    def run_rounds(self, seed: int) -> str:
+        """Measure all trials, a few at a time; why it ended."""
+        budget_s, trials = self.options.settings.attribute_budget_s, self.trials
+        groups = [trials[i : i + EACH] for i in range(0, len(trials), EACH)]
+        left, short = budget_s, 0
+        for number, group in enumerate(groups):
+            self.told(f"{' and '.join(t.name for t in group)}: round {number + 1} of {len(groups)}")
+            limit_s = left / (len(groups) - number)
+            round_ = self._run_round(group, limit_s, seed + number)
+            if round_.measured.stopped == INTERRUPTED:
+                return INTERRUPTED
+            left -= round_.measured.seconds
+            short += round_.measured.seconds >= limit_s
+        if not groups:
+            return "there was nothing to measure"
+        if not short:
+            return "known well enough"
+        some = "all rounds" if short == len(groups) else f"{short} of {len(groups)} rounds"
+        spent = f"the budget is spent (benchmark.attribute_budget_s={budget_s:g})"
+        return f"{spent}: {some} ended before all was narrow"
+
+    def _run_round(self, group: Sequence[Trial], budget_s: float, seed: int) -> Round:
+        arms = [self.reference, self.level]
+        arms += [arm for trial in group for arm in (trial.added, trial.removed)]
+        control = self.floor is None and self.options.settings.control
+        if control:
+            arms.append(replace(self.reference, name=AGAIN, folder=""))
+        plain, level = self.reference.name, self.level.name
+        round_ = run_round(arms, plain, budget_s, seed, self.options, self.told)
+        if control:
+            self.floor = noise_floor(round_.ratio([plain], [AGAIN]))
+        if (whole := round_.ratio([plain], [level])) is not None:
+            self.ratios.append(math.log(whole.ratio))
+        if plain in round_.finished:
+            self.peaks.append(_peak_bytes(round_.finished[plain]))
+        for trial in group:
+            self._note_added(trial, round_)
+            self._note_removed(trial, round_)
+            effect = self.effects[trial.name]
+            if effect.added is not None and effect.removed is not None:
+                both = round_.ratio([trial.removed.name, trial.added.name], [level, plain])
+                if both is not None:
+                    effect.interaction = both.ratio
+                    effect.interaction_interval = both.low, both.high
+        return round_
+
+    def _note_added(self, trial: Trial, round_: Round) -> None:
+        effect, plain, name = self.effects[trial.name], self.reference.name, trial.added.name
+        if why := round_.explain_end(plain, name) or _explain_idle(trial, round_):
+            return _add_note(effect, why)
+        self.choices[name] = collect_choices(round_.finished.get(name))
+        effect.added_memory_bytes = _peak_difference(round_, name, plain)
+        alone = round_.ratio([plain], [name])
+        if alone is None:
+            return _add_note(effect, "too few blocks for an interval")
+        effect.added, effect.added_interval = alone.ratio, (alone.low, alone.high)
+
+    def _note_removed(self, trial: Trial, round_: Round) -> None:
+        effect, level, name = self.effects[trial.name], self.level.name, trial.removed.name
+        if why := round_.explain_end(self.reference.name, level, name):
+            return _add_note(effect, why)
+        effect.removed_memory_bytes = _peak_difference(round_, level, name)
+        company = round_.ratio([name], [level])
+        if company is None:
+            _add_note(effect, "too few blocks for an interval")
+        else:
+            effect.removed, effect.removed_interval = company.ratio, (company.low, company.high)
+        if name in round_.finished:
+            _add_note(effect, self._describe_substitutes(trial.name, round_.finished[name]))
+
+    def _describe_substitutes(self, name: str, without: Finished) -> str:
+        """Which other techniques are engaged, or no more, where this one is left out."""
+        now = _engaged(without.summary)
+        gone, come = sorted(self.engaged - now - {name}), sorted(now - self.engaged)
+        parts = [f"{' and '.join(come)} in its place"] if come else []
+        parts += [f"no {' or '.join(gone)} either"] if gone else []
+        return f"without it {', '.join(parts)}" if parts else ""
+
+    def check_parity(self, check: CheckParity) -> None:
+        """Whether each technique alone leaves the numbers right, where it is engaged."""
+        for trial in self.trials:
+            if trial.added.name in self.choices:
+                self.told(f"{trial.name}: are the numbers right?")
+                verdict = check(trial.added, self.choices[trial.added.name])
+                effect = self.effects[trial.name]
+                effect.parity = verdict.parity
+                if verdict.parity in (None, "FAIL"):
+                    _add_note(effect, f"parity: {verdict.reason}")
+
+    def noise(self) -> float:
+        """The control's floor, or what plain run and level differed by from round to round.
+
+        At least 2 %. Each round has new processes, whose places in memory make a difference.
+        """
+        spread = max(self.ratios) - min(self.ratios) if self.ratios else 0.0
+        return max(self.floor or 0.0, math.expm1(spread), SAME)
 
 
 def attribute(
     level: Arm,
     reference: Arm,
-    how: With,
+    options: MeasureOptions,
     seed: int = 0,
     told: Told | None = None,
     summary: Mapping[str, Any] | None = None,
     floor: float | None = None,
-    judge: Judgement | None = None,
+    check_parity: CheckParity | None = None,
 ) -> Attribution:
     """What the techniques of `level` are worth, one by one, held against `reference`.
 
-    `summary` is that of a finished run of the level, which says what took hold; without one such a
-    run is made first. `floor` is the noise floor of a control that ran before; without one the
-    first heat has a control. Within `benchmark.attribute_budget_s` of measuring, shared evenly.
+    `summary` is that of a finished run of the level, with the engaged techniques; without one such
+    a run is made first. `floor` is the noise floor of a control that ran before; without one the
+    first round has a control. Within `benchmark.attribute_budget_s` of measuring, shared evenly.
     A trial that fails is a note at its effect; after Ctrl-C there is what was measured so far, and
     `stopped` is `interrupted`.
     """
-    found, seen = Attribution(level.name), _Seen()
+    result = Attribution(level.name)
+    state = _Attribution(level, reference, options, told or (lambda line: None), floor)
     try:
         if summary is None:
-            summary = _scouted(level, how, told).summary
-        seen.engaged = _engaged(summary)
-        effects, trials = planned(level, reference, summary)
-        found.effects = list(effects.values())
-        how = replace(how, alpha=(1 - CONFIDENCE) / max(1, INTERVALS * len(trials)))
-        found.stopped = _heats(trials, effects, level, reference, how, seed, told, seen, floor)
-        if found.stopped != INTERRUPTED and how.settings.parity:
+            summary = _run_level(state).summary
+        state.engaged = _engaged(summary)
+        state.effects, state.trials = plan_trials(level, reference, summary)
+        alpha = (1 - CONFIDENCE) / max(1, INTERVALS * len(state.trials))
+        state.options = replace(options, alpha=alpha)
+        result.stopped = state.run_rounds(seed)
+        if result.stopped != INTERRUPTED and options.settings.parity:
             with ExitStack() as stack:
-                if judge is None:
-                    judge = stack.enter_context(Judge(how.settings.timeout_s, how.given)).judge
-                _judge(trials, effects, seen, told, judge)
+                if check_parity is None:
+                    checker = ParityChecker(options.settings.timeout_s, options.given)
+                    check_parity = stack.enter_context(checker).check
+                state.check_parity(check_parity)
     except ArmEnded as ended:
-        found.stopped = f"{level.name}: {ended.status}: {ended.reason}"
+        result.stopped = f"{level.name}: {ended.status}: {ended.reason}"
     except KeyboardInterrupt:
-        found.stopped = INTERRUPTED
-    found.sentences = sentences(found.effects, level.name, _floor(seen, floor), seen.peaks)
-    return found
+        result.stopped = INTERRUPTED
+    result.effects = list(state.effects.values())
+    result.sentences = summary_text(result.effects, level.name, state.noise(), state.peaks)
+    return result
 
 
-def _heats(
-    trials: Sequence[Trial],
-    effects: Mapping[str, Effect],
-    level: Arm,
-    reference: Arm,
-    how: With,
-    seed: int,
-    told: Told | None,
-    seen: _Seen,
-    floor: float | None,
-) -> str:
-    """Measure all trials, a few at a time; why it ended."""
-    heats = [trials[i : i + EACH] for i in range(0, len(trials), EACH)]
-    left, short = how.settings.attribute_budget_s, 0
-    for number, some in enumerate(heats):
-        budget = left / (len(heats) - number)
-        arms = [reference, level, *(arm for one in some for arm in (one.added, one.removed))]
-        control = number == 0 and floor is None and how.settings.control
-        if control:
-            arms.append(replace(reference, name=AGAIN, folder=""))
-        if told is not None:
-            told(f"{' and '.join(one.name for one in some)}: heat {number + 1} of {len(heats)}")
-        heat = run_heat(arms, reference.name, budget, seed + number, how, told)
-        _note(heat, seen, reference.name, level.name, control)
-        for one in some:
-            _measured(effects[one.name], one, heat, seen, reference.name, level.name)
-        if heat.measured.stopped == INTERRUPTED:
-            return INTERRUPTED
-        left -= heat.measured.seconds
-        short += heat.measured.seconds >= budget
-    return _stopped(how.settings.attribute_budget_s, short, len(heats))
-
-
-def _judge(
-    trials: Sequence[Trial],
-    effects: Mapping[str, Effect],
-    seen: _Seen,
-    told: Told | None,
-    judge: Judgement,
-) -> None:
-    """Whether each technique alone leaves the numbers right, where it took hold."""
-    for one in trials:
-        if one.added.name not in seen.choices:
-            continue
-        if told is not None:
-            told(f"{one.name}: are the numbers right?")
-        verdict = judge(one.added, seen.choices[one.added.name])
-        effects[one.name].parity = verdict.parity
-        if verdict.parity in (None, "FAIL"):
-            _say(effects[one.name], f"parity: {verdict.reason}")
-
-
-def _scouted(level: Arm, how: With, told: Told | None) -> Finished:
-    """A run of the level by itself, to see what takes hold."""
-    if told is not None:
-        told(f"{level.name}: which techniques take hold")
-    with how.crew([level], how.settings, how.folder, how.given) as crew:
-        crew.start(level.name)
-        return crew.finish(level.name)
+def _run_level(state: _Attribution) -> Finished:
+    """A run of the level by itself, to see which techniques are engaged."""
+    state.told(f"{state.level.name}: which techniques take hold")
+    options, name = state.options, state.level.name
+    with options.pool([state.level], options.settings, options.folder, options.given) as pool:
+        pool.start(name)
+        return pool.finish(name)
 
 
 def _engaged(summary: Mapping[str, Any]) -> set[str]:
     return {row["name"] for row in summary.get("techniques", []) if row.get("engaged")}
 
 
-def _note(heat: Heat, seen: _Seen, plain: str, level: str, control: bool) -> None:
-    """Take along what the heat says of the two arms that are in each."""
-    whole = heat.ratio([plain], [level])
-    if whole is not None:
-        seen.ratios.append(math.log(whole.ratio))
-    if plain in heat.finished:
-        seen.peaks.append(_peak(heat.finished[plain]))
-    if control:
-        seen.floor = noise_floor(heat.ratio([plain], [AGAIN]))
-
-
-def _measured(effect: Effect, one: Trial, heat: Heat, seen: _Seen, plain: str, level: str) -> None:
-    """Fill in what the heat says of one technique, and why where it says nothing."""
-    alone = company = None
-    if word := heat.why_not(plain, one.added.name) or _missing(one.name, heat, one.added.name):
-        _say(effect, word)
-    else:
-        alone = heat.ratio([plain], [one.added.name])
-        _say(effect, "" if alone else "too few blocks for an interval")
-        effect.added_memory_bytes = _more(heat, one.added.name, plain)
-        seen.choices[one.added.name] = _choices(heat, one.added.name)
-    if word := heat.why_not(plain, level, one.removed.name):
-        _say(effect, word)
-    else:
-        company = heat.ratio([one.removed.name], [level])
-        _say(effect, "" if company else "too few blocks for an interval")
-        effect.removed_memory_bytes = _more(heat, level, one.removed.name)
-        _say(effect, _instead(one.name, seen.engaged, heat.finished.get(one.removed.name)))
-    if alone is not None:
-        effect.added, effect.added_interval = alone.ratio, (alone.low, alone.high)
-    if company is not None:
-        effect.removed, effect.removed_interval = company.ratio, (company.low, company.high)
-    if alone is not None and company is not None:
-        both = heat.ratio([one.removed.name, one.added.name], [level, plain])
-        if both is not None:
-            effect.interaction, effect.interaction_interval = both.ratio, (both.low, both.high)
-
-
-def _missing(name: str, heat: Heat, arm: str) -> str:
-    """Why the technique did not take hold in that arm; "" where it did, or nobody has looked."""
-    if arm not in heat.finished:
+def _explain_idle(trial: Trial, round_: Round) -> str:
+    """Why the technique alone is not engaged; "" where it is, or that is not known."""
+    if trial.added.name not in round_.finished:
         return ""
-    for row in heat.finished[arm].summary.get("techniques", []):
-        if row["name"] == name and row.get("engaged"):
-            return ""
-        if row["name"] == name:
-            return f"alone it does not take hold: {row.get('reason') or 'no reason given'}"
-    return "alone it does not take hold: not seen"
-
-
-def _choices(heat: Heat, arm: str) -> dict[str, Any]:
-    rows = heat.finished[arm].summary.get("choices", []) if arm in heat.finished else []
-    return {row["key"]: row["value"] for row in rows}
-
-
-def _instead(name: str, engaged: set[str], without: Finished | None) -> str:
-    """Which other techniques hold, or do no more, where this one is left out."""
-    if without is None:
+    rows = round_.finished[trial.added.name].summary.get("techniques", [])
+    row = next((row for row in rows if row["name"] == trial.name), None)
+    if row is None:
+        return "alone it does not take hold: not seen"
+    if row.get("engaged"):
         return ""
-    now = _engaged(without.summary)
-    gone, come = sorted(engaged - now - {name}), sorted(now - engaged)
-    said = [f"{' and '.join(come)} in its place"] if come else []
-    said += [f"no {' or '.join(gone)} either"] if gone else []
-    return f"without it {', '.join(said)}" if said else ""
+    return f"alone it does not take hold: {row.get('reason') or 'no reason given'}"
 
 
-def _say(effect: Effect, word: str) -> None:
-    if word and word not in effect.note:
-        effect.note = "; ".join(filter(None, [effect.note, word]))
+def _add_note(effect: Effect, note: str) -> None:
+    if note and note not in effect.note:
+        effect.note = "; ".join(filter(None, [effect.note, note]))
 
 
-def _peak(finished: Finished) -> int:
+def _peak_bytes(finished: Finished) -> int:
     memory = finished.summary.get("memory") or {}
     own = (memory.get("peak_process_bytes") or 0) + finished.worker_bytes
     return int(memory.get("peak_device_bytes") or own)
 
 
-def _more(heat: Heat, name: str, than: str) -> int | None:
+def _peak_difference(round_: Round, name: str, than: str) -> int | None:
     """By how much the peak of one is above that of the other."""
-    ours, theirs = (heat.finished.get(one) for one in (name, than))
-    if ours is None or theirs is None or not (_peak(ours) and _peak(theirs)):
+    ours, theirs = (round_.finished.get(one) for one in (name, than))
+    if ours is None or theirs is None or not (_peak_bytes(ours) and _peak_bytes(theirs)):
         return None
-    return _peak(ours) - _peak(theirs)
+    return _peak_bytes(ours) - _peak_bytes(theirs)
 
 
-def _floor(seen: _Seen, given: float | None) -> float:
-    """What is noise: the control's, or what plain run and level differed by from heat to heat; 2 %
-    at least.
-
-    Each heat has processes of its own, and where a process lies in memory makes a difference.
-    """
-    floor = seen.floor if given is None else given
-    spread = max(seen.ratios) - min(seen.ratios) if seen.ratios else 0.0
-    return max(floor, math.expm1(spread), SAME)
+# -- the arms that show what one technique is worth ------------------------------------------------
 
 
-def _stopped(budget_s: float, short: int, heats: int) -> str:
-    if not heats:
-        return "there was nothing to measure"
-    if not short:
-        return "known well enough"
-    some = "all heats" if short == heats else f"{short} of {heats} heats"
-    spent = f"the budget is spent (benchmark.attribute_budget_s={budget_s:g})"
-    return f"{spent}: {some} ended before all was narrow"
+def plan_trials(
+    level: Arm, reference: Arm, summary: Mapping[str, Any]
+) -> tuple[dict[str, Effect], list[Trial]]:
+    """An effect for each requested technique, in order of application, and what is to be tried."""
+    effects: dict[str, Effect] = {}
+    trials = []
+    rows = {row["name"]: row for row in summary.get("techniques", [])}
+    for name in _requested(level.config):
+        effects[name] = Effect(name, note=_explain_untried(name, level, reference, rows))
+        if not effects[name].note:
+            added = _take_technique(reference, level, name, f"{reference.name} + {name}")
+            removed = _take_technique(level, reference, name, f"{level.name} - {name}")
+            trials.append(Trial(name, added, removed))
+    return effects, trials
+
+
+def _explain_untried(
+    name: str, level: Arm, reference: Arm, rows: Mapping[str, Mapping[str, Any]]
+) -> str:
+    row = rows.get(name, {})
+    if name in AFTERWARDS:
+        return AFTERWARDS[name]
+    if not row.get("engaged"):
+        return f"did not take hold in {level.name}: {row.get('reason') or 'not seen'}"
+    if _find_technique(level.config, name) == _find_technique(reference.config, name):
+        return f"is in {reference.name} too"
+    if others := (row.get("evidence") or {}).get("part_of"):
+        return f"did nothing of its own in {level.name}: part of {others}"
+    return ""
+
+
+def _requested(config: RunConfig) -> list[str]:
+    own = [name for name, technique in config.optimization.techniques() if technique.enabled]
+    return own + [target.rpartition(".")[2] for target in config.optimization.extra]
+
+
+def _take_technique(arm: Arm, other: Arm, name: str, called: str) -> Arm:
+    """The arm with that one technique as it is in the other."""
+    config = copy(arm.config)
+    config.optimization = deepcopy(arm.config.optimization)
+    config.optimization.level, config.optimization.strict = "custom", False
+    wanted, own = _find_technique(other.config, name), _find_technique(arm.config, name)
+    if isinstance(wanted, str | None):  # a technique of the user's own, by its class
+        extra = [t for t in config.optimization.extra if t.rpartition(".")[2] != name]
+        config.optimization.extra = extra + ([wanted] if wanted else [])
+        typed = [f"optimization.extra=[{','.join(config.optimization.extra)}]"]
+    else:
+        setattr(config.optimization, name, deepcopy(wanted))
+        typed = [
+            f"optimization.{name}.{knob.name}={_as_typed(getattr(wanted, knob.name))}"
+            for knob in fields(wanted)
+            if own is None or getattr(wanted, knob.name) != getattr(own, knob.name)
+        ]
+    return Arm(called, config, [*arm.overrides, *typed])
+
+
+def _find_technique(config: RunConfig, name: str) -> Any:
+    """A technique with its knobs; of a user's own its class's name, None if it is off."""
+    for own, technique in config.optimization.techniques():
+        if own == name:
+            return technique
+    named = [t for t in config.optimization.extra if t.rpartition(".")[2] == name]
+    return named[0] if named else None
+
+
+def _as_typed(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value.value if isinstance(value, Enum) else value)

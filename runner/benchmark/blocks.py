@@ -69,7 +69,7 @@ class Rule:
     which there is no interval at all.
     """
 
-    narrow: float  # half-width of every interval, as a share of the ratio
+    target_half_width: float  # of every interval of every interval, as a share of the ratio
     budget_s: float
     looks: Sequence[int] = _LOOKS  # numbers of blocks; 8 is the first with an interval
     rest: bool = False  # a narrow arm takes no more turns, which leaves the budget to the others
@@ -178,7 +178,7 @@ class _Blocks:
         last = over or measured.blocks >= max(rule.looks)
         if (last or measured.blocks in rule.looks) and self._look(last) and not self.too_small:
             which = "every ratio of the arms that are left" if measured.ended else "every ratio"
-            return f"{which} is known to within {100 * rule.narrow:g} %"
+            return f"{which} is known to within {100 * rule.target_half_width:g} %"
         if over and self.too_small:
             return (
                 f"the budget of {rule.budget_s:g} s was too small for the {self.least} blocks that "
@@ -213,7 +213,7 @@ class _Blocks:
         found = {name: self._estimate(name, alpha) for name in others}
         measured.estimates |= found
         measured.alphas |= dict.fromkeys(self.active, alpha)
-        narrow = [name for name in others if found[name].width <= self.rule.narrow]
+        narrow = [name for name in others if found[name].half_width <= self.rule.target_half_width]
         if self.rule.rest:
             self.active = [name for name in self.active if name not in narrow]
         return len(narrow) == len(others)

@@ -25,13 +25,13 @@ from runner import modes
 from runner.batch import call
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Turn
-from runner.benchmark.crew.crew import Finished
 from runner.benchmark.engine import interruptible
-from runner.benchmark.heat import INTERRUPTED, Heat, Told, With, run_heat
 from runner.benchmark.machine import machine
 from runner.benchmark.result import BETTER, FAILS, HOLDS, UNDECIDED, ClaimResult, Claims
-from runner.benchmark.rows import load_of
+from runner.benchmark.rounds import INTERRUPTED, MeasureOptions, Round, Told, run_round
+from runner.benchmark.rows import median_load
 from runner.benchmark.statistics import Estimate, noise_floor
+from runner.benchmark.workers.messages import Finished
 from runner.composing import compose
 from runner.config import RunConfig
 from runner.device import memory, phases
@@ -96,7 +96,7 @@ def measure_claims(
     told: Told | None = None,
     each: Callable[[Claims], None] | None = None,
     trials: Sequence[Trial] | None = None,
-    how: With | None = None,
+    options: MeasureOptions | None = None,
 ) -> Claims:
     """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
 
@@ -112,8 +112,8 @@ def measure_claims(
     done = 0
     with tempfile.TemporaryDirectory(prefix="runner-claims-") as folder, interruptible() as signals:
         try:
-            how = how or With(config.benchmark)
-            for _ in _run_trials(claims, config, trials, Path(folder), how, told):
+            options = options or MeasureOptions(config.benchmark)
+            for _ in _run_trials(claims, config, trials, Path(folder), options, told):
                 done += 1
                 if each is not None:
                     each(claims)
@@ -128,11 +128,11 @@ def _run_trials(
     config: RunConfig,
     trials: Sequence[Trial],
     folder: Path,
-    how: With,
+    options: MeasureOptions,
     told: Told | None,
 ) -> Iterator[None]:
     """Fill in `claims`, trial by trial."""
-    began, left, turns = how.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
+    began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
     for number, trial in enumerate(trials):
         if told is not None:
             names = ", ".join(claim.name for claim in trial.claims)
@@ -141,19 +141,19 @@ def _run_trials(
         try:
             if trial.gpus:
                 raise RunnerError(_explain_gpus(trial.gpus))
-            heat = _measure_trial(trial, config, budget, folder, how, number, told)
+            round_ = _measure_trial(trial, config, budget, folder, options, number, told)
         except RunnerError as error:  # a config that this machine or version refuses
             claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
             yield
             continue
-        if heat.measured.stopped == INTERRUPTED:
+        if round_.measured.stopped == INTERRUPTED:
             raise KeyboardInterrupt
-        claims.rows += [judge_claim(trial, claim, heat) for claim in trial.claims]
-        left = max(left - heat.measured.seconds, 1e-3)
-        turns |= {f"{number} {name}": some for name, some in heat.measured.turns.items()}
-        for finished in heat.finished.values():
+        claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
+        left = max(left - round_.measured.seconds, 1e-3)
+        turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
+        for finished in round_.finished.values():
             claims.machine = machine([finished.summary])
-        claims.load, claims.seconds = asdict(load_of(turns)), how.clock() - began
+        claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - began
         yield
 
 
@@ -162,10 +162,10 @@ def _measure_trial(
     config: RunConfig,
     budget_s: float,
     folder: Path,
-    how: With,
+    options: MeasureOptions,
     seed: int,
     told: Told | None,
-) -> Heat:
+) -> Round:
     """The trial's arms side by side, the plain one twice."""
     work = [*trial.work, *_make_images(folder)] if trial.images else trial.work
     arms = []
@@ -173,14 +173,14 @@ def _measure_trial(
         arm_config = compose([*work, *overrides])
         arm_config.device, arm_config.seed = config.device, config.seed
         arms.append(Arm(name, arm_config, list(overrides)))
-    if how.settings.control:
+    if options.settings.control:
         arms.append(replace(arms[0], name=AGAIN))
-    settings = replace(how.settings, block_s=trial.block_s or how.settings.block_s)
+    settings = replace(options.settings, block_s=trial.block_s or options.settings.block_s)
     metrics: dict[str, Callable[[Run], float]] = {}
     for measures in {claim.measures for claim in trial.claims}:
         metrics |= METRICS.get(measures, {})
-    how = replace(how, settings=settings, metrics=metrics)
-    return run_heat(arms, PLAIN, budget_s, seed, how, told)
+    options = replace(options, settings=settings, metrics=metrics)
+    return run_round(arms, PLAIN, budget_s, seed, options, told)
 
 
 def _make_images(folder: Path) -> list[str]:
@@ -208,16 +208,18 @@ def _explain_gpus(needed: int) -> str:
 # -- verdicts --------------------------------------------------------------------------------------
 
 
-def judge_claim(trial: Trial, claim: Claim, heat: Heat) -> ClaimResult:
+def judge_claim(trial: Trial, claim: Claim, round_: Round) -> ClaimResult:
     """What the trial says of one of its claims."""
-    row = _make_row(trial, claim, heat.why_not(PLAIN, claim.arm) or _explain_missing(claim, heat))
+    row = _make_row(
+        trial, claim, round_.explain_end(PLAIN, claim.arm) or _explain_missing(claim, round_)
+    )
     if row.reason:
         return row
     noise = 0.0
-    if claim.measures in ("speed", "cost") and AGAIN in heat.names():
-        noise = noise_floor(heat.ratio([PLAIN], [AGAIN]))
+    if claim.measures in ("speed", "cost") and AGAIN in round_.names():
+        noise = noise_floor(round_.ratio([PLAIN], [AGAIN]))
         row.noise = noise if math.isfinite(noise) else None
-    estimate = _estimate(claim, heat)
+    estimate = _estimate(claim, round_)
     if estimate is None:
         row.reason = "there is too little to tell: too few blocks, or no reading of the memory"
         return row
@@ -247,24 +249,24 @@ def verdict(claim: Claim, estimate: Estimate, noise: float) -> tuple[str, str]:
     return UNDECIDED, f"{low:.2f} to {high:.2f} with the noise: on both sides of {bar:g}"
 
 
-def _estimate(claim: Claim, heat: Heat) -> Estimate | None:
-    ours, plain = heat.finished[claim.arm], heat.finished[PLAIN]
+def _estimate(claim: Claim, round_: Round) -> Estimate | None:
+    ours, plain = round_.finished[claim.arm], round_.finished[PLAIN]
     if claim.measures == "speed":
-        return heat.ratio([PLAIN], [claim.arm])
+        return round_.ratio([PLAIN], [claim.arm])
     if claim.measures == "cost":
-        return _estimate_cost(claim, heat, ours)
+        return _estimate_cost(claim, round_, ours)
     if claim.measures in ("inference", "latency"):
         return _range_ratio(_readings(ours, claim.measures), [1.0])
     held = [_held_bytes(finished, claim.measures == "memory") for finished in (ours, plain)]
     return _range_ratio(*held)
 
 
-def _estimate_cost(claim: Claim, heat: Heat, ours: Finished) -> Estimate | None:
+def _estimate_cost(claim: Claim, round_: Round, ours: Finished) -> Estimate | None:
     """The ratio of step times, plus the seconds that the tool itself took, spread over the run."""
-    ratio = heat.ratio([claim.arm], [PLAIN])
+    ratio = round_.ratio([claim.arm], [PLAIN])
     if ratio is None or not claim.tool:
         return ratio
-    step = median(turn.seconds / turn.steps for turn in heat.measured.turns[PLAIN])
+    step = median(turn.seconds / turn.steps for turn in round_.measured.turns[PLAIN])
     tools = [row for row in ours.summary.get("tools") or [] if row["name"] == claim.tool]
     steps = claim.run_steps or ours.summary["steps"]
     more = sum(tool["seconds"] for tool in tools) / (steps * step)
@@ -287,11 +289,11 @@ def _range_ratio(ours: Sequence[float], plain: Sequence[float]) -> Estimate | No
     return Estimate(median(ours) / median(plain), min(ours) / max(plain), max(ours) / min(plain))
 
 
-def _explain_missing(claim: Claim, heat: Heat) -> str:
+def _explain_missing(claim: Claim, round_: Round) -> str:
     """Why the technique is not engaged; "" where it is, or none is needed."""
-    if claim.arm not in heat.finished:
+    if claim.arm not in round_.finished:
         return "was not measured"
-    for row in heat.finished[claim.arm].summary.get("techniques") or [] if claim.needs else ():
+    for row in round_.finished[claim.arm].summary.get("techniques") or [] if claim.needs else ():
         if row["name"] == claim.needs and not row["engaged"]:
             return f"{claim.needs} did not take hold: {row['reason'] or 'no reason given'}"
     return ""

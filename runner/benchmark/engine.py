@@ -16,30 +16,31 @@ from types import FrameType
 from typing import Any
 
 from runner.benchmark import rows
-from runner.benchmark.agreement import Judge
 from runner.benchmark.arms import Arm, check_budget, reference_of
-from runner.benchmark.blocks import ArmEnded, Rule, run_blocks
+from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Crew
-from runner.benchmark.differences import differing_batches, differing_levels, differing_work
-from runner.benchmark.heat import Starter
 from runner.benchmark.machine import machine
+from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.result import DONE, MEAN, BenchmarkResult
-from runner.benchmark.rows import INTERRUPTED, Seen
-from runner.benchmark.statistics import Estimate
+from runner.benchmark.rounds import (
+    INTERRUPTED,
+    MeasureOptions,
+    PoolFactory,
+    Told,
+    Watched,
+    run_round,
+)
+from runner.benchmark.rows import Measurements
+from runner.benchmark.workers.pool import WorkerPool
 from runner.config import config_hash
 from runner.errors import Interrupted, StorageError
 from runner.record import provenance
 
 log = logging.getLogger("runner")
 
-Told = Callable[[str], None]
-Watched = Callable[[Mapping[str, Estimate], int, float], None]
-"""Hears of every block: the estimates so far, the number of blocks, the seconds spent."""
-
 
 class Cut(Interrupted):
-    """A benchmark was asked to end; `result` is what there is."""
+    """A benchmark was asked to end; `result` holds what was measured."""
 
     def __init__(self, signal_number: int, result: BenchmarkResult) -> None:
         super().__init__(signal_number, f" after {result.blocks} blocks")
@@ -55,34 +56,30 @@ def measure(
     seed: int = 0,
     told: Told | None = None,
     watched: Watched | None = None,
-    crew: Starter = Crew,
+    pool: PoolFactory = WorkerPool,
     clock: Callable[[], float] = time.monotonic,
 ) -> BenchmarkResult:
-    """Start every arm, measure them in blocks, judge their numbers, gather what they came to.
+    """Start every arm, measure them in blocks, check parity, and collect the results.
 
-    `settings.reference`, else the first arm, is what the others are held against. With a `folder`
-    the arms' runs are recorded in it and `benchmark.json` is written, also when arms failed.
-    `attribute`, `baseline` and `claims` of the settings are not looked at here.
-    An arm that fails is a row, and so are all of them; raises ConfigError, and `Cut` on Ctrl-C and
-    SIGTERM once what there is has been written.
+    The arms are held against `settings.reference`, else the first one. With a `folder` the arms'
+    runs are recorded in it and `benchmark.json` is written, also when arms failed. `attribute`,
+    `baseline` and `claims` of the settings are not used here. An arm that fails is a row. Raises
+    ConfigError, and `Cut` on Ctrl-C and SIGTERM once the result so far has been written.
     """
     reference = reference_of(arms, settings)
     check_budget(settings, len(arms))
-    benchmark = _Benchmark(arms, reference, settings, folder, given, told or log.info)
+    options = MeasureOptions(settings, folder, given, metrics, pool, clock)
+    benchmark = _Benchmark(arms, reference, options, told or log.info)
     with interruptible() as received:
         try:
-            with crew(benchmark.everyone, settings, folder, given, metrics) as processes:
-                benchmark.start(processes)
-                benchmark.run(processes, seed, clock, watched)
-                benchmark.finish(processes)
+            benchmark.measure(seed, watched)
             benchmark.write()  # before parity, which takes its time
-            benchmark.judge()
+            benchmark.check_parity()
         except KeyboardInterrupt:
-            benchmark.seen.measured.stopped = INTERRUPTED
+            benchmark.measurements.measured.stopped = INTERRUPTED
     result = benchmark.write()
     if result.stopped == INTERRUPTED:
-        number = received[0] if received else signal.SIGINT
-        raise Cut(number, result)
+        raise Cut(received[0] if received else signal.SIGINT, result)
     return result
 
 
@@ -107,156 +104,118 @@ def interruptible() -> Iterator[list[int]]:
 
 
 class _Benchmark:
-    """The steps of a benchmark, and what has been seen so far."""
+    """The steps of a benchmark, and what was measured so far."""
 
     def __init__(
-        self,
-        arms: Sequence[Arm],
-        reference: Arm,
-        settings: BenchmarkConfig,
-        folder: Path | None,
-        given: Any,
-        told: Told,
+        self, arms: Sequence[Arm], reference: Arm, options: MeasureOptions, told: Told
     ) -> None:
-        self.arms, self.reference, self.settings = arms, reference, settings
-        self.folder, self.given, self.told = folder, given, told
-        self.seen = Seen(reference.name)
+        self.arms, self.reference, self.options, self.told = arms, reference, options, told
+        self.measurements = Measurements(reference=reference.name)
         self.everyone = [reference, *(arm for arm in arms if arm is not reference)]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
-        if settings.control:
-            control = replace(reference, name=_again(reference, arms), folder="")
-            self.seen.control = control.name
+        if options.settings.control:
+            control = replace(reference, name=_control_name(reference, arms), folder="")
+            self.measurements.control = control.name
             self.everyone.insert(1, control)
 
-    def start(self, crew: Crew) -> None:
-        """Every process, one after the other: compiling takes all cores."""
-        for number, arm in enumerate(self.everyone, 1):
-            self.told(f"starting {arm.name} ({number} of {len(self.everyone)})")
-            try:
-                ready = self.seen.ready[arm.name] = crew.start(arm.name)
-            except ArmEnded as ended:
-                self._ended(arm.name, ended)
-                continue
-            self.told(
-                f"{arm.name}: first step after {ready.setup_seconds:.1f} s, "
-                f"{self.settings.warmup_steps} steps of warm-up in {ready.first_seconds:.3g} s"
-            )
-
-    def run(
-        self, crew: Crew, seed: int, clock: Callable[[], float], watched: Watched | None
-    ) -> None:
-        """The blocks."""
-        alive = [arm.name for arm in self.everyone if arm.name in self.seen.ready]
-        if not alive:
-            return
-        # without the reference there are times and no ratios; somebody has to stand in for it
-        against = self.reference.name if self.reference.name in alive else alive[0]
-        rule = Rule(self.settings.narrow, self.settings.budget_s)
-        self.told(f"measuring {len(alive)} processes in turn, {rule.budget_s:g} s at most")
-        measured = run_blocks(
-            crew.turn, alive, against, rule, self.settings.block_s, seed, clock, watched
+    def measure(self, seed: int, watched: Watched | None) -> None:
+        """All arms and the control in one round; a reference that died leaves times alone."""
+        round_ = run_round(
+            self.everyone,
+            self.reference.name,
+            self.options.settings.budget_s,
+            seed,
+            self.options,
+            self.told,
+            watched,
+            self.measurements,
+            needs_reference=False,
         )
-        self.seen.measured = measured
-        for name, ended in measured.ended.items():
-            self._ended(name, ended)
+        measured = round_.measured
         self.told(f"{measured.blocks} blocks in {measured.seconds:.0f} s: {measured.stopped}")
         if measured.stopped == INTERRUPTED:
             raise KeyboardInterrupt
 
-    def finish(self, crew: Crew) -> None:
-        """Let every run end as runs do."""
-        for arm in self.everyone:
-            if arm.name in self.seen.ready and arm.name not in self.seen.ended:
-                try:
-                    self.seen.finished[arm.name] = crew.finish(arm.name)
-                except ArmEnded as ended:
-                    self._ended(arm.name, ended)
-
-    def judge(self) -> None:
+    def check_parity(self) -> None:
         """Whether each arm's numbers are right."""
-        arms = [arm for arm in self.arms if arm.name in self.seen.finished]
-        if not self.settings.parity or not arms:
+        settings, finished = self.options.settings, self.measurements.finished
+        arms = [arm for arm in self.arms if arm.name in finished]
+        if not settings.parity or not arms:
             return
-        with Judge(self.settings.timeout_s, self.given) as judge:
+        with ParityChecker(settings.timeout_s, self.options.given) as checker:
             for arm in arms:
-                choices = rows.choices_of(self.seen.finished[arm.name])
-                verdict = self.seen.verdicts[arm.name] = judge.judge(arm, choices)
+                verdict = checker.check(arm, rows.collect_choices(finished[arm.name]))
+                self.measurements.verdicts[arm.name] = verdict
                 self.told(f"parity of {arm.name}: {verdict.parity or verdict.reason}")
 
     def write(self) -> BenchmarkResult:
-        """What is known so far; kept in the folder where there is one."""
+        """The result so far; kept in the folder where there is one."""
         result = self._result()
-        if self.folder is not None:
+        if self.options.folder is not None:
             try:
-                result.write(self.folder)
+                result.write(self.options.folder)
             except StorageError as error:  # measured is measured
                 log.error("%s", error)
         return result
 
-    def _ended(self, name: str, ended: ArmEnded) -> None:
-        self.seen.ended[name] = ended
-        log.warning("%s: %s: %s", name, ended.status, ended)
-
     def _result(self) -> BenchmarkResult:
-        seen, measured = self.seen, self.seen.measured
-        found = [rows.row(arm, seen, self.settings, self.reference) for arm in self.arms]
-        rows.note_rare(found, self.reference.name)
-        control, floor = rows.as_control(rows.control_of(seen)), rows.floor_of(seen)
-        load = rows.load_of(measured.turns)
+        measurements, measured = self.measurements, self.measurements.measured
+        settings, reference = self.options.settings, self.reference
+        results = [rows.make_row(arm, measurements, settings, reference) for arm in self.arms]
+        rows.note_rare_steps(results, reference.name)
+        control, floor = measurements.control_result(), measurements.noise_floor()
+        load = rows.median_load(measured.turns)
+        dependence = rows.describe_dependence(measurements)
         return BenchmarkResult(
-            self.reference.config.name,
-            self.reference.name,
-            found,
+            reference.config.name,
+            reference.name,
+            results,
             control=control,
             noise_floor=floor if math.isfinite(floor) else None,
             blocks=measured.blocks,
             seconds=measured.seconds,
-            compared=seen.compared,
+            compared=measurements.compared,
             stopped=measured.stopped or "no arm could be measured",
-            machine=machine([row.summary for row in found]),
+            machine=machine([row.summary for row in results]),
             load=load,
-            notes=[*self._notes(), *rows.dependence(seen), *rows.noise(load, control)],
+            notes=[*self._notes(), *dependence, *rows.describe_noise(load, control)],
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
-            config_hash=config_hash(self.reference.config),
+            config_hash=config_hash(reference.config),
             started=self.started,
         )
 
     def _notes(self) -> list[str]:
-        """What has to be known to read the rows."""
-        seen, alive = self.seen, [arm for arm in self.arms if arm.name in self.seen.ready]
-        found = differing_work(alive, self.reference)
-        found += differing_levels(alive, self.reference)
-        batches = differing_batches(alive)
-        if batches:
-            found.append(batches)
-        if seen.compared == MEAN:
-            found.append(
+        """What one has to know to read the rows."""
+        measurements, name = self.measurements, self.reference.name
+        alive = [arm for arm in self.arms if arm.name in measurements.ready]
+        notes = rows.describe_differences(alive, self.reference)
+        if measurements.compared == MEAN:
+            notes.append(
                 "data workers hand over several batches at a time: what is compared, and the step "
                 "that is shown, is the mean step of each turn, not the median one"
             )
-        if (ended := seen.ended.get(self.reference.name)) is not None:
-            found.append(
-                f"the reference, {self.reference.name}, {_how(ended)}: the others have times and "
-                "no speed-ups; benchmark.reference=… names another"
+        if (ended := measurements.ended.get(name)) is not None:
+            notes.append(
+                f"the reference, {name}, {_describe_end(ended)}: the others have times and no "
+                "speed-ups; benchmark.reference=… names another"
             )
-        if (ended := seen.ended.get(seen.control)) is not None:
-            found.append(f"the control {_how(ended)}")
-        if seen.measured.estimates and math.isinf(rows.floor_of(seen)):
-            found.append(
-                f"{seen.control} has no interval: the noise floor is not known, "
+        if (ended := measurements.ended.get(measurements.control)) is not None:
+            notes.append(f"the control {_describe_end(ended)}")
+        if measurements.measured.estimates and math.isinf(measurements.noise_floor()):
+            notes.append(
+                f"{measurements.control} has no interval: the noise floor is not known, "
                 "so nothing is claimed"
             )
-        return found
+        return notes
 
 
-def _how(ended: ArmEnded) -> str:
-    what = "failed" if ended.status == "failed" else f"ended ({ended.status})"
-    return f"{what}: {ended}"
+def _describe_end(ended: ArmEnded) -> str:
+    return f"{'failed' if ended.status == 'failed' else f'ended ({ended.status})'}: {ended}"
 
 
-def _again(reference: Arm, arms: Sequence[Arm]) -> str:
+def _control_name(reference: Arm, arms: Sequence[Arm]) -> str:
     """A name for the reference's second process that no arm has."""
     name = f"{reference.name}, again"
     while any(arm.name == name for arm in arms):
@@ -265,5 +224,5 @@ def _again(reference: Arm, arms: Sequence[Arm]) -> str:
 
 
 def failures(result: BenchmarkResult) -> list[str]:
-    """Each arm that did not come to its end, and why."""
+    """Each arm that did not end as it should, and why."""
     return [f"{arm.name} ({arm.status}: {arm.reason})" for arm in result.arms if arm.status != DONE]

@@ -9,19 +9,24 @@ changed, that is stated of all of them. Memory and losses are compared as they a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from runner.benchmark import baseline
-from runner.benchmark.baseline import KEY, PARITY
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.machine import differences, machine
+from runner.benchmark.machine import machine, machine_differences
 from runner.benchmark.result import DONE, ArmResult, BenchmarkResult, Load
 from runner.benchmark.statistics import CONFIDENCE, Estimate, unpaired
-from runner.errors import ConfigError
+from runner.errors import ConfigError, StorageError
 from runner.record.text import escape_control_chars
 
+KEY = "benchmark.baseline"
+NEEDED: dict[str, type] = {"cpu": str, "cores": int, "memory_gib": int, "platform": str}
+"""What every result knows of its machine."""
+LEAST_MS, MOST_MS = 1e-9, 1e12  # for a sample: a picosecond, and thirty years
+MOST_FLOOR = 10.0  # beyond this a control says nothing
+PARITY = ("exact", "explained by precision", "FAIL")  # from good to bad
 LEAST_BYTES = 16 << 20  # what two runs of the same differ by in memory, and more
 QUIET = (
     0.05  # share of the CPUs that others, or the hypervisor, may take: times by themselves count
@@ -63,7 +68,7 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
     """
     if settings.baseline is None:
         return None
-    found = baseline.read(settings.baseline)
+    found = read_baseline(settings.baseline)
     _same_machine(found, machine())
     theirs = [arm.name for arm in found.arms]
     if not set(theirs) & set(names):
@@ -77,7 +82,7 @@ def stored(settings: BenchmarkConfig, names: Sequence[str]) -> BenchmarkResult |
 
 
 def _same_machine(then: BenchmarkResult, now: dict[str, Any]) -> None:
-    differing = differences(now, then.machine)
+    differing = machine_differences(now, then.machine)
     if differing:
         raise ConfigError(
             KEY, f"is of another machine: {escape_control_chars('; '.join(differing))}",
@@ -259,7 +264,7 @@ def _longer(
     """
     now, then = times
     estimate = unpaired(then, now, alpha)
-    known = math.isfinite(estimate.width)
+    known = math.isfinite(estimate.half_width)
     found.compared.append(
         {
             "name": name,
@@ -325,3 +330,74 @@ def _other_numbers(now: ArmResult, then: ArmResult, found: Against) -> Iterator[
 def _engaged(arm: ArmResult) -> set[str]:
     rows = arm.summary.get("techniques") or []
     return {str(row.get("name")) for row in rows if isinstance(row, dict) and row.get("engaged")}
+
+
+# -- a stored result may be damaged, and an impossible number would decide every comparison --------
+
+
+def read_baseline(path: str) -> BenchmarkResult:
+    """The stored result in a file or folder. ConfigError where there is none, or it is damaged."""
+    try:
+        found = BenchmarkResult.read(Path(path))
+    except StorageError as error:
+        raise ConfigError(
+            KEY, escape_control_chars(str(error)), "name a benchmark.json or its folder"
+        ) from error
+    wrong = next(_find_damage(found), None)
+    if wrong is not None:
+        raise ConfigError(
+            KEY, f"{escape_control_chars(path)} is damaged: {escape_control_chars(wrong)}",
+            "measure it anew, or name another",
+        )  # fmt: skip
+    return found
+
+
+def _find_damage(found: BenchmarkResult) -> Iterator[str]:
+    """Everything in it that no benchmark leaves."""
+    for key, kind in NEEDED.items():
+        value = found.machine.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            yield f"machine.{key} is {value!r:.40}"
+    for key, value in found.machine.items():
+        if not isinstance(value, str | int | float | None):
+            yield f"machine.{key} is {value!r:.40}"
+    if found.noise_floor is not None and not 0 <= found.noise_floor <= MOST_FLOOR:
+        yield f"noise_floor is {found.noise_floor}"
+    for key in ("others", "stolen"):
+        share = getattr(found.load, key)
+        if share is not None and not 0 <= share <= 1:
+            yield f"load.{key} is {share}"
+    names = [arm.name for arm in found.arms]
+    if not names:
+        yield "there is no arm"
+    if len(set(names)) < len(names):
+        yield "an arm comes twice"
+    for number, arm in enumerate(found.arms):
+        yield from (f"arms[{number}].{what}" for what in _find_arm_damage(arm))
+
+
+def _find_arm_damage(arm: ArmResult) -> Iterator[str]:
+    for n, ms in enumerate(arm.per_sample_ms):
+        if not LEAST_MS <= ms <= MOST_MS:
+            yield f"per_sample_ms[{n}] is {ms}"
+    for n, loss in enumerate(arm.losses):
+        if math.isinf(loss):  # NaN is how one that was not finite is kept
+            yield f"losses[{n}] is {loss}"
+    for key in ("peak_process_bytes", "peak_device_bytes"):
+        peak = getattr(arm, key)
+        if peak is not None and not 0 <= peak < 2**60:
+            yield f"{key} is {peak}"
+    if arm.parity not in (None, *PARITY):
+        yield f"parity is {arm.parity!r:.40}"
+    if not _are_techniques(arm.summary.get("techniques")):
+        yield "summary.techniques is no list of techniques"
+
+
+def _are_techniques(rows: Any) -> bool:
+    if rows is None:
+        return True
+    return (
+        isinstance(rows, Sequence)
+        and not isinstance(rows, str)
+        and all(isinstance(row, Mapping) and isinstance(row.get("name"), str) for row in rows)
+    )

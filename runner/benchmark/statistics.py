@@ -42,7 +42,7 @@ class Estimate:
     high: float
 
     @property
-    def width(self) -> float:
+    def half_width(self) -> float:
         """Half of the interval, as a share of the ratio (on the log scale); inf where open."""
         if self.low <= 0 or math.isinf(self.high):
             return math.inf
@@ -53,9 +53,9 @@ def paired(reference: Sequence[float], other: Sequence[float], alpha: float) -> 
     """`reference / other`, block by block; the interval misses the truth with chance `alpha`.
 
     The truth is the median of the ratio, which half of all blocks exceed. The interval lies between
-    two of the ratios as sorted: no symmetry, no variance is taken for granted. Where neighbouring
-    blocks are alike (`likeness`) it is wider. Where so few blocks cannot give so small an `alpha`
-    (5 % takes six), it is (0, inf). Blocks that only one of the two has are left out.
+    two order statistics of the ratios: no symmetry, no variance is assumed. Where neighbouring
+    blocks are correlated it is wider. Where so few blocks cannot give so small an `alpha` (5 %
+    takes six), it is (0, inf). Blocks that only one of the two has are left out.
     """
     return contrast([reference], [other], alpha)
 
@@ -88,34 +88,34 @@ def contrast(
         return Estimate(math.nan, 0.0, math.inf)
     logs = np.log(np.asarray([values[:blocks] for values in series], dtype=np.float64))
     ratios = (logs[: len(above)].sum(0) - logs[len(above) :].sum(0)).tolist()
-    low, high = median_interval(ratios, alpha, likeness(ratios))
+    low, high = median_interval(ratios, alpha, lag1_rank_autocorrelation(ratios))
     return Estimate(math.exp(median(ratios)), math.exp(low), math.exp(high))
 
 
 def median_interval(
-    values: Sequence[float], alpha: float, alike: float = 0.0
+    values: Sequence[float], alpha: float, autocorrelation: float = 0.0
 ) -> tuple[float, float]:
     """An interval for the median, from order statistics; (-inf, inf) where values are too few.
 
-    Values of which neighbours are alike (`likeness`) know as much as fewer independent ones would,
-    by (1 - r) / (1 + r): the interval reaches farther out, or is open.
+    Values with lag-1 autocorrelation r tell as much as (1 - r) / (1 + r) times as many independent
+    ones: the interval is wider, or open.
     """
     rank = _sign_rank(len(values), alpha)
-    if rank and alike > 0:
+    if rank and autocorrelation > 0:
         middle = len(values) / 2
-        rank = max(0, round(middle - (middle - rank) * math.sqrt((1 + alike) / (1 - alike))))
+        factor = math.sqrt((1 + autocorrelation) / (1 - autocorrelation))
+        rank = max(0, round(middle - (middle - rank) * factor))
     if not rank:
         return -math.inf, math.inf
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     return float(ordered[rank - 1]), float(ordered[-rank])
 
 
-def likeness(values: Sequence[float]) -> float:
-    """The correlation of each value with the next, from 0 to below 1; by ranks, so that a stall
-    counts as one.
+def lag1_rank_autocorrelation(values: Sequence[float]) -> float:
+    """Spearman lag-1 autocorrelation, clipped to [0, 1). Rank-based: one stall weighs as one value.
 
-    Of few values it comes out too low; the interval that it widens makes up for that, as the
-    number of those below a median depends less on what was before than their sum does.
+    Of few values it is biased low; the interval that it widens makes up for that, as the number of
+    values below a median is less correlated than their sum.
     """
     if len(values) < 3:
         return 0.0

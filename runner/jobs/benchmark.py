@@ -18,9 +18,8 @@ from runner.benchmark import regression
 from runner.benchmark.arms import Arm, arms_of, asks, reference_of
 from runner.benchmark.attribution import attribute
 from runner.benchmark.engine import Cut, failures, interruptible, measure
-from runner.benchmark.heat import With
 from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.rows import INTERRUPTED
+from runner.benchmark.rounds import INTERRUPTED, MeasureOptions
 from runner.benchmark.statistics import Estimate
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
@@ -109,7 +108,7 @@ def _attribute(
             result.attribution = attribute(
                 replace(level, folder=""),
                 replace(reference, folder=""),
-                With(config.benchmark),
+                MeasureOptions(config.benchmark),
                 config.seed,
                 log.info,
                 known.summary,

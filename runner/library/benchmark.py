@@ -27,9 +27,9 @@ from runner.batch import call
 from runner.benchmark.arms import Arm, arms_of, check_budget
 from runner.benchmark.auto.resolve import resolve_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
-from runner.benchmark.crew.process import Unguarded, leave_if_imported
 from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
+from runner.benchmark.workers.pool import Unguarded, leave_if_imported
 from runner.build import Given
 from runner.data.foreign import Foreign
 from runner.data.source import Source

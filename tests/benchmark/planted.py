@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runner.benchmark.blocks import ArmEnded, Turn
-from runner.benchmark.crew.crew import Finished, Ready
+from runner.benchmark.workers.messages import Finished, Ready
 
 SAMPLES = 32
 
 
 @dataclass
-class PlantedCrew:
+class PlantedPool:
     """Steps take what `factor` says of each name, as a share of those of `none`, with noise."""
 
     factors: Mapping[str, float]

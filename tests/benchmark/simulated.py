@@ -13,7 +13,7 @@ from typing import Any
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Finished, Ready
+from runner.benchmark.workers.messages import Finished, Ready
 
 PLAIN_MS = 10.0
 MIB = 2**20
@@ -61,7 +61,7 @@ class World:
 
 
 class Simulation:
-    """In place of `Crew`."""
+    """In place of `WorkerPool`."""
 
     def __init__(self, world: World, arms: Sequence[Arm]) -> None:
         self.world, self.arms = world, {arm.name: arm for arm in arms}

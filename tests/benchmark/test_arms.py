@@ -13,10 +13,8 @@ from runner.benchmark.arms import (
     reference_of,
 )
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.differences import (
-    differing_batches,
-    differing_levels,
-    differing_work,
+from runner.benchmark.rows import (
+    describe_differences,
     other_work,
 )
 from runner.composing import compose
@@ -143,14 +141,16 @@ def test_attribution_needs_a_level_to_look_into() -> None:
 
 def test_steps_of_different_sizes_are_said() -> None:
     found = arms("none", "b: none training.batch_size=64")
-    assert "none 32, b 64" in (differing_batches(found) or "")
-    assert differing_batches(arms("none", "basic")) is None
+    (note,) = describe_differences(found, found[0])
+    assert "none 32, b 64" in note
+    plain = arms("none", "basic")
+    assert describe_differences(plain, plain[0]) == []
 
 
 def test_other_work_is_said() -> None:
     found = arms("none", "b: model.width=8", "c: optimizer=sgd")
-    notes = differing_work(found, found[0])
-    assert [note.partition(",")[0] for note in notes] == [
+    notes = describe_differences(found, found[0])
+    assert [note.partition(",")[0] for note in notes[:2]] == [
         "b: another model than none", "c: another optimizer than none",
     ]  # fmt: skip
     others = arms("none", "basic", "b: ultra training.batch_size=64 seed=1 device.tf32=true")
@@ -175,12 +175,13 @@ def test_arms_that_are_the_same_by_the_level_below_them_are_told_of_it() -> None
 
 def test_a_level_that_nobody_asked_for_is_said() -> None:
     found = arms("none", "lr: optimizer.lr=1e9", "ultra optimizer.lr=1e9", "basic")
-    (note,) = differing_levels(found, found[0])
+    note = describe_differences(found, found[0])[-1]
     assert note.startswith("lr: on top of optimization=advanced, the default, unlike none; write")
     assert other_work(found[1], found[0]) == ["optimizer", "optimization level"]
     assert other_work(found[2], found[0]) == ["optimizer"]  # which names its level
     rates = arms("optimizer.lr=0.1", "optimizer.lr=0.2")
-    assert differing_levels(rates, rates[0]) == []
+    (note,) = describe_differences(rates, rates[0])
+    assert "another optimizer" in note
     assert other_work(rates[1], rates[0]) == ["optimizer"]
 
 

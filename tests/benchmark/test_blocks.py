@@ -21,8 +21,8 @@ from tests.benchmark.simulated_machine import (
     ratios,
 )
 
-TWO_MINUTES = Rule(narrow=0.02, budget_s=120)
-ENDLESS = Rule(narrow=1e-9, budget_s=math.inf)
+TWO_MINUTES = Rule(target_half_width=0.02, budget_s=120)
+ENDLESS = Rule(target_half_width=1e-9, budget_s=math.inf)
 
 
 def run(
@@ -57,7 +57,7 @@ def test_planted_effects_are_found() -> None:
     assert measured.stopped == "every ratio is known to within 2 %"
     for name, estimate in measured.estimates.items():
         assert estimate.ratio == pytest.approx(EFFECTS[name], rel=0.02)
-        assert estimate.width <= 0.02
+        assert estimate.half_width <= 0.02
     assert set(measured.estimates) == set(EFFECTS) - {BASE}
 
 

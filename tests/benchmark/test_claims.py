@@ -31,8 +31,6 @@ from runner.benchmark.claims import (
     verdict,
 )
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Finished, Ready
-from runner.benchmark.heat import With
 from runner.benchmark.result import (
     BETTER,
     FAILS,
@@ -42,7 +40,9 @@ from runner.benchmark.result import (
     ClaimResult,
     Claims,
 )
+from runner.benchmark.rounds import MeasureOptions
 from runner.benchmark.statistics import Estimate
+from runner.benchmark.workers.messages import Finished, Ready
 from runner.config import JobKind
 from runner.errors import Interrupted
 from runner.report import claims as report
@@ -62,7 +62,7 @@ def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> Trial
 
 
 @dataclass
-class PlantedWorkers:
+class PlantedPool:
     """In place of a worker pool: every arm but the plain one has planted times and memory."""
 
     speedup: float = 1.0
@@ -89,7 +89,7 @@ class PlantedWorkers:
         self.metrics = metrics or {}
         return self
 
-    def __enter__(self) -> PlantedWorkers:
+    def __enter__(self) -> PlantedPool:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -124,10 +124,10 @@ class PlantedWorkers:
         return Finished(summary, [], [], readings)
 
 
-def measured(planted: PlantedWorkers, *trials: Trial) -> Claims:
+def measured(planted: PlantedPool, *trials: Trial) -> Claims:
     config = compose(["experiment=claims"])
     config.benchmark = BenchmarkConfig(budget_s=60.0 * len(trials))
-    how = With(config.benchmark, crew=planted, clock=planted.clock)
+    how = MeasureOptions(config.benchmark, pool=planted, clock=planted.clock)
     return measure_claims(config, trials=trials, how=how)
 
 
@@ -188,7 +188,7 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
     name: str, planted: dict[str, float], expected: str
 ) -> None:
     tested = replace(CLAIMS[name], arm="arm", needs="")
-    (row,) = measured(PlantedWorkers(**planted), trial(tested)).rows  # type: ignore[arg-type]
+    (row,) = measured(PlantedPool(**planted), trial(tested)).rows  # type: ignore[arg-type]
     assert (row.name, row.verdict, row.said) == (name, expected, tested.claimed)
     assert row.interval is not None and row.interval[0] <= (row.ratio or 0) <= row.interval[1]
     assert row.command.endswith("data=digits model=mlp optimization=basic")
@@ -198,7 +198,7 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
 def test_a_cost_includes_what_a_tool_took_in_a_run() -> None:
     tools = [{"name": "memory", "looks": 3, "seconds": 2.0}]
     plain, once = claim("cost", 1.2), claim("cost", 1.2, tool="memory", run_steps=100)
-    rows = measured(PlantedWorkers(1 / 1.5, tools=tools), trial(plain, once)).rows
+    rows = measured(PlantedPool(1 / 1.5, tools=tools), trial(plain, once)).rows
     assert rows[0].ratio == pytest.approx(1.5, abs=0.03)
     assert rows[1].ratio == pytest.approx(1.5 + 2.0 / (100 * 0.0102), abs=0.06)
     assert [row.verdict for row in rows] == [FAILS, FAILS]
@@ -206,14 +206,14 @@ def test_a_cost_includes_what_a_tool_took_in_a_run() -> None:
 
 def test_several_gpus_are_not_measurable_here() -> None:
     (scaling,) = [tested for tested in TRIALS if tested.gpus]
-    (row,) = measured(PlantedWorkers(), scaling).rows
+    (row,) = measured(PlantedPool(), scaling).rows
     assert (row.verdict, row.ratio, row.command) == (UNKNOWN, None, "")
     assert f"torch sees {torch.cuda.device_count()}" in row.reason
 
 
 def test_a_technique_that_is_not_engaged_is_not_measurable_and_says_why() -> None:
     tested = trial(claim("speed", 1.5, needs="amp"))
-    (row,) = measured(PlantedWorkers(refuses="no Tensor Cores"), tested).rows
+    (row,) = measured(PlantedPool(refuses="no Tensor Cores"), tested).rows
     assert (row.verdict, row.ratio) == (UNKNOWN, None)
     assert row.reason == "amp did not take hold: no Tensor Cores"
 
@@ -222,7 +222,7 @@ def test_a_technique_that_is_not_engaged_is_not_measurable_and_says_why() -> Non
 def test_a_trial_that_fails_is_a_row_and_the_others_continue(dies: str) -> None:
     faster = trial(claim("speed", 1.2))
     refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
-    rows = measured(PlantedWorkers(1.5, dies=dies), faster, refused).rows
+    rows = measured(PlantedPool(1.5, dies=dies), faster, refused).rows
     assert [row.verdict for row in rows] == [UNKNOWN, UNKNOWN]
     assert f"{dies}: failed: it has no memory of that kind" in rows[0].reason
     assert "model.width" in rows[1].reason
@@ -230,10 +230,10 @@ def test_a_trial_that_fails_is_a_row_and_the_others_continue(dies: str) -> None:
 
 def test_ctrl_c_keeps_the_rows_that_are_done() -> None:
     kept: list[int] = []
-    planted = PlantedWorkers(1.5, stops_at=60)
+    planted = PlantedPool(1.5, stops_at=60)
     config = compose(["experiment=claims"])
     config.benchmark = BenchmarkConfig(budget_s=90.0)
-    how = With(config.benchmark, crew=planted, clock=planted.clock)
+    how = MeasureOptions(config.benchmark, pool=planted, clock=planted.clock)
     trials = [trial(claim("speed", 1.2))] * 9
     with pytest.raises(Interrupted):
         measure_claims(config, None, lambda found: kept.append(len(found.rows)), trials, how)

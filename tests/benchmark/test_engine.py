@@ -17,9 +17,9 @@ import pytest
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn, TurnLoad
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Finished, Ready
 from runner.benchmark.engine import Cut, failures, measure
 from runner.benchmark.result import SAME, BenchmarkResult
+from runner.benchmark.workers.messages import Finished, Ready
 from runner.composing import compose
 from runner.errors import ConfigError
 from tests.benchmark.simulated import Simulation, World
@@ -56,7 +56,7 @@ class Stage(World):
 
 
 class Actors(Simulation):
-    """In place of `Crew`."""
+    """In place of `WorkerPool`."""
 
     world: Stage
 
@@ -101,7 +101,7 @@ def measured(world: World, *levels: str, folder: Path | None = None, **how: Any)
     usual = {"parity": False, "budget_s": 60.0, "narrow": 0.01}
     settings = BenchmarkConfig(**{**usual, **how})
     arms = [arm(level) for level in levels or ("none", "basic", "amp")]
-    return measure(arms, settings, folder, crew=world.crew, clock=world.clock)
+    return measure(arms, settings, folder, pool=world.crew, clock=world.clock)
 
 
 def test_planted_speedups_are_found_and_nothing_else_is_claimed() -> None:
@@ -257,7 +257,7 @@ def test_arms_that_make_other_steps_are_compared_by_the_sample() -> None:
     world = Stage({}, noise=0.01)
     settings = BenchmarkConfig(parity=False, narrow=0.01)
     arms = [arm("none"), Arm("big", big, ["training.batch_size=64"])]
-    found = measure(arms, settings, crew=world.crew, clock=world.clock)
+    found = measure(arms, settings, pool=world.crew, clock=world.clock)
     assert any("times are compared per sample" in note for note in found.notes)
     assert any("big: another model than none" in note for note in found.notes)
 
@@ -305,8 +305,40 @@ def test_every_block_is_told() -> None:
     world, told = Stage(SPEEDUPS), []
     settings = BenchmarkConfig(parity=False, budget_s=60.0, narrow=0.01)
     found = measure(
-        [arm("none"), arm("basic")], settings, crew=world.crew, clock=world.clock,
+        [arm("none"), arm("basic")], settings, pool=world.crew, clock=world.clock,
         watched=lambda estimates, blocks, seconds: told.append((blocks, sorted(estimates))),
     )  # fmt: skip
     assert [blocks for blocks, _ in told] == list(range(1, found.blocks + 1))
     assert told[0][1] == ["basic", CONTROL]
+
+
+def test_a_control_that_dies_before_it_has_an_interval_says_nothing_either(tmp_path: Path) -> None:
+    world = Stage(SPEEDUPS, dies={CONTROL: ("killed", "by SIGKILL")}, dies_after=3)
+    found = measured(world, folder=tmp_path)
+    assert (found.noise_floor, found.arm("basic").claim) == (None, "")
+    assert BenchmarkResult.read(tmp_path).noise_floor is None
+
+
+def test_less_than_two_percent_is_claimed_by_nobody() -> None:
+    found = measured(Stage({"fused_optimizer": 1.015}, noise=0.002), "none", "basic")
+    row = found.arm("basic")
+    assert row.speedup_interval is not None and row.speedup_interval[0] > 1
+    assert row.claim in ("", "same")
+
+
+def test_blocks_that_depend_on_each_other_are_said() -> None:
+    slow = {"basic": 1.0}
+
+    class Spells(Actors):
+        def turn(self, name: str, seconds: float) -> Turn:
+            slow["basic"] = 1.0 + 0.1 * (self.world.calls // 60 % 2)
+            return super().turn(name, seconds)
+
+    world = Stage(SPEEDUPS, slow=slow)
+    settings = BenchmarkConfig(parity=False, budget_s=60.0, narrow=0.01)
+    found = measure(
+        [arm("none"), arm("basic")], settings, pool=lambda arms, *_: Spells(world, arms),
+        clock=world.clock,
+    )  # fmt: skip
+    assert any("blocks depend on each other: ratios of basic" in note for note in found.notes)
+    assert found.arm("basic").speedup_interval is None or found.blocks > 30

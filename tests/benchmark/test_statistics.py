@@ -13,7 +13,7 @@ from runner.benchmark.statistics import (
     claim,
     contrast,
     fewest_blocks,
-    likeness,
+    lag1_rank_autocorrelation,
     median_interval,
     noise_floor,
     paired,
@@ -27,7 +27,7 @@ def test_arms_that_differ_by_the_same_in_every_block_have_an_interval_of_one_poi
     reference = np.linspace(1, 5, 12)
     estimate = paired(reference.tolist(), (reference / 1.3).tolist(), 0.05)
     assert [estimate.ratio, estimate.low, estimate.high] == pytest.approx([1.3] * 3)
-    assert estimate.width == pytest.approx(0)
+    assert estimate.half_width == pytest.approx(0)
 
 
 def test_six_blocks_give_an_interval_at_5_percent_and_five_do_not() -> None:
@@ -60,11 +60,16 @@ def test_neighbours_that_are_alike_are_told_from_those_that_are_not() -> None:
     for i in range(1, 400):
         spells[i] = 0.5 * spells[i - 1] + draw.normal()
     spells[::40] += 1000.0  # a stall is one value, however long
-    assert likeness(white.tolist()) < 0.1
-    assert likeness(spells.tolist()) == pytest.approx(0.48, abs=0.1)
-    assert likeness([0.0, 1.0] * 10) == 0.0  # the opposite of alike
-    assert likeness([1.0] * 10) == likeness([1.0, 2.0]) == likeness([]) == 0.0
-    assert likeness([1 + i * 1e-12 for i in range(10)]) == 0.0  # rounding
+    assert lag1_rank_autocorrelation(white.tolist()) < 0.1
+    assert lag1_rank_autocorrelation(spells.tolist()) == pytest.approx(0.48, abs=0.1)
+    assert lag1_rank_autocorrelation([0.0, 1.0] * 10) == 0.0  # the opposite of alike
+    assert (
+        lag1_rank_autocorrelation([1.0] * 10)
+        == lag1_rank_autocorrelation([1.0, 2.0])
+        == lag1_rank_autocorrelation([])
+        == 0.0
+    )
+    assert lag1_rank_autocorrelation([1 + i * 1e-12 for i in range(10)]) == 0.0  # rounding
 
 
 def test_values_that_are_alike_are_worth_fewer() -> None:
@@ -123,7 +128,7 @@ def test_stalls_move_the_mean_and_not_the_estimate() -> None:
     other[::10] *= 8
     estimate = paired(reference.tolist(), other.tolist(), 0.05)
     assert estimate.ratio == pytest.approx(1, abs=0.01)
-    assert estimate.width < 0.01
+    assert estimate.half_width < 0.01
     assert reference.mean() / other.mean() < 0.8
 
 
@@ -137,7 +142,7 @@ def test_an_interaction_is_found_whatever_the_machine_does_to_whole_blocks() -> 
     }
     estimate = paired_interaction(**times, alpha=0.05)
     assert estimate.low <= 1.25 <= estimate.high
-    assert estimate.width < 0.01
+    assert estimate.half_width < 0.01
 
 
 def test_two_speed_ups_can_be_held_against_each_other() -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.benchmark.agreement import Judge, Verdict
 from runner.benchmark.arms import Arm
 from runner.benchmark.auto.candidates import (
     ALWAYS,
@@ -36,8 +35,9 @@ from runner.benchmark.auto.search import AGAIN, OVER, Search
 from runner.benchmark.auto.select import select
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Crew
+from runner.benchmark.parity_checker import ParityChecker, Verdict
 from runner.benchmark.result import from_json
+from runner.benchmark.workers.pool import WorkerPool
 from runner.build import Given
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig
@@ -186,12 +186,12 @@ def _search(config: RunConfig, given: Given, estimate: RunEstimate) -> SearchRes
         _log(f"parity is still being checked, after {seconds:.0f} s")
 
     with (
-        Crew(list(arms.values()), settings, None, given) as workers,
-        Judge(settings.timeout_s, given) as checker,
+        WorkerPool(list(arms.values()), settings, None, given) as workers,
+        ParityChecker(settings.timeout_s, given) as checker,
     ):
 
         def check_parity(name: str, within_s: float) -> Verdict:
-            return checker.judge(arms[name], None, within_s, log_waiting)
+            return checker.check(arms[name], None, within_s, log_waiting)
 
         search = Search(
             candidates, workers, estimate.steps, auto.budget_s, BLOCK_S, time.monotonic, _log,

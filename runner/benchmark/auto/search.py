@@ -16,8 +16,8 @@ from typing import Protocol
 
 from runner.benchmark.auto.candidates import NONE, Candidate, first_candidates, neighbours
 from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
-from runner.benchmark.crew.answers import Finished, Ready
 from runner.benchmark.statistics import SAME, paired
+from runner.benchmark.workers.messages import Finished, Ready
 from runner.techniques.cost import COLD_S
 
 AGAIN = "none again"

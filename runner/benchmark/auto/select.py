@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from runner.benchmark.agreement import Verdict
 from runner.benchmark.auto.candidates import NONE, Candidate, SearchResult, rank
 from runner.benchmark.auto.search import FINALISTS, Search
 from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.parity_checker import Verdict
 
 CheckParity = Callable[[str, float], Verdict]
 """Whether a candidate's numbers are right, by its name; and the seconds that this may take."""

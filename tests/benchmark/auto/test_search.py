@@ -9,12 +9,12 @@ from itertools import product
 
 import pytest
 
-from runner.benchmark.agreement import Verdict
 from runner.benchmark.auto.candidates import NONE, Candidate, SearchResult, make_candidates
 from runner.benchmark.auto.search import ALIVE, Search
 from runner.benchmark.auto.select import select
 from runner.benchmark.blocks import ArmEnded
-from tests.benchmark.planted import PlantedCrew
+from runner.benchmark.parity_checker import Verdict
+from tests.benchmark.planted import PlantedPool
 
 HERE = {name: "not here" for name in ("tf32", "cuda_graphs", "channels_last", "pipeline")}
 EFFECTS = {"amp": 0.6, "whole_step": 0.8, "compile": 0.85, "attention": 0.9}
@@ -43,7 +43,7 @@ def right(name: str) -> Verdict:
 
 
 def searched(
-    workers: PlantedCrew,
+    workers: PlantedPool,
     steps: int = 10_000,
     parity: Callable[[str], Verdict] = right,
     budget_s: float = 120.0,
@@ -66,14 +66,14 @@ def searched(
 def test_the_search_finds_what_an_exhaustive_one_would_to_within_five_percent(seed: int) -> None:
     draw = random.Random(seed)
     planted = factors({name: draw.uniform(0.6, 1.15) for name in EFFECTS})
-    workers = PlantedCrew(planted, setups=SETUPS, noise=0.02, seed=seed)
+    workers = PlantedPool(planted, setups=SETUPS, noise=0.02, seed=seed)
     found = searched(workers, steps=100_000, budget_s=300.0)
     best = min([1.0, *planted.values()])
     assert planted.get(found.chosen, 1.0) <= 1.05 * best
 
 
 def test_fewer_are_tried_than_there_are() -> None:
-    workers = PlantedCrew(factors(), setups=SETUPS)
+    workers = PlantedPool(factors(), setups=SETUPS)
     found = searched(workers)
     assert set(found.techniques) >= {"amp", "whole_step", "attention"}
     assert len({name for name in workers.started if name in NAMES}) < len(NAMES)
@@ -82,7 +82,7 @@ def test_fewer_are_tried_than_there_are() -> None:
 
 @pytest.mark.parametrize(("steps", "compiled"), [(600, False), (100_000, True)])
 def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps: int, compiled: bool) -> None:
-    workers = PlantedCrew(factors(), setups=SETUPS, none_ms=100.0)
+    workers = PlantedPool(factors(), setups=SETUPS, none_ms=100.0)
     found = searched(workers, steps=steps, budget_s=300.0)
     assert ("whole_step" in found.techniques) is compiled
     assert "amp" in found.techniques
@@ -90,7 +90,7 @@ def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps: int, comp
 
 def test_compiling_that_is_not_paid_back_is_said() -> None:
     alone = [Candidate("whole_step", ["whole_step"])]
-    workers = PlantedCrew({"whole_step": 0.75}, none_ms=59.5, setups={"whole_step": 173.0})
+    workers = PlantedPool({"whole_step": 0.75}, none_ms=59.5, setups={"whole_step": 173.0})
     found = searched(workers, steps=8_000, budget_s=600.0, space=alone)
     assert found.chosen == NONE
     assert "over 8,000 steps; with whole_step a step is 1.3" in found.reason
@@ -111,7 +111,7 @@ def test_an_interval_of_too_few_blocks_is_open_over_the_run_too() -> None:
 def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float) -> None:
     draw = random.Random(seed)
     setup = {n: draw.uniform(5, 200) if one.compiles else 1.0 for n, one in NAMES.items()}
-    workers = PlantedCrew(factors(), setups=setup, seed=seed)
+    workers = PlantedPool(factors(), setups=setup, seed=seed)
     limits: list[float] = []
 
     def take_all(name: str, within_s: float) -> Verdict:
@@ -131,7 +131,7 @@ def test_a_parity_check_may_take_a_tenth_of_what_its_candidate_saves() -> None:
     setup = {n: 45.0 if one.compiles else 4.0 for n, one in NAMES.items()}
     speed = {n: 0.3 if one.compiles else 0.5 for n, one in NAMES.items()}
     limits: list[float] = []
-    workers = PlantedCrew(speed, none_ms=600.0, setups=setup)
+    workers = PlantedPool(speed, none_ms=600.0, setups=setup)
     search = Search(candidates(), workers, 40_000, 180.0, 0.2, workers.clock, lambda line: None)
 
     def note(name: str, within_s: float) -> Verdict:
@@ -144,7 +144,7 @@ def test_a_parity_check_may_take_a_tenth_of_what_its_candidate_saves() -> None:
 
 
 def test_where_the_budget_is_too_small_for_any_candidate_only_none_is_started() -> None:
-    workers = PlantedCrew(factors(), setups=SETUPS)
+    workers = PlantedPool(factors(), setups=SETUPS)
     found = searched(workers, budget_s=10.0)
     assert workers.started == [NONE]
     assert all("left of optimization.auto.budget_s=10" in row.why for row in found.tried)
@@ -155,7 +155,7 @@ def test_what_computes_something_else_is_never_chosen_however_fast() -> None:
     def parity(name: str) -> Verdict:
         return Verdict("FAIL", "a wrong mask") if "whole_step" in name else right(name)
 
-    found = searched(PlantedCrew(factors(), setups=SETUPS), parity=parity)
+    found = searched(PlantedPool(factors(), setups=SETUPS), parity=parity)
     assert "whole_step" not in found.techniques
     assert "amp" in found.techniques  # the others are not lost by it
     wrong = [row for row in found.tried if row.parity == "FAIL"]
@@ -165,12 +165,12 @@ def test_what_computes_something_else_is_never_chosen_however_fast() -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict("FAIL", "wrong"), Verdict(None, "killed")])
 def test_what_is_not_known_to_be_right_is_not_chosen(verdict: Verdict) -> None:
-    assert searched(PlantedCrew(factors()), parity=lambda name: verdict).chosen == NONE
+    assert searched(PlantedPool(factors()), parity=lambda name: verdict).chosen == NONE
 
 
 def test_a_candidate_beyond_the_memory_budget_is_out() -> None:
     peaks = {name: 3 * 10**9 for name in NAMES if "amp" in name}
-    workers = PlantedCrew(factors(), setups=SETUPS, peaks=peaks)
+    workers = PlantedPool(factors(), setups=SETUPS, peaks=peaks)
     found = searched(workers, limit_bytes=2e9)
     assert found.techniques
     assert "amp" not in found.techniques
@@ -183,31 +183,31 @@ def test_where_none_itself_holds_too_much_what_fits_is_chosen_though_it_is_slowe
     space = candidates(memory=True, without=("compile", "whole_step", "amp", "attention"))
     planted = factors({"recompute": 1.3}, memory=True)
     peaks = {name: 10**9 if "recompute" in name else 3 * 10**9 for name in [NONE, *planted]}
-    found = searched(PlantedCrew(planted, peaks=peaks), space=space, limit_bytes=2e9)
+    found = searched(PlantedPool(planted, peaks=peaks), space=space, limit_bytes=2e9)
     assert "recompute" in found.techniques
 
 
 @pytest.mark.parametrize(("seed", "noise"), list(product(range(10), (0.02, 0.1))))
 def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> None:
-    workers = PlantedCrew({}, setups=dict.fromkeys(NAMES, 1.0), noise=noise, seed=seed)
+    workers = PlantedPool({}, setups=dict.fromkeys(NAMES, 1.0), noise=noise, seed=seed)
     assert searched(workers).chosen == NONE
 
 
 def test_what_is_slower_or_no_faster_than_the_control_is_not_chosen() -> None:
     lucky = {name: 0.95 for name in [*NAMES, "none again"]}  # by where its memory lies, say
-    workers = PlantedCrew(lucky, setups=dict.fromkeys(NAMES, 1.0), noise=0.005)
+    workers = PlantedPool(lucky, setups=dict.fromkeys(NAMES, 1.0), noise=0.005)
     assert searched(workers).chosen == NONE
-    assert searched(PlantedCrew(dict.fromkeys(NAMES, 1.2), setups=SETUPS)).chosen == NONE
+    assert searched(PlantedPool(dict.fromkeys(NAMES, 1.2), setups=SETUPS)).chosen == NONE
 
 
 def test_a_candidate_that_ends_costs_itself_alone() -> None:
     ended = {name: ArmEnded("oom", "no memory") for name in NAMES if "whole_step" in name}
-    found = searched(PlantedCrew(factors(), setups=SETUPS, ended=ended))
+    found = searched(PlantedPool(factors(), setups=SETUPS, ended=ended))
     assert "amp" in found.techniques
     assert any(row.why == "oom: no memory" for row in found.tried)
     assert all(row.state == "ended" for row in found.tried if row.why == "oom: no memory")
     with pytest.raises(ArmEnded, match="a bug"):
-        searched(PlantedCrew({}, ended={NONE: ArmEnded("failed", "a bug")}))
+        searched(PlantedPool({}, ended={NONE: ArmEnded("failed", "a bug")}))
 
 
 def test_candidates_are_few_and_leave_out_what_can_do_nothing() -> None:

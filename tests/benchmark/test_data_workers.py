@@ -10,7 +10,7 @@ import pytest
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Crew
+from runner.benchmark.workers.pool import WorkerPool
 from runner.composing import compose
 
 PARTS = "tests.benchmark.arm_parts"
@@ -21,23 +21,23 @@ SLOW = [
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
+def pool() -> Iterator[WorkerPool]:
     """An arm that fetches by itself, and one with two workers; 60 ms a batch, asleep, which is
     what a crowded machine does not make longer.
     """
     arms = [Arm(f"w{n}", compose([*SLOW, f"data.workers={n}"]), []) for n in (0, 2)]
-    with Crew(arms, BenchmarkConfig(warmup_steps=4), None) as crew:
+    with WorkerPool(arms, BenchmarkConfig(warmup_steps=4), None) as pool:
         for arm in arms:
-            crew.start(arm.name)
-        workers = psutil.Process(crew.members["w2"].pid).children()
-        yield crew
+            pool.start(arm.name)
+        workers = psutil.Process(pool.workers["w2"].pid).children()
+        yield pool
     assert not any(worker.is_running() for worker in workers)  # who is stopped ends all the same
 
 
-def test_two_workers_are_twice_as_fast_and_no_more(crew: Crew) -> None:
+def test_two_workers_are_twice_as_fast_and_no_more(pool: WorkerPool) -> None:
     ratios = []
     for _ in range(3):
-        turns = {name: crew.turn(name, 0.1) for name in ("w0", "w2")}
+        turns = {name: pool.turn(name, 0.1) for name in ("w0", "w2")}
         assert turns["w2"].steps >= 8 and turns["w2"].steps % 2 == 0  # whole rounds of batches
         for turn in turns.values():
             assert turn.per_sample_ms == pytest.approx(1e3 * turn.seconds / turn.samples)
@@ -45,19 +45,19 @@ def test_two_workers_are_twice_as_fast_and_no_more(crew: Crew) -> None:
     assert 1.3 < median(ratios) < 2.7
 
 
-def test_workers_stand_still_while_another_arm_is_at_work(crew: Crew) -> None:
-    workers = psutil.Process(crew.members["w2"].pid).children()
+def test_workers_stand_still_while_another_arm_is_at_work(pool: WorkerPool) -> None:
+    workers = psutil.Process(pool.workers["w2"].pid).children()
     assert len(workers) == 2
     assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
-    crew.turn("w2", 0.05)  # and then go on
+    pool.turn("w2", 0.05)  # and then go on
 
 
-def test_nothing_is_compiled_however_long_workers_take_to_start(crew: Crew) -> None:
-    assert crew.ready["w2"].compile_seconds == 0
-    assert [crew.ready[name].workers for name in ("w0", "w2")] == [0, 2]
+def test_nothing_is_compiled_however_long_workers_take_to_start(pool: WorkerPool) -> None:
+    assert pool.ready["w2"].compile_seconds == 0
+    assert [pool.ready[name].workers for name in ("w0", "w2")] == [0, 2]
 
 
-def test_what_workers_hold_is_told(crew: Crew) -> None:
-    found = {name: crew.finish(name) for name in ("w0", "w2")}
+def test_what_workers_hold_is_told(pool: WorkerPool) -> None:
+    found = {name: pool.finish(name) for name in ("w0", "w2")}
     assert found["w0"].worker_bytes == 0
     assert 2 << 20 < found["w2"].worker_bytes < 4 << 30

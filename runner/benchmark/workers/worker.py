@@ -1,4 +1,4 @@
-"""What runs in an arm's process: the run is built, waits at its gate, is asked, and ends.
+"""What runs in a worker process: it builds the run, trains in turns as asked, and ends.
 
 Torch is imported only once the process has a session and a log of its own.
 """
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.answers import Over, Ready
+from runner.benchmark.workers.messages import Failed, Ready
 from runner.config import RunConfig
 from runner.errors import Interrupted, RunnerError, StorageError
 from runner.security import hidden
 
 if TYPE_CHECKING:
-    from runner.benchmark.crew.gate import Gate
+    from runner.benchmark.workers.turn_hook import TurnHook
     from runner.run import Run
 
 LOG = "worker.log"
@@ -35,8 +35,8 @@ TRACE = 1  # exit code of an arm that has said why
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a process is to do."""
+class WorkerSpec:
+    """What a worker is to do."""
 
     config: RunConfig
     settings: BenchmarkConfig
@@ -48,40 +48,40 @@ class Order:
     start_method: str = field(default_factory=multiprocessing.get_start_method)  # as it has it too
 
 
-class Gone(Interrupted):
-    """The arm is not wanted any more."""
+class Dismissed(Interrupted):
+    """The benchmark has ended."""
 
     def __init__(self) -> None:
         super().__init__(signal.SIGTERM, " of the benchmark, which has ended")
 
 
-def main(order: Order, pipe: Connection, lifeline: Connection) -> None:
-    """Train as ordered, answer what comes through the pipe, end with the parent.
+def main(spec: WorkerSpec, pipe: Connection, lifeline: Connection) -> None:
+    """Train as specified, answer what comes through the pipe, end with the parent.
 
     First comes what the caller has made, packed; it is in no argument, which would keep it.
     """
     os.setsid()  # a group of its own: whoever ends it ends what it has started too
     # Python goes on as this process was begun. Any other run's workers are forked, and so its locks
     # have no name that a process which is killed would leave behind.
-    multiprocessing.set_start_method(order.start_method, force=True)
+    multiprocessing.set_start_method(spec.start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _say_into(order.folder)
+    _redirect_output(spec.folder)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
-    if not order.safe_path:
+    if not spec.safe_path:
         os.environ.pop("PYTHONSAFEPATH", None)  # was for the start alone
-    if order.command:
-        sys.argv[:] = ["runner", *_arguments(order.command)]  # what the record shows
-    hidden.take(order.secrets)
+    if spec.command:
+        sys.argv[:] = ["runner", *_arguments(spec.command)]  # what the record shows
+    hidden.take(spec.secrets)
     code = 0
     try:
-        _train(order, pipe)
-    except Gone:
+        _train(spec, pipe)
+    except Dismissed:
         pass
     except BaseException as error:
-        over = _over(error, order.folder)
+        failed = _report_failure(error, spec.folder)
         with suppress(OSError):
-            pipe.send(over)
+            pipe.send(failed)
         code = TRACE
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,31 +89,31 @@ def main(order: Order, pipe: Connection, lifeline: Connection) -> None:
         sys.exit(code)
 
 
-def _train(order: Order, pipe: Connection) -> None:
-    from runner.benchmark.crew import ending
-    from runner.benchmark.crew.gate import Gate
+def _train(spec: WorkerSpec, pipe: Connection) -> None:
+    from runner.benchmark.workers import results
+    from runner.benchmark.workers.turn_hook import TurnHook
     from runner.build import build
     from runner.loop import train
     from runner.record.console import set_up_logging
     from runner.security.parcel import opened
 
-    config = benchmarked(order.config)
-    set_up_logging(config.monitoring.log_level, order.folder)
+    config = benchmarked(spec.config)
+    set_up_logging(config.monitoring.log_level, spec.folder)
     given, metrics = _given(opened(pipe.recv_bytes()))
-    metrics |= ending.resolved(order.settings.metrics, config.security.names)
-    with build(config, order.folder, given) as run:
-        gate = Gate(
-            order.settings.warmup_steps,
-            order.settings.target_loss,
+    metrics |= results.resolve_metrics(spec.settings.metrics, config.security.names)
+    with build(config, spec.folder, given) as run:
+        hook = TurnHook(
+            spec.settings.warmup_steps,
+            spec.settings.target_loss,
             lambda answer: _ask(pipe, answer),
-            order.started,
+            spec.started,
             _compiled_so_far,
         )
-        _without_end(run, gate)
+        _train_until_asked(run, hook)
         summary = train(run)
-        if not gate.asked:
+        if not hook.asked:
             raise RunnerError(f"the run ended by itself: {summary.reason or summary.status}")
-        pipe.send(ending.finished(run, gate, summary, order.settings, metrics))
+        pipe.send(results.collect_results(run, hook, summary, spec.settings, metrics))
 
 
 def benchmarked(config: RunConfig) -> RunConfig:
@@ -135,11 +135,11 @@ def benchmarked(config: RunConfig) -> RunConfig:
     return config
 
 
-def _without_end(run: Run, gate: Gate) -> None:
+def _train_until_asked(run: Run, hook: TurnHook) -> None:
     """It was built for the length asked for, by which techniques decide; now it goes on."""
     run.total_steps = run.validate_every = run.checkpoint_every = FOREVER
     run.patience = None
-    run.hooks.append(gate)
+    run.hooks.append(hook)
 
 
 def _given(parts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -157,7 +157,7 @@ def _ask(pipe: Connection, answer: Any) -> float | str:
     except EOFError:
         asked = None
     if asked is None:
-        raise Gone
+        raise Dismissed
     return asked
 
 
@@ -170,11 +170,11 @@ def _compiled_so_far() -> float:
     return float(compiler.facts()["seconds"])
 
 
-def _over(error: BaseException, folder: Path | None) -> Over:
+def _report_failure(error: BaseException, folder: Path | None) -> Failed:
     """What to tell of an error; its traceback goes into the log, its summary into the folder."""
     import logging
 
-    from runner.benchmark.crew.ending import is_memory
+    from runner.benchmark.workers.results import is_memory_error
     from runner.record import provenance
     from runner.record.text import describe_error, escape_control_chars, shorten
     from runner.security.secrets import named
@@ -189,7 +189,7 @@ def _over(error: BaseException, folder: Path | None) -> Over:
     if folder is not None and not (folder / FILE).exists():  # it failed while it was built
         with suppress(StorageError, OSError):
             Summary("failed", message, command=provenance.command()).write(folder)
-    return Over("oom" if is_memory(error) else "failed", escape_control_chars(message))
+    return Failed("oom" if is_memory_error(error) else "failed", escape_control_chars(message))
 
 
 def _arguments(command: str) -> list[str]:
@@ -197,7 +197,7 @@ def _arguments(command: str) -> list[str]:
     return words[3:] if words[:3] == ["python", "-m", "runner"] else words
 
 
-def _say_into(folder: Path | None) -> None:
+def _redirect_output(folder: Path | None) -> None:
     """Whatever is printed, by compilers and crashes too, goes into the arm's log."""
     path = os.devnull
     if folder is not None:

@@ -1,4 +1,4 @@
-"""Arms in processes of their own: one works at a time, and none outlives its crew."""
+"""Arms in processes of their own: one works at a time, and none outlives its pool."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from runner import build, compose, train
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.crew.crew import Crew, Finished, Ready
+from runner.benchmark.workers.messages import Finished, Ready
+from runner.benchmark.workers.pool import WorkerPool
 from runner.build import Given
 from runner.device import openmp
 from runner.errors import SecurityError, UsageError
 from runner.hook import Hook, Report
 from runner.run import Run
 from tests.benchmark import arm_parts
-from tests.benchmark.crew.arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
+from tests.benchmark.worker_arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -55,22 +56,22 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     settings = BenchmarkConfig(target_loss=1.5)
     with (
         pytest.MonkeyPatch.context() as patch,
-        Crew(arms, settings, found.folder, None, mine) as crew,
+        WorkerPool(arms, settings, found.folder, None, mine) as pool,
     ):
         for key in openmp.OWN_WAITING:
             patch.delenv(key, raising=False)
         for name in ("none", "basic"):
-            found.ready[name] = crew.start(name)
-            found.pids.append(crew.members[name].pid)
+            found.ready[name] = pool.start(name)
+            found.pids.append(pool.workers[name].pid)
         idle = psutil.Process(found.pids[0])
         for _ in range(3):
             for name in ("none", "basic"):
                 before = sum(idle.cpu_times()[:2])
-                found.turns.setdefault(name, []).append(crew.turn(name, 0.1))
+                found.turns.setdefault(name, []).append(pool.turn(name, 0.1))
                 if name == "basic":
                     found.idle_seconds += sum(idle.cpu_times()[:2]) - before
         for name in ("none", "basic"):
-            found.finished[name] = crew.finish(name)
+            found.finished[name] = pool.finish(name)
     return found
 
 
@@ -188,22 +189,22 @@ def test_nothing_is_left_of_the_processes(race: Race) -> None:
 def test_batches_that_lay_ready_do_not_hide_the_wait_for_data() -> None:
     slow = ["+data.seconds=0.004", "data.workers=1", "data.prefetch=8", "training.batch_size=5"]
     arms = [arm("slow", *OWN, "model=mlp", f"data._target_={PARTS}.Slow", *slow)]
-    with Crew(arms, QUICK, None) as crew:
-        crew.start("slow")
+    with WorkerPool(arms, QUICK, None) as pool:
+        pool.start("slow")
         turns = []
         for _ in range(2):
             Event().wait(0.5)  # so long others have their turns
-            turns.append(crew.turn("slow", 0.1))
+            turns.append(pool.turn("slow", 0.1))
     for turn in turns:  # 20 ms a batch, and eight of them were in store
         assert turn.median_ms > 10
         assert turn.data_seconds > turn.seconds / 2
 
 
 def end_of(one: Arm) -> Finished:
-    with Crew([one], QUICK, None) as crew:
-        crew.start(one.name)
-        crew.turn(one.name, 0.1)
-        return crew.finish(one.name)
+    with WorkerPool([one], QUICK, None) as pool:
+        pool.start(one.name)
+        pool.turn(one.name, 0.1)
+        return pool.finish(one.name)
 
 
 def test_parameters_that_are_not_trained_are_named() -> None:
@@ -227,10 +228,10 @@ def test_parts_that_were_given_are_copied_and_leave_nothing_behind(tmp_path: Pat
     before = [p.detach().clone() for p in model.parameters()]
     given = Given(model=model)
     one = Arm("one", compose(["data=cancer", "model=mlp", "device=cpu", "optimization=basic"]))
-    with Crew([one], QUICK, tmp_path, given=given) as crew:
-        crew.start("one")
-        crew.turn("one", 0.05)
-        found = crew.finish("one")
+    with WorkerPool([one], QUICK, tmp_path, given=given) as pool:
+        pool.start("one")
+        pool.turn("one", 0.05)
+        found = pool.finish("one")
     assert found.problems == []
     assert not any(p.is_shared() for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -242,12 +243,12 @@ def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:
     model.made = lambda: 1  # type: ignore[assignment]
     arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
     with pytest.raises(UsageError, match="model cannot be sent to another process.*no lambda"):
-        Crew(arms, QUICK, None, given=Given(model=model))
+        WorkerPool(arms, QUICK, None, given=Given(model=model))
     with pytest.raises(UsageError, match="metrics cannot be sent"):
-        Crew(arms, QUICK, None, metrics={"mine": lambda run: 1.0})
+        WorkerPool(arms, QUICK, None, metrics={"mine": lambda run: 1.0})
 
 
 def test_a_metric_that_is_not_trusted_is_refused_before_anything_starts() -> None:
     arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
     with pytest.raises(SecurityError, match="benchmark.metrics: os.getpid is refused"):
-        Crew(arms, BenchmarkConfig(metrics=["os.getpid"]), None)
+        WorkerPool(arms, BenchmarkConfig(metrics=["os.getpid"]), None)

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from runner.benchmark.agreement import PLAIN, Judge, Verdict
 from runner.benchmark.arms import Arm
+from runner.benchmark.parity_checker import PLAIN, ParityChecker, Verdict
 from runner.build import Given
 from runner.composing import compose
 from runner.run import Run
@@ -58,22 +58,22 @@ def mutants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
-    with Judge(60.0) as judge:
-        assert judge.judge(arm("none", "optimization=none")) == Verdict("exact", PLAIN)
-        assert judge.process is None
+    with ParityChecker(60.0) as checker:
+        assert checker.check(arm("none", "optimization=none")) == Verdict("exact", PLAIN)
+        assert checker.process is None
 
 
 @pytest.mark.usefixtures("mutants")
 def test_right_numbers_pass_wrong_ones_fail_and_one_process_does_for_all() -> None:
-    with Judge(120.0) as judge:
-        right = judge.judge(arm("basic", "optimization=basic"))
-        assert judge.process is not None
-        pid = judge.process.pid
-        wrong = judge.judge(
+    with ParityChecker(120.0) as checker:
+        right = checker.check(arm("basic", "optimization=basic"))
+        assert checker.process is not None
+        pid = checker.process.pid
+        wrong = checker.check(
             arm("bad", "optimization=none", extra("parity_mutants.DroppedGradient"))
         )
-        other = judge.judge(arm("sgd", "optimization=basic", "optimizer=sgd"))
-        assert judge.process.pid == pid
+        other = checker.check(arm("sgd", "optimization=basic", "optimizer=sgd"))
+        assert checker.process.pid == pid
     assert right.parity == "explained by precision"
     assert other.parity in ("exact", "explained by precision")
     assert wrong.parity == "FAIL"
@@ -82,31 +82,31 @@ def test_right_numbers_pass_wrong_ones_fail_and_one_process_does_for_all() -> No
 
 
 def test_a_process_that_dies_costs_that_verdict_only() -> None:
-    with Judge(120.0) as judge:
-        bad = judge.judge(arm("bad", "optimization=none", extra(f"{__name__}.Deadly")))
-        good = judge.judge(arm("basic", "optimization=basic"))
+    with ParityChecker(120.0) as checker:
+        bad = checker.check(arm("bad", "optimization=none", extra(f"{__name__}.Deadly")))
+        good = checker.check(arm("basic", "optimization=basic"))
     assert bad == Verdict(None, "the process that judged it was ended by SIGKILL")
     assert good.parity == "explained by precision"
 
 
 def test_an_arm_that_never_ends_is_given_up() -> None:
-    with Judge(5.0) as judge:
-        found = judge.judge(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
-        assert judge.process is None
+    with ParityChecker(5.0) as checker:
+        found = checker.check(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
+        assert checker.process is None
     assert found == Verdict(None, "not judged within benchmark.timeout_s=5")
 
 
 def test_a_config_that_cannot_be_built_says_why() -> None:
-    with Judge(60.0) as judge:
-        found = judge.judge(arm("a", "optimization=basic", "device.affinity=[9999]"))
+    with ParityChecker(60.0) as checker:
+        found = checker.check(arm("a", "optimization=basic", "device.affinity=[9999]"))
     assert found.parity is None
     assert "could not be judged: ConfigError: device.affinity" in found.reason
 
 
 def test_what_was_chosen_is_chosen_again() -> None:
     asked = arm("m", "optimization=memory_efficient", "optimization.accumulation.micro_batch=null")
-    with Judge(120.0) as judge:
-        found = judge.judge(asked, {"training.micro_batch": 4})
+    with ParityChecker(120.0) as checker:
+        found = checker.check(asked, {"training.micro_batch": 4})
     assert found.parity == "explained by precision"
 
 
@@ -117,15 +117,15 @@ def test_a_model_of_the_callers_is_judged_and_left_as_it_was() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with Judge(120.0, Given(model=model)) as judge:
-        found = judge.judge(arm("basic", "optimization=basic"))
+    with ParityChecker(120.0, Given(model=model)) as checker:
+        found = checker.check(arm("basic", "optimization=basic"))
     assert found.parity == "explained by precision"
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_part_that_cannot_be_sent_is_said() -> None:
     nothing: Any = Given(objective=lambda: None)  # type: ignore[arg-type]
-    with Judge(60.0, nothing) as judge:
-        found = judge.judge(arm("basic", "optimization=basic"))
+    with ParityChecker(60.0, nothing) as checker:
+        found = checker.check(arm("basic", "optimization=basic"))
     assert found.parity is None
     assert "cannot be sent to another process" in found.reason

@@ -13,16 +13,20 @@ import torch
 from torch import nn
 
 from runner import build, compose
-from runner.benchmark.crew import training
-from runner.benchmark.crew.training import Course
-from runner.benchmark.crew.worker import benchmarked
+from runner.benchmark.workers.results import (
+    TrainingLog,
+    compute_checksums,
+    find_frozen,
+    find_unchanged,
+)
+from runner.benchmark.workers.worker import benchmarked
 from runner.config import config_hash
 from runner.hook import Report
 from runner.stopwatch import Stopwatch
 
 
-def course(losses: Sequence[float], norm: float = 1.0, skipped: bool = False) -> Course:
-    found = Course()
+def course(losses: Sequence[float], norm: float = 1.0, skipped: bool = False) -> TrainingLog:
+    found = TrainingLog()
     for first in range(0, len(losses), 10):
         part = list(losses[first : first + 10])
         found.add(Report(first + 1, part, [norm] * len(part), [skipped] * len(part), 0.1, 1.0, 1))
@@ -73,7 +77,7 @@ def test_skipped_steps_zero_gradients_and_bad_losses_are_named() -> None:
 
 
 def test_the_step_at_which_a_target_is_reached_is_the_first_whose_mean_is_there() -> None:
-    found = Course(target=1.0)
+    found = TrainingLog(target=1.0)
     losses = [2.0] * 15 + [0.5] * 30
     for first in range(0, 45, 10):
         part = losses[first : first + 10]
@@ -86,22 +90,22 @@ def test_the_step_at_which_a_target_is_reached_is_the_first_whose_mean_is_there(
 def test_one_bit_of_a_parameter_is_a_change_and_nothing_is_not(form: torch.memory_format) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).to(memory_format=form)
     model[1].bias.requires_grad_(False)
-    before = training.checksums(model)
+    before = compute_checksums(model)
     assert list(before) == ["0.weight", "0.bias", "1.weight"]
-    assert training.unchanged(model, before) == list(before)
+    assert find_unchanged(model, before) == list(before)
     with torch.no_grad():
         value = model[0].weight[2, 1, 0, 2]
         value.copy_(torch.nextafter(value, torch.tensor(9.0)))
-    assert training.unchanged(model, before) == ["0.bias", "1.weight"]
-    assert training.frozen(model) == ["1.bias"]
+    assert find_unchanged(model, before) == ["0.bias", "1.weight"]
+    assert find_frozen(model) == ["1.bias"]
 
 
 def test_a_few_rows_of_a_large_table_are_a_change() -> None:
     model = nn.Embedding(20_000, 16)
-    before = training.checksums(model)
+    before = compute_checksums(model)
     with torch.no_grad():
         model.weight[777] += 1e-2
-    assert training.unchanged(model, before) == []
+    assert find_unchanged(model, before) == []
 
 
 def test_what_one_value_gains_and_another_loses_is_a_change() -> None:
@@ -109,11 +113,11 @@ def test_what_one_value_gains_and_another_loses_is_a_change() -> None:
     for seed in range(300):
         torch.manual_seed(seed)
         model.reset_parameters()
-        before = training.checksums(model)
+        before = compute_checksums(model)
         with torch.no_grad():  # as the bias of two classes is moved
             model.bias += torch.randn(()) * torch.tensor([1e-2, -1e-2])
             model.weight.copy_(model.weight.flip(0))
-        assert training.unchanged(model, before) == []
+        assert find_unchanged(model, before) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
@@ -121,12 +125,12 @@ def test_every_type_and_shape_of_parameter_has_a_checksum(dtype: torch.dtype) ->
     model = nn.Module()
     for name, shape in (("scalar", ()), ("none", (0, 3)), ("large", (3, 1 << 20))):
         model.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
-    before = training.checksums(model)
-    assert training.unchanged(model, before) == ["scalar", "none", "large"]
+    before = compute_checksums(model)
+    assert find_unchanged(model, before) == ["scalar", "none", "large"]
     with torch.no_grad():
         model.scalar.add_(1)
         model.large[2, -1] = 2
-    assert training.unchanged(model, before) == ["none"]
+    assert find_unchanged(model, before) == ["none"]
 
 
 def test_a_wait_aside_is_in_no_lap() -> None:
@@ -142,7 +146,7 @@ def test_a_wait_aside_is_in_no_lap() -> None:
 
 def test_starting_a_process_imports_no_torch() -> None:
     """Neither the parent's part nor what the process has before it is in its own session."""
-    ours = "runner.benchmark.crew.crew, runner.benchmark.crew.worker"
+    ours = "runner.benchmark.workers.pool"
     code = f"import sys, {ours}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

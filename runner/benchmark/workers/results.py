@@ -1,22 +1,37 @@
-"""Whether an arm trains at all: the loss moves, gradients are not zero, every parameter changes."""
+"""Results of an arm, collected while its run is still open; and whether it trains at all."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-if TYPE_CHECKING:
-    from runner.hook import Report
-    from runner.run import Run
+from runner.benchmark.config import BenchmarkConfig
+from runner.benchmark.workers.messages import Finished
+from runner.errors import OutOfMemory, StorageError
+from runner.hook import Report
+from runner.measure.flops import flops
+from runner.measure.peaks import peak
+from runner.record.text import shorten
+from runner.recovery import is_out_of_memory
+from runner.run import Run
+from runner.security.targets import resolve
+from runner.step import backward
+from runner.summary import Summary
 
+if TYPE_CHECKING:
+    from runner.benchmark.workers.turn_hook import TurnHook
+
+KEY = "benchmark.metrics"
 CHUNK = 1 << 20  # values that are summed at a time: they are widened for it
 ODD = 0x5851F42D4C957F2D  # of Knuth's MMIX generator: spreads small numbers over 64 bits
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -24,10 +39,130 @@ FIRST = 50  # steps whose losses are kept, and as many of the last ones
 FEW = 10  # losses whose mean counts for a target; fewer at an end say nothing of a trend
 MOVED, ROSE = 2.0, 3.0  # standard errors by which a loss has
 NAMED = 8  # parameters that are listed by name
+Metric = Callable[[Run], Any]
+
+
+def resolve_metrics(names: Sequence[str], trusted: list[str]) -> dict[str, Metric]:
+    """The functions that `benchmark.metrics` names, by their last part where that is enough."""
+    short = [name.rpartition(".")[2] for name in names]
+    return {
+        last if short.count(last) == 1 else name: resolve(name, KEY, trusted)
+        for name, last in zip(names, short, strict=True)
+    }
+
+
+def collect_results(
+    run: Run,
+    hook: TurnHook,
+    summary: Summary,
+    settings: BenchmarkConfig,
+    metrics: Mapping[str, Metric],
+) -> Finished:
+    """All that is to be told of an arm; `summary.json` then has its peaks without this."""
+    notes: list[str] = []
+    summary.memory.peak_process_bytes, summary.memory.peak_device_bytes = hook.peaks
+    if run.folder is not None:
+        try:
+            summary.write(run.folder)
+        except StorageError as error:
+            notes.append(str(error))
+    if still := find_frozen(run.model):
+        notes.append(f"frozen, as asked (requires_grad=False): {list_names(still)}")
+    if any(row.evidence.get("cache") == "warm" for row in summary.techniques):
+        notes.append("compiled from what was kept on disk; the first time takes longer")
+    counted, mfu = _work(run, hook, notes)
+    return Finished(
+        summary=asdict(summary),
+        losses=hook.training.first,
+        problems=hook.training.problems() + hook.problems,
+        metrics=_metrics(run, metrics, notes),
+        seconds_to_target=_to_target(run, hook, settings.target_loss, notes),
+        flops_per_step=counted,
+        mfu=mfu,
+        notes=notes,
+        worker_bytes=hook.worker_bytes,
+    )
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether it is memory that was missing, here or where the error came from."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OutOfMemory) or is_out_of_memory(found):
+            return True
+        found = found.__cause__
+    return False
+
+
+def _metrics(run: Run, metrics: Mapping[str, Metric], notes: list[str]) -> dict[str, float]:
+    """What the user's own functions say; one that fails costs its column and nothing else."""
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        try:
+            value = float(metric(run))
+        except Exception as error:
+            gist = shorten(str(error), 200)
+            notes.append(f"the metric {name} failed: {type(error).__name__}: {gist}")
+            continue
+        if math.isfinite(value):
+            found[name] = value
+        else:
+            notes.append(f"the metric {name} is {value}, which is no number")
+    return found
+
+
+def _to_target(run: Run, hook: TurnHook, target: float | None, notes: list[str]) -> float | None:
+    """Seconds of steps, the first with their compiling among them, until the loss was there."""
+    if target is None:
+        return None
+    course = hook.training
+    if course.reached is None:
+        end = f"{course.mean:.4g}" if len(course.last) >= FEW else "not known"
+        notes.append(
+            f"the loss did not come down to benchmark.target_loss={target:g} in {course.steps} "
+            f"steps; the mean of the last {FEW} is {end}"
+        )
+        return None
+    return math.fsum(run.watch.steps[: course.reached])
+
+
+def _work(run: Run, hook: TurnHook, notes: list[str]) -> tuple[int | None, float | None]:
+    """Operations of a full step, and what share of the device's peak its usual step reaches."""
+    if run.recompute is not None:  # the model asks for no more, and the counter would see more
+        notes.append("no MFU: what is computed twice would count twice")
+        return None, None
+    try:
+        counted = flops(lambda: backward(run, run.train.at(0)))
+    except Exception as error:  # such as memory, for attention that is written out
+        notes.append(f"no MFU: a step could not be counted ({type(error).__name__})")
+        return None, None
+    finally:
+        run.update.abandon()
+    if not counted:
+        return None, None
+    ceiling = peak(run.device, _dtype(run), measure=False)
+    if ceiling is None:
+        return counted, None
+    step_s = median(hook.turns[1:] or hook.turns) / 1e3
+    return counted, counted / step_s / ceiling.flops_per_second
+
+
+def _dtype(run: Run) -> torch.dtype:
+    """What products run in."""
+    with ExitStack() as stack:
+        for context in run.contexts:
+            stack.enter_context(context())
+        if torch.is_autocast_enabled(run.device.kind):
+            return torch.get_autocast_dtype(run.device.kind)
+    floats = (p.dtype for p in run.model.parameters() if p.is_floating_point())
+    return next(floats, torch.float32)
+
+
+# -- whether it trains: the loss moves, gradients are not zero, every parameter changes ------------
 
 
 @dataclass
-class Course:
+class TrainingLog:
     """The numbers of the steps, as they reach the host; nothing is read for it."""
 
     target: float | None = None  # of the loss
@@ -99,7 +234,7 @@ def _moved(first: Sequence[float], last: Sequence[float]) -> str:
     return ""
 
 
-def checksums(model: nn.Module) -> dict[str, int]:
+def compute_checksums(model: nn.Module) -> dict[str, int]:
     """Of every parameter that is to be trained; one pass over the weights, the host waits."""
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -110,18 +245,18 @@ def checksums(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def unchanged(model: nn.Module, before: dict[str, int]) -> list[str]:
+def find_unchanged(model: nn.Module, before: dict[str, int]) -> list[str]:
     """The parameters that are to the bit what they were; one pass, the host waits."""
-    now = checksums(model)
+    now = compute_checksums(model)
     return [name for name, checksum in before.items() if now.get(name) == checksum]
 
 
-def frozen(model: nn.Module) -> list[str]:
+def find_frozen(model: nn.Module) -> list[str]:
     """The parameters that are not to be trained."""
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
-def still_words(run: Run, still: Sequence[str]) -> list[str]:
+def describe_unchanged(run: Run, still: Sequence[str]) -> list[str]:
     """What to say of parameters that never changed."""
     if not still:
         return []
@@ -130,11 +265,11 @@ def still_words(run: Run, still: Sequence[str]) -> list[str]:
     unused = [name for name in still if run.whole is None and parameters[name].grad is None]
     why = "; no gradient reached " + ("them" if len(unused) > 1 else "it") if unused else ""
     if unused and len(unused) < len(still):
-        why = f"; no gradient reached {listed(unused)}"
-    return [f"these parameters never changed: {listed(still)}{why}"]
+        why = f"; no gradient reached {list_names(unused)}"
+    return [f"these parameters never changed: {list_names(still)}{why}"]
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Some of the names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""Where a run waits for its turns: a hook at the end of a step, so that the steps are real ones.
+"""A hook at the end of a step in which a run waits for its turns, so that its steps are real.
 
 What a turn measures is what any run of that config does: the loop itself, with the record, the
 guard and the reports that it has. The wait is taken out of the step in which it falls. On a CPU
@@ -10,15 +10,24 @@ with workers are whole rounds, several of them.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from runner.benchmark.crew import standing, training
-from runner.benchmark.crew.answers import FINISH, Lap
-from runner.benchmark.crew.training import Course
+import psutil
+
+from runner.benchmark.workers.messages import FINISH, Lap
+from runner.benchmark.workers.results import (
+    TrainingLog,
+    compute_checksums,
+    describe_unchanged,
+    find_unchanged,
+)
 from runner.data.loader import BatchLoader
 from runner.device import memory, nvml
 from runner.device.nvml import Gpu
@@ -33,7 +42,7 @@ WAITS = 0.01  # share of a step by which batches that lay ready shorten it: less
 STOPPED = "the benchmark has measured it"
 
 
-class Gate(Hook):
+class TurnHook(Hook):
     """Lets a run go for a turn at a time.
 
     `ask(answer)` gives the last one's answer away and waits; it comes back with the seconds of the
@@ -53,7 +62,7 @@ class Gate(Hook):
         """
         self.ask, self.started, self.compiled = ask, started, compiled
         self.warm_up = max(warm_up, LEAST_WARM)
-        self.course = Course(target)
+        self.training = TrainingLog(target)
         self.least, self.deadline = 1, 0.0  # what the stretch in hand is over at
         self.made = 0  # steps of it
         self.then: Callable[[Run], Verdict | None] = self._warm
@@ -76,7 +85,7 @@ class Gate(Hook):
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Begin: what the weights were, and when."""
-        self.checksums = training.checksums(run.model)
+        self.checksums = compute_checksums(run.model)
         self.gpu = nvml.find(run.device, run.settings.get("stability.watch.gpu"))
         run.device.synchronize()
         pool = run.train.pool if isinstance(run.train, BatchLoader) else None
@@ -96,7 +105,7 @@ class Gate(Hook):
 
     def on_report(self, run: Run, report: Report) -> None:
         """The losses, once they have reached the host anyway."""
-        self.course.add(report)
+        self.training.add(report)
 
     # -- the stretches -------------------------------------------------------------------------
 
@@ -108,11 +117,11 @@ class Gate(Hook):
         if len(self.stamps) <= self.warm_up + self.lead:
             return None
         laps = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
-        last = self._whole_rounds(LATE)
+        last = self._round_up(LATE)
         late = mean(laps[-last:]) if self.workers else median(laps[-last:])
         self.usual_wait = (self.waited[-1] - self.waited[-1 - last]) / last
         self.turns.append(late * 1e3)
-        return self._stand(
+        return self._wait_for_turn(
             run,
             {
                 "samples_per_step": run.train.samples(0),
@@ -125,26 +134,26 @@ class Gate(Hook):
             },
         )
 
-    def _whole_rounds(self, steps: int) -> int:
+    def _round_up(self, steps: int) -> int:
         """So many steps, or a few more: every worker has its batch in them equally often."""
         return math.ceil(steps / self.workers) * self.workers if self.workers else steps
 
-    def _stand(self, run: Run, answer: Any) -> Verdict | None:
+    def _wait_for_turn(self, run: Run, answer: Any) -> Verdict | None:
         """Hand the answer in, wait for what comes next, and begin it."""
-        with run.watch.aside(), standing.workers_stopped():
+        with run.watch.aside(), pause_workers():
             asked = self.ask(answer)
         if asked == FINISH:
-            return self._end(run)
+            return self._finish(run)
         self.seconds = float(asked)
         self.made, self.data = 0, run.watch.spent["data"]
         # the first report, which comes after this step, is a slow one, so one more is warm-up
         lead = self.lead or int(len(self.turns) == 1)
         if lead:
-            self.least, self.deadline, self.then = lead, 0.0, self._begin
+            self.least, self.deadline, self.then = lead, 0.0, self._begin_turn
             return None
-        return self._begin(run)
+        return self._begin_turn(run)
 
-    def _begin(self, run: Run) -> Verdict | None:
+    def _begin_turn(self, run: Run) -> Verdict | None:
         """From here on it counts."""
         run.device.synchronize()
         if self.lead:
@@ -155,7 +164,7 @@ class Gate(Hook):
         self.laps = len(run.watch.steps)  # the step in hand will be the next lap
         self.data = run.watch.spent["data"]
         self.begun = perf_counter()
-        self.then = self._turned
+        self.then = self._end_turn
         least = max(LEAST, ROUNDS * self.in_hand)
         if run.device.kind == "cpu":
             self.least, self.deadline = least, self.begun + self.seconds
@@ -165,9 +174,9 @@ class Gate(Hook):
         self.least, self.deadline = max(least, wanted), 0.0
         return None
 
-    def _turned(self, run: Run) -> Verdict | None:
+    def _end_turn(self, run: Run) -> Verdict | None:
         """The turn is over, within its last step."""
-        if self.made != self._whole_rounds(self.made):
+        if self.made != self._round_up(self.made):
             return None
         device_mhz = None
         if self.gpu is not None:
@@ -185,7 +194,7 @@ class Gate(Hook):
             per_sample = median(laps) / median(samples)
         self.turns.append(1e3 * (seconds / steps if self.workers else median(laps)))
         data = run.watch.spent["data"] - self.data
-        return self._stand(
+        return self._wait_for_turn(
             run,
             Lap(
                 steps=steps,
@@ -199,12 +208,44 @@ class Gate(Hook):
             ),
         )
 
-    def _end(self, run: Run) -> Verdict:
+    def _finish(self, run: Run) -> Verdict:
         """Before anything is gathered: what it took, and whether it has trained."""
         self.asked = True
         self.peaks = (memory.peak_process_bytes(), memory.peak_device_bytes(run.device))
-        self.worker_bytes = standing.worker_bytes()
-        self.problems = training.still_words(run, training.unchanged(run.model, self.checksums))
+        self.worker_bytes = worker_bytes()
+        self.problems = describe_unchanged(run, find_unchanged(run.model, self.checksums))
         run.stop_reason = STOPPED
         run.saved_step = run.progress.step  # nobody goes on from here: no last checkpoint
         return Verdict.STOP
+
+
+@contextmanager
+def pause_workers() -> Iterator[None]:
+    """Data workers are stopped meanwhile (some 20 µs each), or they would fetch ahead on the cores
+    of the arm whose turn it is. A stopped one can still be killed, and is when this process dies.
+    """
+    workers = multiprocessing.active_children()
+    try:
+        for worker in workers:
+            _signal(worker, signal.SIGSTOP)
+        yield
+    finally:
+        for worker in workers:
+            _signal(worker, signal.SIGCONT)
+
+
+def worker_bytes() -> int:
+    """Memory of the data workers that no other process shares; some 5 ms each."""
+    held = 0
+    for worker in multiprocessing.active_children():
+        with suppress(psutil.Error):
+            memory = psutil.Process(worker.pid).memory_full_info()
+            held += getattr(memory, "uss", memory.rss)  # not every sandbox tells it
+    return held
+
+
+def _signal(worker: multiprocessing.process.BaseProcess, number: int) -> None:
+    # only we collect our children, so until then its id is not reused
+    if worker.pid is not None and worker.exitcode is None:
+        with suppress(ProcessLookupError):
+            os.kill(worker.pid, number)

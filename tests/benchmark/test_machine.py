@@ -12,7 +12,7 @@ from time import perf_counter
 import psutil
 import pytest
 
-from runner.benchmark.crew.load import Watch
+from runner.benchmark.machine import LoadMonitor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 BURN = "print(flush=True)\nwhile True: pass"
@@ -35,12 +35,12 @@ def burning() -> Iterator[int]:
 def test_what_others_do_counts_and_what_the_arm_does_not() -> None:
     """Both are told of the same second, so whatever else the machine does is in both."""
     with burning() as arm, burning() as other:
-        start, own, blind = perf_counter(), Watch(arm), Watch(other)
+        start, own, blind = perf_counter(), LoadMonitor(arm), LoadMonitor(other)
         before = sum(psutil.Process(arm).cpu_times()[:2])
         beside = sum(psutil.Process(other).cpu_times()[:2])
         while perf_counter() < start + 0.8:  # ours in both
             pass
-        own.glance()
+        own.read_clock()
         load, unaware = own.load(1500.0), blind.load(None)
         seconds = perf_counter() - start  # beside busy neighbours more than 0.8
         its = sum(psutil.Process(arm).cpu_times()[:2]) - before
@@ -57,4 +57,4 @@ def test_what_others_do_counts_and_what_the_arm_does_not() -> None:
 def test_an_arm_that_is_gone_has_an_unknown_load() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert Watch(process.pid).load(None).others is None
+    assert LoadMonitor(process.pid).load(None).others is None

@@ -13,7 +13,7 @@ SHARE = 0.05  # of the plain run's peak: memory that is worth a word
 Interval = tuple[float, float] | None
 
 
-def sentences(
+def summary_text(
     effects: Sequence[Effect], level: str, floor: float, peaks: Sequence[int] = ()
 ) -> list[str]:
     """What of it to say, what matters most first.

@@ -1,6 +1,6 @@
-"""What an arm's process is asked and tells of itself. Plain data, so that it goes through a pipe.
+"""Messages between a worker and its pool: plain data that goes through a pipe.
 
-It is asked for a turn by its seconds, and told to end by `FINISH`, or by None to leave at once.
+The pool sends the seconds of a turn, `FINISH`, or None to leave at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Lap:
-    """A turn, as the process that made it saw it; the fields are those of `Turn`."""
+    """A turn as the worker measured it; the fields are those of `Turn`."""
 
     steps: int
     samples: int
@@ -54,8 +54,8 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Over:
-    """An arm that has come to an end before it was asked to."""
+class Failed:
+    """An arm that ended before it was asked to."""
 
     status: str  # failed | oom
     reason: str

@@ -1,0 +1,1 @@
+"""Worker processes, one run each, which make their steps in turns; and the pool that asks them."""
