@@ -162,6 +162,16 @@ def test_the_budget_is_shared_evenly_and_said_when_it_is_spent() -> None:
     assert world.now - starting <= 150.0 + 3 * 7 * 0.25 + 1
 
 
+def test_techniques_without_effect_are_rarely_told_to_have_one() -> None:
+    wrong = 0
+    for seed in range(15):
+        found = measured(
+            World({}, noise=0.03, seed=seed), attribute_budget_s=60.0, narrow=0.02
+        ).sentences
+        wrong += any("is worth" in s and "nothing" not in s or "drop it" in s for s in found)
+    assert wrong <= 2
+
+
 def test_processes_that_differ_by_chance_are_not_taken_for_techniques() -> None:
     wrong = 0
     for seed in range(12):
