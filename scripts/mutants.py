@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("runner", "conf", "tests", "scripts", "docs")  # what tests read, besides single files
-TIMEOUT_S = 600
+TIMEOUT_S = 300
 PRELOAD = ("torch", "hydra", "numpy", "pytest", "rich.console", "torch.utils.tensorboard")
 
 

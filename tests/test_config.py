@@ -18,8 +18,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 import runner
-from runner.composing import compose, compose_raw, from_plain, typed
-from runner.config import RunConfig, config_hash, flat, plain, validate_config
+from runner.composing import compose, compose_raw, typed
+from runner.config import RunConfig, config_hash, flat, validate_config
 from runner.data import config as data_config
 from runner.errors import ConfigError, SecurityError, UsageError
 from runner.jobs import JOBS
@@ -325,14 +325,6 @@ def test_importing_the_package(code: str) -> None:
 def test_a_number_that_is_none_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         compose([f"{key}=nan"])
-
-
-def test_what_a_sweep_tells_its_jobs_for_tensorboard_is_no_part_of_a_run() -> None:
-    """A capture of such a job is opened again, and its config counts as that of a single run."""
-    told = compose(["++monitoring.domains={optimizer.lr:[0.1,null],optimization:[none,'a b']}"])
-    assert told.monitoring.domains["optimizer.lr"] == [0.1, None]
-    assert config_hash(told) == config_hash(compose([]))
-    assert from_plain(plain(told)).monitoring.domains == {}
 
 
 @pytest.mark.parametrize(

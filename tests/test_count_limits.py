@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -18,8 +15,8 @@ from runner.data import config as data_config
 from runner.errors import ConfigError
 from runner.length import length
 from runner.models import config as model_config
-from runner.overrides.groups import CONF
 from runner.sweep.config import LauncherConfig
+from tests.runs import command
 
 TEXT = ["data=stdlib_text", "model=gpt"]
 HUGE = {
@@ -133,10 +130,7 @@ def test_each_limit_is_of_a_key_that_there_is_and_each_key_has_one() -> None:
     [["device.threads=1000000000"], ["data.workers=100000"], ["-m", "hydra.launcher.jobs=100000"]],
 )
 def test_the_command_line_is_answered_without_a_folder(typed: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "training.steps=1", *typed], cwd=tmp_path, timeout=120,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-    )  # fmt: skip
+    done = command(tmp_path, "training.steps=1", *typed)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and "is too many; use" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -12,16 +12,6 @@ import pytest
 from runner.interrupts import Interrupts, early, sigterm_unwinds
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_a_step_is_remembered_and_the_handlers_are_put_back(number: int) -> None:
-    before = signal.getsignal(number)
-    with Interrupts() as interrupts:
-        os.kill(os.getpid(), number)
-        assert interrupts.received == number
-        assert interrupts.error().exit_code == 128 + number
-    assert signal.getsignal(number) is before
-
-
 def test_the_first_signal_is_answered_at_once_and_only_that(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -58,14 +48,6 @@ def test_sigterm_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart() -> None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_cuts_a_wait_short() -> None:
-    with Interrupts() as interrupts:
-        interrupts.waiting = True
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.received == signal.SIGTERM
 
 
 def test_the_second_signal_does_not_wait_for_the_step() -> None:

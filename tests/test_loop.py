@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner import build, compose, evaluate, train
+from runner import build, evaluate, train
 from runner.build import Given
 from runner.errors import ConfigError, DataError, GaveUp, StorageError, UsageError
 from runner.hook import Hook, Report, Step, Verdict
@@ -21,9 +21,7 @@ from runner.objectives.classification import Classification
 from runner.run import Run
 from runner.step import backward
 from runner.summary import Summary
-
-OURS = ["security.trusted=[my_package]", "device.threads=2", "monitoring.progress=false"]
-NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net"]
+from tests.runs import NOISY, OURS, config, opened, rows, trained
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +30,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(overrides: list[str]) -> tuple[list[torch.Tensor], float]:
-    with build(compose(overrides)) as run:
+    with opened(*overrides) as run:
         step = backward(run, next(run.train.batches(0)))
         return [p.grad for p in run.model.parameters() if p.grad is not None], float(step.loss)
 
@@ -59,7 +57,7 @@ def test_accumulated_gradients_are_the_large_batchs(overrides: list[str], micro_
 @pytest.mark.parametrize("level", ["none", "basic"])
 def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(level: str, tmp_path: Path) -> None:
     overrides = [*NOISY, f"optimization={level}", "+data.poison=[3,17,50,90]", "training.epochs=4"]
-    with build(compose(overrides), tmp_path) as run:
+    with opened(*overrides, folder=tmp_path) as run:
         summary = train(run)
     assert summary.status == "done"
     assert 0 < summary.skipped_steps < summary.steps
@@ -70,11 +68,8 @@ def test_a_poisoned_batch_is_skipped_and_the_run_goes_on(level: str, tmp_path: P
 def test_data_that_is_never_finite_ends_in_giving_up_after_a_checkpoint(tmp_path: Path) -> None:
     overrides = [*NOISY, f"+data.poison={list(range(120))}".replace(" ", ""), "training.steps=200",
                  "training.validate_every=1000", "stability.max_consecutive_skips=5"]  # fmt: skip
-    with (
-        build(compose(overrides), tmp_path) as run,
-        pytest.raises(GaveUp, match="rolled back 2 times"),
-    ):
-        train(run)
+    with pytest.raises(GaveUp, match="rolled back 2 times"):
+        trained(*overrides, folder=tmp_path)
     assert GaveUp.exit_code == 4
     record = json.loads((tmp_path / "summary.json").read_text())
     assert record["status"] == "failed"
@@ -84,14 +79,8 @@ def test_data_that_is_never_finite_ends_in_giving_up_after_a_checkpoint(tmp_path
 
 
 def test_early_stopping_ends_the_run_and_says_why(tmp_path: Path) -> None:
-    overrides = [
-        *OURS,
-        "data=cancer",
-        "optimizer.lr=0",
-        "training.epochs=50",
-        "training.patience=2",
-    ]
-    with build(compose(overrides), tmp_path) as run:
+    overrides = ["data=cancer", "optimizer.lr=0", "training.epochs=50", "training.patience=2"]
+    with opened(*overrides, folder=tmp_path) as run:
         summary = train(run)
     assert summary.status == "stopped"
     assert "has not improved" in summary.reason
@@ -99,10 +88,8 @@ def test_early_stopping_ends_the_run_and_says_why(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_is_the_step_with_the_best_metric(tmp_path: Path) -> None:
-    with build(compose([*OURS, "data=digits", "training.epochs=3"]), tmp_path) as run:
-        summary = train(run)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    values = {row["step"]: row["accuracy"] for row in rows if row["split"] == "val"}
+    summary = trained("data=digits", "training.epochs=3", folder=tmp_path)
+    values = {row["step"]: row["accuracy"] for row in rows(tmp_path, "val")}
     assert summary.best == max(values.values())
     assert values[summary.best_step] == summary.best
     best = (tmp_path / "checkpoints" / "best").resolve()
@@ -110,8 +97,7 @@ def test_the_best_checkpoint_is_the_step_with_the_best_metric(tmp_path: Path) ->
 
 
 def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    overrides = [*OURS, "data=digits", "training.epochs=2", "stability=off"]
-    with build(compose(overrides), tmp_path) as run:
+    with opened("data=digits", "training.epochs=2", "stability=off", folder=tmp_path) as run:
         with torch.no_grad():
             next(iter(run.model.parameters())).fill_(math.nan)
         summary = train(run)
@@ -124,7 +110,7 @@ def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path)
 def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: str) -> None:
     near = "" if asked == "train/loss" else r"did you mean training.monitor=val/accuracy\? "
     with pytest.raises(ConfigError, match=f"{near}there are val/loss, val/accuracy$"):
-        build(compose([*OURS, "data=cancer", "training.steps=2", f"training.monitor={asked}"]))
+        trained("data=cancer", "training.steps=2", f"training.monitor={asked}")
 
 
 class Own(Classification):
@@ -135,11 +121,10 @@ class Own(Classification):
 
 
 def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: Path) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=2"]
-    given = Given(objective=Own(2))
-    with build(compose([*overrides, "training.monitor=val/f1"]), given=given) as run:
+    overrides, given = ["data=cancer", "training.steps=2"], Given(objective=Own(2))
+    with opened(*overrides, "training.monitor=val/f1", given=given) as run:
         assert train(run).best == 0.75
-    wrong = compose([*overrides, "training.monitor=val/f2"])
+    wrong = config(*overrides, "training.monitor=val/f2")
     says = r"did you mean training.monitor=val/f1\? there are .*; stopped at step 1 of 2; a check.*"
     with build(wrong, tmp_path, given) as run, pytest.raises(ConfigError, match=says):
         train(run)
@@ -172,7 +157,7 @@ class Spy(Hook):
 
 
 def watched(hook: Hook, steps: int) -> Summary:
-    with build(compose([*OURS, "data=cancer", f"training.steps={steps}"])) as run:
+    with opened("data=cancer", f"training.steps={steps}") as run:
         run.hooks.append(hook)
         return train(run)
 
@@ -199,30 +184,24 @@ def test_a_misspelt_event_is_refused_when_the_class_is_made() -> None:
 
 
 def test_two_runs_of_one_config_write_the_same_rows(tmp_path: Path) -> None:
-    rows = []
     for name in ("one", "other"):
-        with build(compose([*NOISY, "training.epochs=3"]), tmp_path / name) as run:
-            train(run)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows.append([line for line in lines if json.loads(line)["split"] != "system"])
-    assert len(rows[0]) > 3
-    assert rows[0] == rows[1]
+        trained(*NOISY, "training.epochs=3", folder=tmp_path / name)
+    assert len(rows(tmp_path / "one")) > 3
+    assert rows(tmp_path / "one") == rows(tmp_path / "other")
 
 
 def test_a_users_callable_is_an_objective() -> None:
     overrides = [*OURS, "data._target_=my_package.Line", "training.epochs=30", "optimizer.lr=0.05"]
-    with build(compose([*overrides, "objective._target_=my_package.absolute_error"])) as run:
+    with opened(*overrides, "objective._target_=my_package.absolute_error") as run:
         summary = train(run)
     assert run.monitor == "val/loss"
     assert summary.metrics["val/loss"] < 0.2
 
 
 def test_a_metric_that_falls_is_best_at_its_lowest(tmp_path: Path) -> None:
-    overrides = [*OURS, "data=digits", "training.epochs=3", "training.monitor=val/loss"]
-    with build(compose(overrides), tmp_path) as run:
-        summary = train(run)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert summary.best == min(row["loss"] for row in rows if row["split"] == "val")
+    asked = ["data=digits", "training.epochs=3", "training.monitor=val/loss"]
+    summary = trained(*asked, folder=tmp_path)
+    assert summary.best == min(row["loss"] for row in rows(tmp_path, "val"))
 
 
 class Spoil(Hook):
@@ -239,9 +218,8 @@ class Spoil(Hook):
 
 @pytest.mark.parametrize("every", [5, 1000])  # from a checkpoint, and from the very start
 def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=40", f"checkpoint.every={every}",
-                 "training.validate_every=1000", "schedule=constant"]  # fmt: skip
-    with build(compose(overrides)) as run:
+    overrides = ["data=cancer", "training.steps=40", f"checkpoint.every={every}"]
+    with opened(*overrides, "training.validate_every=1000", "schedule=constant") as run:
         run.hooks.append(Spoil())
         summary = train(run)
         assert run.update.lr_at(0) == pytest.approx(0.5 * run.update.lr)
@@ -250,8 +228,8 @@ def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> N
 
 
 def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow() -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=9", "optimization=amp"]
-    with build(compose([*overrides, "optimization.amp.dtype=fp16"])) as run:
+    overrides = ["data=cancer", "training.steps=9", "optimization=amp"]
+    with opened(*overrides, "optimization.amp.dtype=fp16") as run:
         run.hooks.append(Spy({3: Verdict.SKIP}))
         summary = train(run)
         assert run.update.scale is not None
@@ -260,7 +238,7 @@ def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow() -> None:
 
 
 def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_mode() -> None:
-    with build(compose([*NOISY, "training.steps=30", "optimizer.ema=0.9"])) as run:
+    with opened(*NOISY, "training.steps=30", "optimizer.ema=0.9") as run:
         summary = train(run)
         live = [p.clone() for p in run.model.parameters()]
         assert run.model.training
@@ -284,8 +262,8 @@ def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_m
 def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(
     tmp_path: Path, error: Exception, reason: str
 ) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=20", "optimization=amp"]
-    with build(compose(overrides), tmp_path) as run:
+    overrides = ["data=cancer", "training.steps=20", "optimization=amp"]
+    with opened(*overrides, folder=tmp_path) as run:
 
         def fails(inputs: torch.Tensor) -> torch.Tensor:
             raise error
@@ -298,13 +276,9 @@ def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(
 
 
 def test_a_technique_that_falls_back_while_running_is_an_error_under_strict() -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=30", "optimizer.name=RAdam"]
-    strict = ["optimization=basic", "optimization.strict=true"]
-    with (
-        build(compose([*overrides, *strict])) as run,
-        pytest.raises(ConfigError, match=r"optimization\.fused_optimizer"),
-    ):
-        train(run)
+    overrides = ["data=cancer", "training.steps=30", "optimizer.name=RAdam"]
+    with pytest.raises(ConfigError, match=r"optimization\.fused_optimizer"):
+        trained(*overrides, "optimization=basic", "optimization.strict=true")
 
 
 class Around(Hook):
@@ -330,23 +304,23 @@ class Around(Hook):
 
 
 def test_a_step_whose_hook_fails_after_the_update_is_not_made_twice(tmp_path: Path) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=12"]
-    with build(compose(overrides)) as run:
+    overrides = ["data=cancer", "training.steps=12"]
+    with opened(*overrides) as run:
         train(run)
         straight = run.model.state_dict()
-    with build(compose(overrides), tmp_path) as run:
+    with opened(*overrides, folder=tmp_path) as run:
         run.hooks.append(Around(keeps=False))
         with pytest.raises(ConfigError, match="that is enough"):
             train(run)
         assert (run.progress.step, run.saved_step) == (5, 5)
-    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
+    with opened(*overrides, "checkpoint.resume=auto", folder=tmp_path) as run:
         train(run)
         resumed = run.model.state_dict()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def test_a_hook_that_keeps_an_error_of_the_step_to_itself_is_named() -> None:
-    with build(compose([*OURS, "data=cancer", "training.steps=12"])) as run:
+    with opened("data=cancer", "training.steps=12") as run:
         run.hooks.append(Around(keeps=True))
         with pytest.raises(
             UsageError, match=r"Around\.around swallowed .*ValueError: mine"
@@ -369,13 +343,13 @@ class Fill(Hook):
 def test_a_summary_that_cannot_be_written_ends_a_run_at_its_start_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=12"]
-    with build(compose(overrides), tmp_path / "later") as run:
+    overrides = ["data=cancer", "training.steps=12"]
+    with opened(*overrides, folder=tmp_path / "later") as run:
         run.hooks.append(Fill(tmp_path / "later"))
         assert train(run).status == "done"
     assert "summary.json: not written" in caplog.text
     assert Summary.read(tmp_path / "later").status == "running"
-    with build(compose(overrides), tmp_path / "start") as run:
+    with opened(*overrides, folder=tmp_path / "start") as run:
         (tmp_path / "start/.summary.json.tmp").mkdir()
         with pytest.raises(StorageError, match=r"summary\.json: not written"):
             train(run)

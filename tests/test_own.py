@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner import Summary, build, compose, train
+from runner import Summary
 from runner.errors import SecurityError
-
-QUICK = ["monitoring.progress=false", "device.threads=1", "training.batch_size=16"]
+from tests import runs
 
 
 def trained(*overrides: str) -> Summary:
-    with build(compose([*QUICK, *overrides])) as run:
-        return train(run)
+    return runs.trained("training.batch_size=16", *overrides)
 
 
 def test_a_csv_of_numbers_and_categories(tmp_path: Path) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
+import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError, UsageError
+from runner.hook import Hook, Step
+from runner.run import Run
 from runner.security.intent.places import resumed_at
+from tests.runs import command, opened, rows
 
-HERE = Path(__file__).parent
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
 NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net",
          "training.batch_size=20"]  # fmt: skip
@@ -48,20 +48,6 @@ STEPS = 23  # the epochs have 5 and 4 steps: neither the cut nor the end is at a
 EVERY = 7
 
 
-def fresh_process(folder: Path, overrides: list[str]) -> None:
-    """Run in `folder` with the command line, from another working folder."""
-    command = [sys.executable, "-m", "runner", f"hydra.run.dir={folder}", *overrides]
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def final(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     restored = Checkpointer(folder, keep=9).restore()
     assert restored is not None
@@ -86,16 +72,10 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
         assert one == other or (one != one and other != other), path
 
 
-def rows(folder: Path) -> list[str]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [line for line in lines if json.loads(line)["split"] != "system"]
-
-
 @pytest.mark.parametrize("overrides", EVERYTHING.values(), ids=EVERYTHING.keys())
 def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
-    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], tmp_path: Path, my_package: None
 ) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
     overrides = [*overrides, f"training.steps={STEPS}", "training.validate_every=10",
                  f"checkpoint.every={EVERY}", "checkpoint.keep=9"]  # fmt: skip
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -107,7 +87,9 @@ def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
         shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
     with (resumed / "metrics.jsonl").open("a") as record:
         record.write('{"step": 22, "split": "tr')
-    fresh_process(resumed, [*overrides, "checkpoint.resume=auto"])
+    again = [f"hydra.run.dir={resumed}", *overrides, "checkpoint.resume=auto"]
+    done = command(resumed.parent, *again)
+    assert done.returncode == 0, done.stdout + done.stderr
     for one, other in zip(final(straight), final(resumed), strict=True):
         assert_same(one, other)
     assert rows(straight) == rows(resumed)
@@ -207,3 +189,25 @@ def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Pat
     with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
         again = train(run)
     assert (again.status, again.steps) == ("stopped", summary.steps)
+
+
+class Draws(Hook):
+    """What a user's own hook draws from the generators of Python and NumPy."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[float, float]] = {}
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.drawn[step.number] = random.random(), float(np.random.random())
+
+
+def test_what_a_hook_draws_goes_on_where_it_was(tmp_path: Path) -> None:
+    straight, resumed = Draws(), Draws()
+    typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
+    again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"
+    for hook, overrides, folder in ((straight, typed, tmp_path), (resumed, [*typed, again], None)):
+        with opened(*overrides, folder=folder) as run:
+            run.hooks.append(hook)
+            train(run)
+    assert list(resumed.drawn) == [5, 6, 7, 8]
+    assert all(straight.drawn[step] == drawn for step, drawn in resumed.drawn.items())

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from runner import compose
+from tests.runs import command
 
-from .conftest import OWN, command, only, read
+from .conftest import OWN, only, read
 
 CONTRACT = {
     "name": "mine", "seed": 3, "training.steps": 7, "training.batch_size": 8,

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import OWN, command, only, read
+from tests.runs import command
+
+from .conftest import OWN, only, read
 
 STEPS = ["training.steps=24", "training.batch_size=16", "training.validate_every=8",
          "checkpoint.every=4", "checkpoint.keep=9", "schedule=cosine", "optimizer.ema=0.9",

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,10 +71,6 @@ def test_a_knob_that_a_cpu_does_not_have_is_refused_with_the_fix(knob, value, sc
     assert error.value.key == f"device.{knob}"
 
 
-def test_tf32_off_is_what_a_cpu_does_anyway(scope):
-    assert not cpu(scope, tf32=False).capabilities.tf32
-
-
 # what it can do
 
 
@@ -86,10 +81,6 @@ def test_bf16_is_fast_only_on_a_cpu_with_instructions_for_it():
         assert capabilities.of_cpu(frozenset({flag})).bf16_fast
 
 
-def test_fp16_is_never_fast_on_a_cpu():
-    assert not capabilities.of_cpu(frozenset({"avx512_fp16", "amx_bf16"})).fp16_fast
-
-
 @pytest.mark.parametrize(
     ("version", "tensor_cores", "bf16_fast", "tf32"),
     [((6, 1), False, False, False), ((7, 5), True, False, False), ((9, 0), True, True, True)],
@@ -97,22 +88,6 @@ def test_fp16_is_never_fast_on_a_cpu():
 def test_nvidia_capabilities_follow_the_compute_capability(version, tensor_cores, bf16_fast, tf32):
     found = capabilities.of_nvidia(*version)
     assert (found.tensor_cores, found.bf16_fast, found.tf32) == (tensor_cores, bf16_fast, tf32)
-
-
-def test_mps_has_no_float64():
-    found = capabilities.of_mps(bf16=True)
-    assert found.bf16 and not found.float64 and any("float64" in note for note in found.notes)
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
-def test_torch_and_the_flags_agree_on_bf16_instructions():
-    torch_says = torch.backends.cpu.get_cpu_capability()
-    if torch_says == "AVX512":
-        assert "avx512f" in capabilities.cpu_flags()
-    elif torch_says == "AVX2":
-        assert "avx2" in capabilities.cpu_flags()
-    else:
-        pytest.skip(f"{torch_says} has no flag to compare")
 
 
 # how it is set
@@ -164,17 +139,6 @@ def test_determinism_is_set_and_put_back():
         assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory is fill
-
-
-def test_determinism_that_only_warned_before_is_put_back_as_that():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with ExitStack() as scope:
-            cpu(scope, deterministic=True)
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @linux
@@ -261,14 +225,6 @@ def test_reseeding_repeats_dropout_masks_and_normals(scope):
     assert not torch.equal(first[0], other[0])
 
 
-def test_reseeding_does_what_torch_manual_seed_does_on_a_cpu(scope):
-    device = cpu(scope)
-    torch.manual_seed(5)
-    expected = torch.rand(4)
-    device.reseed(5)
-    assert torch.equal(torch.rand(4), expected)
-
-
 def test_seeding_covers_python_numpy_and_torch():
     def draw() -> tuple[int, float, float]:
         return random.getrandbits(64), float(np.random.random()), float(torch.rand(()))
@@ -285,12 +241,6 @@ def test_seeding_covers_python_numpy_and_torch():
 def test_a_seed_out_of_range_names_the_key(seed):
     with pytest.raises(ConfigError, match=r"seed: .*use 0 to"):
         seed_everything(seed)
-
-
-def test_reads_are_free_on_a_cpu_and_synchronize_returns(scope):
-    device = cpu(scope)
-    device.synchronize()
-    assert device.reads_are_free
 
 
 # on a GPU

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,9 @@ from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.composing import compose_raw
 from runner.errors import CheckpointError
-from runner.overrides.groups import CONF
 from runner.report import run as report
 from runner.summary import Summary
+from tests.runs import command
 
 QUICK = ["device=cpu", "monitoring=quiet", "optimization=none"]
 RUN = "outputs/runs/digits-mlp/one"
@@ -30,12 +27,8 @@ def test_an_evaluation_speaks_of_itself_lies_apart_and_leads_back_to_the_run(
     with build(compose([*QUICK, "training.steps=40"]), folder=Path(RUN)) as run:
         train(run)
     # on other samples than those of the training, so that the two values differ
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *QUICK, "job=evaluate", f"checkpoint.resume={RUN}",
-         "data.validation=0.4", "data.split_seed=5", "debug=full"],
-        env={**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    other = ["data.validation=0.4", "data.split_seed=5", "debug=full"]
+    done = command(tmp_path, *QUICK, "job=evaluate", f"checkpoint.resume={RUN}", *other)
     assert done.returncode == 0, done.stderr
     assert "evaluated" in done.stdout and "weights of step 40" in done.stdout
     assert "trained" not in done.stdout and "best" not in done.stdout

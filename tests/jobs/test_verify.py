@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from runner import compose
 from runner.errors import ConfigError, NotVerified, StorageError
 from runner.jobs import find
 from runner.jobs.config import JobKind
+from tests.runs import command
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = ROOT / "tests" / "measure"
@@ -87,11 +85,9 @@ def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_from_the_command_line_a_failure_is_exit_code_1_and_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *QUIET, "optimization=basic", "verify.steps=2", *MUTANT],
-        cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{MUTANTS}"},
-    )  # fmt: skip
+    path = f"{ROOT}:{MUTANTS}"
+    typed = [*QUIET, "optimization=basic", "verify.steps=2", *MUTANT]
+    done = command(tmp_path, *typed, PYTHONPATH=path)
     assert done.returncode == 1, done.stderr
     assert "parity: optimization.DroppedGradient" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,0 +1,69 @@
+"""One way to make a run: short configs, composed once a session, in this process or in another."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runner import RunConfig, Summary, build, compose, train
+from runner.run import Run
+
+TESTS = Path(__file__).parent
+QUICK = ("device=cpu", "device.threads=2", "monitoring.progress=false")
+OURS = ("security.trusted=[my_package]",)
+NOISY = (*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net")
+TABLE = ("data=cancer", "model=mlp")
+
+
+def config(*overrides: str) -> RunConfig:
+    """What QUICK and the overrides compose to; a copy, which a test may change."""
+    return copy.deepcopy(_composed(*QUICK, *overrides))
+
+
+@cache
+def _composed(*overrides: str) -> RunConfig:
+    return compose(list(overrides))
+
+
+@contextmanager
+def opened(*overrides: str, folder: Path | None = None, given: Any = None) -> Iterator[Run]:
+    """A run that is built, and closed at the end; the first overrides of all are QUICK."""
+    with build(config(*overrides), folder, given) as run:
+        yield run
+
+
+def trained(*overrides: str, folder: Path | None = None) -> Summary:
+    """The summary of a run that was trained to its end."""
+    with opened(*overrides, folder=folder) as run:
+        return train(run)
+
+
+def rows(folder: Path, *splits: str) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, but for those about the machine; or of these splits."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    every = [json.loads(line) for line in lines]
+    return [row for row in every if row["split"] in splits or not splits and _is_stable(row)]
+
+
+def _is_stable(row: dict[str, Any]) -> bool:
+    return bool(row["split"] != "system")
+
+
+def command(
+    folder: Path, *typed: str, flags: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m runner` typed in a folder; `my_package` can be imported."""
+    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "runner", *typed],
+        cwd=folder, env=environment, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
