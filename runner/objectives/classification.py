@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runner.errors import ConfigError
 from runner.objective import Objective
-from runner.objectives import reading
+from runner.objectives import model_output
 from runner.objectives.cross_entropy import CrossEntropy
 
 NAMED = 20  # classes up to which each one's accuracy is a metric, so that a summary stays readable
@@ -42,7 +42,7 @@ class Classification(Objective):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy, 0-d."""
-        logits = reading.logits(output)
+        logits = model_output.logits(output)
         if logits.ndim > 1 and logits.shape[1] != self.classes:
             raise self._miscounted(logits)
         return self.loss.mean(logits, target)
@@ -53,14 +53,14 @@ class Classification(Objective):
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums of the loss and of what was right, and the confusion matrix's counts."""
-        logits = reading.logits(output)
+        logits = model_output.logits(output)
         if logits.ndim > 1 and logits.shape[1] != self.classes:
             raise self._miscounted(logits)
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         counts = self.loss.counts(target)
         predicted = logits.argmax(1)
         sums = {
-            "loss": reading.total(self.loss.each(logits, target)),
+            "loss": model_output.total(self.loss.each(logits, target)),
             "count": counts.sum(),
             "correct": ((predicted == target) & counts).sum(),
         }
@@ -83,7 +83,7 @@ class Classification(Objective):
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss`, `accuracy`, `top<k>`, and `accuracy/<class>` of each class that occurred."""
-        count = reading.counted(totals)
+        count = model_output.require_count(totals)
         values = {"loss": totals["loss"].item() / count, "accuracy": int(totals["correct"]) / count}
         if self.top_k is not None:
             values[f"top{self.top_k}"] = int(totals["top_k_correct"]) / count

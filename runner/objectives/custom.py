@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runner.errors import ConfigError
 from runner.objective import Objective
-from runner.objectives import reading
+from runner.objectives import model_output
 
 
 class Custom(Objective):
@@ -57,7 +57,7 @@ class Custom(Objective):
         loss = self(output, target)
         count = self.weight(target)
         return {
-            "loss": reading.total(loss.detach() * count),
+            "loss": model_output.total(loss.detach() * count),
             "count": torch.full((), count, device=loss.device),
         }
 
@@ -67,7 +67,7 @@ class Custom(Objective):
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss`, the mean over all samples."""
-        count = reading.counted(totals)
+        count = model_output.require_count(totals)
         return {"loss": totals["loss"].item() / count}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.errors import ConfigError
 from runner.objective import Objective
-from runner.objectives import reading
+from runner.objectives import model_output
 from runner.objectives.cross_entropy import CrossEntropy
 
 BYTES = 256  # a vocabulary of this size is taken to be bytes
@@ -37,11 +37,11 @@ class LanguageModelling(Objective):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy per token, in nats, 0-d."""
-        deferred = reading.deferred(output)
+        deferred = model_output.deferred(output)
         if deferred is not None:
             self._check(deferred.shape, target)
             return self.loss.mean_deferred(deferred, target)
-        return self.loss.mean(*self._rows(reading.logits(output), target))
+        return self.loss.mean(*self._rows(model_output.logits(output), target))
 
     def weight(self, target: Tensor) -> Tensor | int:
         """How many tokens count."""
@@ -49,15 +49,15 @@ class LanguageModelling(Objective):
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums of the loss and of the tokens that were predicted."""
-        logits, target = self._rows(reading.found(output), target)
+        logits, target = self._rows(model_output.raw_logits(output), target)
         rows = max(1, SLICE // logits.shape[-1])
         sums: dict[str, Tensor] = {}
         for start in range(0, max(1, len(target)), rows):
             wanted = target[start : start + rows]
-            part = reading.exact(logits[start : start + rows])
+            part = model_output.float_logits(logits[start : start + rows])
             counts = self.loss.counts(wanted)
             more = {
-                "loss": reading.total(self.loss.each(part, wanted)),
+                "loss": model_output.total(self.loss.each(part, wanted)),
                 "count": counts.sum(),
                 "correct": ((part.argmax(1) == wanted) & counts).sum(),
             }
@@ -70,7 +70,7 @@ class LanguageModelling(Objective):
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss` (nats), `bits_per_byte` or `bits_per_token`, `perplexity` and `accuracy`."""
-        count = reading.counted(totals)
+        count = model_output.require_count(totals)
         loss = totals["loss"].item() / count
         return {
             "loss": loss,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from runner.data.config import AS_INTEGERS
 from runner.errors import ConfigError, DataError, UsageError
 from runner.objective import Objective
-from runner.objectives import reading
+from runner.objectives import model_output
 
 
 class Regression(Objective):
@@ -34,7 +34,7 @@ class Regression(Objective):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean squared error over samples and targets, 0-d."""
-        predicted = reading.logits(output)
+        predicted = model_output.logits(output)
         target = self._like(predicted, target)
         if self.mean or self.deviation != 1.0:
             target = (target - self.mean) / self.deviation
@@ -46,7 +46,7 @@ class Regression(Objective):
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums, per target, in float64: of the errors, and of what R² takes the variance from."""
-        predicted = reading.logits(output).detach()
+        predicted = model_output.logits(output).detach()
         target = self._like(predicted, target)
         if predicted.device.type == "mps":  # has no float64; the host waits for the copy
             predicted, target = predicted.cpu(), target.cpu()
@@ -67,7 +67,7 @@ class Regression(Objective):
 
     def metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """`loss` and `mse`, `mae`, `rmse`, and `r2`, the mean over the targets that vary."""
-        count = reading.counted(totals)
+        count = model_output.require_count(totals)
         squared_error = totals["squared_error"]
         mse = squared_error.mean().item() / count
         values = {

@@ -1,4 +1,4 @@
-"""Reading what a model returned, and summing what a batch says."""
+"""Logits in what a model returned, and sums over batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def logits(output: Any) -> Tensor:
 
     It is the output itself, its `logits` (by key or attribute), or the first of a tuple.
     """
-    return exact(found(output))
+    return float_logits(raw_logits(output))
 
 
-def found(output: Any) -> Tensor:
-    """The same in the type that the model computed it in."""
+def raw_logits(output: Any) -> Tensor:
+    """The logits in the dtype that the model computed them in."""
     inside = logits_in(output)
     if isinstance(inside, DeferredLogits):
         inside = inside.whole()
@@ -35,8 +35,8 @@ def found(output: Any) -> Tensor:
     return inside
 
 
-def exact(logits: Tensor) -> Tensor:
-    """In fp32 or better: a loss taken in 16 bits would keep two or three digits."""
+def float_logits(logits: Tensor) -> Tensor:
+    """Upcast to fp32: a loss taken in 16 bits would keep two or three digits."""
     return logits.float() if logits.dtype in HALVES else logits
 
 
@@ -53,8 +53,8 @@ def total(values: Tensor) -> Tensor:
     return values.detach().sum(dtype=torch.float64)
 
 
-def counted(totals: dict[str, Tensor]) -> int:
-    """How many items were tallied; raises DataError when there were none. The host waits."""
+def require_count(totals: dict[str, Tensor]) -> int:
+    """The number of items summed up; raises DataError for none. The host waits."""
     count = int(totals["count"]) if "count" in totals else 0
     if count == 0:
         raise DataError("no targets to measure: the validation set is empty, or all are ignored")
