@@ -90,13 +90,6 @@ def test_what_is_not_finite_is_found_wherever_it_is(
         own.check(value, "x", on="raise")
 
 
-def test_finite_values_and_integers_leave_no_trace(own: Debugger) -> None:
-    for value in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
-        own.check(value)
-    assert own.summary().faults == []
-    assert own.summary().worst is None
-
-
 def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugger) -> None:
     @own.operation(check_finite="raise")
     def broken(x: Tensor) -> Tensor:
@@ -159,13 +152,6 @@ def test_names_without_end_do_not_fill_the_memory(own: Debugger) -> None:
     assert rows[OTHERS] == 20
 
 
-def test_memory_that_an_operation_leaves_behind_is_seen(own: Debugger) -> None:
-    kept = []
-    with own.context("hoards") as row:
-        kept.append(torch.ones(16 * 2**20))  # 64 MiB, written to
-    assert row.memory > 50 * 2**20
-
-
 def test_the_export_is_json_and_a_bad_path_is_said(own: Debugger, tmp_path: Path) -> None:
     with own.context("a"):
         own.check(torch.tensor(float("nan")), "x")
@@ -182,16 +168,6 @@ def test_a_misspelt_option_is_answered(own: Debugger) -> None:
         own.operation("x", check_finite="rais")
     with pytest.raises(UsageError, match="on='stop'"):
         own.check(1.0, on="stop")
-
-
-def test_gradients_are_looked_at(own: Debugger) -> None:
-    gradients = pytest.importorskip("runner.debug.gradient_layers")
-    model = nn.Linear(3, 1)
-    model(torch.randn(5, 3)).sum().backward()
-    report = own.check_gradients(model)
-    assert isinstance(report, gradients.GradientReport)
-    assert own.summary().operations[0].name == "check_gradients"
-    assert own.summary().faults == []
 
 
 def test_what_is_amiss_with_gradients_is_recorded_and_said(

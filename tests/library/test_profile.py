@@ -13,8 +13,6 @@ from runner import optimize, profile_model, system_info
 from runner.errors import UsageError
 from runner.measure.peaks import peak
 
-KIB = 1024
-
 
 class Attends(nn.Module):
     """One head, no products but the two of attention."""

@@ -6,7 +6,6 @@ import copy
 import json
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from torch import Tensor, nn
 from runner import Stability, optimize
 from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
 from runner.library.bad_steps import replay_step
-from runner.library.stability import StabilitySummary
 from runner.replay.findings import Phase
-from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -112,15 +109,6 @@ def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> N
         ["21", "spike"],
     ]
     assert "\\" not in text and "|" not in text
-
-
-def test_of_many_bad_steps_a_summary_shows_the_first_and_the_latest() -> None:
-    row = Anomaly(1, "non_finite", math.nan, math.nan, math.inf, math.inf, True, "skipped")
-    rows = [replace(row, step=step) for step in range(1, 501)]
-    text = str(StabilitySummary(500, 500, 0, {"non_finite": 500}, rows))
-    lines = text.splitlines()
-    assert len(lines) == 24 and "non_finite" in lines[3] and "480 more" in text
-    assert lines[3].startswith("1 ") and lines[-1].startswith("500 ")
 
 
 def test_data_that_is_never_finite_ends_in_giving_up_that_says_what_was_tried(

@@ -169,30 +169,6 @@ def test_what_is_remembered_goes_with_the_optimizer(net: nn.Module, batches: Bat
     assert gone() is None
 
 
-def test_a_hand_written_loop_on_digits_is_as_good_as_the_plain_one(
-    net: nn.Module, twin: nn.Module, digits: Any
-) -> None:
-    (x, y), (held_x, held_y) = digits
-    accuracies = []
-    for model, ours in ((net, True), (twin, False)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8 * 45)
-        noise = torch.Generator().manual_seed(0)
-        for _ in range(8):
-            for rows in torch.randperm(len(x), generator=noise).split(32):
-                batch = (x[rows], y[rows])
-                if ours:
-                    train_step(model, optimizer, batch, loss_of)
-                else:
-                    plain_step(model, optimizer, batch, 1.0)
-                scheduler.step()
-        model.eval()
-        with torch.no_grad():
-            accuracies.append(float((model(held_x).argmax(1) == held_y).float().mean()))
-    assert accuracies[0] > 0.96
-    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.006)  # two of 359
-
-
 def test_an_optimized_model_steps_under_its_techniques(net: nn.Module, batches: Batches) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     seen = []

@@ -184,11 +184,6 @@ def test_samples_are_counted_in_whatever_the_target_is(target: Any) -> None:
     assert foreign(power).weight(target) == 5
 
 
-def test_a_target_without_a_tensor_cannot_be_counted() -> None:
-    with pytest.raises(ConfigError, match=r"data: the target is a str without a tensor"):
-        foreign(power).weight("five")
-
-
 @pytest.mark.parametrize(
     ("returned", "says"), [(torch.zeros(5), r"returned \[5\]"), (1.5, "returned float")]
 )

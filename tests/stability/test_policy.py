@@ -64,19 +64,6 @@ def test_a_loss_scale_is_lowered_where_there_is_one() -> None:
     assert rules.first(Kind.overflow, 1, 0, scaled=False) == 1
 
 
-def test_it_says_what_was_tried() -> None:
-    rules = table(Rule(), Rule(action=Action.rollback))
-    assert rules.tried() == "nothing"
-    for step in range(4, 11):
-        rules.note(0, step)
-    rules.note(1, 12)
-    said = "skipped a step 7 times (steps 4, 5, 6, 7, 8, …); rolled back once (step 12)"
-    assert rules.tried() == said
-    other = table(Rule(), Rule(action=Action.rollback))
-    other.load(rules.state())
-    assert (other.tried(), other.used) == (said, [7, 1])
-
-
 def test_the_shipped_tables_are_what_they_say() -> None:
     default = Table.of(compose([]).stability)
     assert chosen(default, Kind.weights) is Action.rollback
@@ -119,10 +106,6 @@ def test_a_table_comes_from_the_command_line() -> None:
 def test_a_wrong_row_is_refused_with_the_way_out(typed: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         compose([typed])
-
-
-def test_what_needs_no_config_file_has_a_table_too() -> None:
-    assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]
 
 
 WENT_WRONG = Anomaly(3, "weights", 1.0, 2.0, 9.0, 9.0, skipped=True, capture="debug/captures/3")

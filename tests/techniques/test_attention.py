@@ -96,23 +96,6 @@ def test_plain_shares_keys_among_groups_of_queries() -> None:
     )
 
 
-def test_plain_drops_shares_and_keeps_their_mean() -> None:
-    query, key = heads(8, 4, 32, 8), heads(8, 4, 32, 8)
-    out = kernels.plain(query, key, torch.ones(8, 4, 32, 1), dropout_p=0.5).detach()
-    assert float(out.mean()) == pytest.approx(1.0, abs=0.05)
-    assert float(out.std()) > 0.05
-
-
-def test_plain_in_16_bits_is_as_near_to_double_as_16_bits_allow() -> None:
-    leaves = [heads(2, 4, 64, 32, dtype=torch.float64) for _ in range(3)]
-    exact = F.scaled_dot_product_attention(*leaves, is_causal=True)
-    found = kernels.plain(*(t.bfloat16() for t in leaves), is_causal=True)
-    assert found.dtype is torch.bfloat16
-    assert float((found - exact).abs().max().detach()) < 4 * 2**-8 * float(
-        exact.abs().max().detach()
-    )
-
-
 @needs_compiler
 def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
     leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
@@ -140,18 +123,6 @@ def test_a_kernel_asked_for_by_name_is_the_one_that_ran(kernel: str) -> None:
     assert row.evidence["kernel"] == kernel
     two_layers = {"flash": {"flash": 2}, "math": {"math": 2}, "plain": {"bmm": 12}}
     assert row.evidence["ran"] == two_layers[kernel]
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_compiled_too_also_after_another_kernel_was_compiled_and_cached(tmp_path: Path) -> None:
-    for kernel, name in (("math", "bmm"), ("flash", "flash"), ("plain", "bmm")):
-        row = attention(
-            "optimization=compile", "optimization.attention.enabled=true",
-            f"optimization.attention.kernel={kernel}",
-        )  # fmt: skip
-        assert row.engaged, row.reason
-        assert list(row.evidence["ran"]) == [name]
 
 
 @needs_compiler
@@ -238,15 +209,6 @@ def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
         with build(compose([*GPT, f"optimization.attention.kernel={kernel}"])):
             assert switches() != before
         assert switches() == before
-
-
-def test_looking_at_the_calls_changes_nothing_of_the_model() -> None:
-    with build(compose([*GPT, "optimization.attention.enabled=false"])) as run:
-        expected = run.model.state_dict()
-        mode = run.model.training
-    with build(compose(GPT)) as run:
-        torch.testing.assert_close(run.model.state_dict(), expected, rtol=0, atol=0)
-        assert run.model.training is mode
 
 
 def test_a_model_without_attention_says_so() -> None:

@@ -123,13 +123,6 @@ def test_batchnorm_under_recompute_counts_each_batch_once() -> None:
     assert all(torch.equal(again[name], value) for name, value in plain.items())
 
 
-def test_a_cpu_without_bf16_stays_in_fp32_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.device.capabilities.cpu_flags", lambda: frozenset({"avx2"}))
-    summary = trained(*TABLE, "model=mlp", "optimization=advanced")
-    told(summary)
-    assert "no fast 16-bit" in rows(summary)["amp"].reason
-
-
 def test_no_compiler_on_the_path_leaves_the_rest_of_ultra_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,10 +230,3 @@ def test_a_part_that_its_owner_keeps_in_evaluation_mode_stays_in_it() -> None:
         loop.summary()
         assert not backbone.training and model[1].training
     assert int(backbone[1].num_batches_tracked) == 0
-
-
-def test_a_closed_run_leaves_its_model_eager() -> None:
-    with build(compose([*QUIET, *TABLE, "model=mlp", "optimization=compile"])) as run:
-        model = run.model
-        assert model._compiled_call_impl is not None
-    assert model._compiled_call_impl is None

@@ -14,7 +14,6 @@ from PIL import Image
 
 from runner import build, compose, train
 from runner.batch import Batch
-from runner.hook import Hook, Step
 from runner.run import Run
 from runner.technique import Engagement
 
@@ -41,16 +40,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def images(folder: str, *more: str) -> list[str]:
     return [*PIPELINE, "device=cpu", "data=images", f"data.path={folder}", "data.image_size=16",
             "data.augment=true", "model=cnn", "model.width=8", *more]  # fmt: skip
-
-
-class Losses(Hook):
-    """Each step's loss."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self.seen.append(float(step.loss))
 
 
 def row(run: Run) -> Engagement:
@@ -86,20 +75,6 @@ def test_the_batches_are_those_of_a_run_without_it(pictures: str) -> None:
     for (x, y), (a, b) in zip(mine, others, strict=True):
         assert torch.equal(x, a)
         assert torch.equal(y, b)
-
-
-def test_measuring_leaves_the_training_as_it_is(pictures: str) -> None:
-    losses = []
-    for enabled in ("true", "false"):
-        hook = Losses()
-        more = [f"optimization.pipeline.enabled={enabled}", "data.workers=null",
-                "optimization.pipeline.budget_s=0.1"]  # fmt: skip
-        with build(compose(images(pictures, *more))) as run:
-            run.hooks.append(hook)
-            train(run)
-        losses.append(hook.seen)
-    assert len(losses[0]) == 6
-    assert losses[0] == losses[1]
 
 
 def test_a_batch_too_slow_to_race_with_gets_workers_at_once(pictures: str) -> None:

@@ -186,16 +186,6 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
         assert all(torch.equal(before[k], v) for k, v in run.model.state_dict().items())
 
 
-def test_a_forward_that_the_user_replaced_stays_in_the_copy() -> None:
-    with built() as run:
-        inputs = next(run.validation.batches(0))[0]
-        layers = run.model.get_submodule("layers")
-        plain = layers.forward
-        layers.forward = lambda x: 3 * plain(x)  # type: ignore[method-assign]
-        run.model.eval()
-        assert torch.equal(standalone(run)(inputs), run.model(inputs))
-
-
 def test_it_goes_with_mixed_precision_and_a_text_model() -> None:
     text = ["data=stdlib_text", "model=gpt", "model.width=64", "model.depth=1", "training.steps=2",
             "data.validation_samples=16", "optimization.amp.enabled=true"]  # fmt: skip

@@ -70,18 +70,6 @@ def test_a_model_large_enough_keeps_torchs_threads_and_deterministic_ones_ask_no
     assert "device.deterministic: other processes are not considered" in reason
 
 
-def test_one_thread_is_a_choice_with_the_same_reason_on_any_machine() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with prepared("optimization.system.small_mflop=0") as run:
-            value, reason = chosen(run)["device.threads"]
-    finally:
-        torch.set_num_threads(before)
-    assert value == 1
-    assert "MFLOP, enough to share out, but torch has only one thread" in reason
-
-
 def test_threads_that_are_named_stay() -> None:
     with prepared("device.threads=2", "model.width=8") as run:
         assert torch.get_num_threads() == 2

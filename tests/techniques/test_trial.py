@@ -20,7 +20,6 @@ from runner.device import process
 from runner.objectives.custom import Custom
 from runner.outcome import look
 from runner.run import Run
-from runner.techniques import break_even, kernels, pipeline
 
 QUICK = [
     "data=digits", "training.batch_size=32", "training.steps=4", "monitoring.progress=false",
@@ -171,46 +170,6 @@ def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(leve
         assert not any("could not be" in row.reason for row in run.evidence.values())
 
 
-class Clock:
-    """Stands in for the machine's clock: each reading so many seconds after the one before."""
-
-    def __init__(self, seconds: float) -> None:
-        self.now, self.seconds = 0.0, seconds
-
-    def __call__(self) -> float:
-        self.now += self.seconds
-        return self.now
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], None]:
-    """Gives all that is timed before a run another clock."""
-
-    def clocked(clock: Callable[[], float]) -> None:
-        for module in (break_even, kernels, pipeline):
-            monkeypatch.setattr(module, "perf_counter", clock)
-
-    return clocked
-
-
-@pytest.mark.parametrize("level", ["default", "ultra"])
-def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
-    level: str, machine: Callable[[Callable[[], float]], None]
-) -> None:
-    called, decided = [], []
-    for seconds in (1e-3, 1.0):
-        machine(Clock(seconds))
-        first = calls
-        steps = "training.steps=1_000_000"  # so many that a close look could be worth it
-        with build(compose([*QUICK, *LEVELS[level], steps]), given=Given(Busy())) as run:
-            called.append(calls - first)
-            decided.append(chosen(run))
-    assert called[0] == called[1] > 0
-    if level == "default":  # what was timed is noted
-        key = "optimization.compile.min_steps"
-        assert decided[0][key] > decided[1][key] > 0
-
-
 GPT = [
     "data=stdlib_text", "data.sequence=16", "data.validation_samples=8", "training.batch_size=4",
     "training.steps=2", "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
@@ -246,19 +205,6 @@ def test_what_is_timed_or_predicted_is_noted_and_what_is_pinned_is_not_timed(
         assert not (PINS.keys() - {"data.workers", "training.micro_batch"}) & chosen(run).keys()
         assert run.micro_batch == 2
         assert torch.get_num_threads() == 1
-
-
-def test_two_runs_that_are_pinned_alike_are_the_same_to_the_bit(
-    machine: Callable[[Callable[[], float]], None],
-) -> None:
-    pins = ["device.threads=1", "optimization.compile.min_steps=100"]
-    ended = []
-    for seconds in (1e-7, 10.0):
-        machine(Clock(seconds))
-        model = Busy()
-        with build(compose([*QUICK, *pins]), given=Given(model)) as run:
-            ended.append((train(run).metrics, model.state()["tensors"], model.forwards))
-    assert ended[0] == ended[1]
 
 
 @pytest.mark.parametrize("what", ["lock", "generator", "file"])
