@@ -46,8 +46,8 @@ from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
 from runner.resume import restore
 from runner.run import Run
 from runner.security.files.policy import Policy
-from runner.security.intent.places import own_trees
-from runner.security.targets import resolve
+from runner.security.paths import own_trees
+from runner.security.registry import resolve
 from runner.stability.controller import StabilityController
 from runner.stopwatch import Stopwatch
 from runner.tables import check_data_table

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
@@ -20,7 +22,8 @@ from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.groups import CONF
 from runner.security import hidden, secrets
-from runner.security.intent.expansion import check_expansion
+from runner.security.cli_overrides import typed_security
+from runner.security.config_rules import bound_references, restart_reference_count
 from runner.security.plain import check_plain
 from runner.sweep.config import LauncherConfig
 
@@ -41,6 +44,7 @@ def register() -> None:
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
     secrets.install()
+    bound_references()
     OmegaConf.register_new_resolver("runner.name", _default_name, replace=True)
     OmegaConf.register_new_resolver("runner.id", _random_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("runner.home", _home, replace=True)
@@ -96,8 +100,8 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
-    with _LOCK, secrets.door(secrets.typed_names(overrides)):
-        return typed(compose_raw(spelled(overrides, compose_raw)))
+    with _LOCK, secrets.door(typed_security(overrides, CONF).readable):
+        return typed(compose_raw(spelled(overrides, compose_raw), hydra_too=True))
 
 
 def compose_raw(
@@ -109,8 +113,7 @@ def compose_raw(
 ) -> DictConfig:
     """What Hydra composes, untyped, with the groups in `folders` besides those in `conf`.
 
-    Hydra's own state is left as it was found. Raises ConfigError, and SecurityError where following
-    its references would take too much.
+    Hydra's own state is left as it was. Raises ConfigError.
     """
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
@@ -128,9 +131,9 @@ def compose_raw(
                 if error := added(key, overrides, compose, composes, folders):
                     raise error
 
+    restart_reference_count()
     try:
         found = compose(list(overrides), hydra_too)
-        check_expansion(found)
         if any(text.startswith("+") for text in overrides):
             check_added(found)
         return found
@@ -186,9 +189,39 @@ def _compose(
 def typed(config: DictConfig) -> RunConfig:
     """The dataclasses that `config` describes, every check of theirs passed.
 
-    Raises ConfigError for a key that no schema has, a mandatory one without a value, and an
-    interpolation that leads nowhere.
+    Hydra's own part, where there is one, answers `${hydra:…}` and is taken out of `config`. Raises
+    ConfigError for a key that no schema has, a mandatory one without a value, and an interpolation
+    that leads nowhere.
     """
+    restart_reference_count()
+    with _LOCK, _hydra_part(config):
+        return _typed(config)
+
+
+@contextmanager
+def _hydra_part(config: DictConfig) -> Iterator[None]:
+    """Take Hydra's part out of a config; while entered, `${hydra:…}` reads it."""
+    if "hydra" not in config:  # a job's: Hydra has set its part
+        yield
+        return
+    about: Any = HydraConfig.instance()
+    before = about.cfg
+    if "${hydra:" in str(OmegaConf.to_container(config, resolve=False)):
+        whole = about.cfg = config.copy()
+        with read_write(whole.hydra), open_dict(whole.hydra):
+            if OmegaConf.is_missing(whole.hydra.job, "num"):
+                whole.hydra.job.num, whole.hydra.job.id = 0, "0"
+            if OmegaConf.is_missing(whole.hydra.runtime, "output_dir"):
+                whole.hydra.runtime.output_dir = str(secrets.place(whole, "hydra.run.dir"))
+    with open_dict(config):
+        del config["hydra"]
+    try:
+        yield
+    finally:
+        about.cfg = before
+
+
+def _typed(config: DictConfig) -> RunConfig:
     for key, known in _unknown(config, ""):
         raise no_such_key(key, known)
     try:

@@ -39,7 +39,7 @@ from runner.overrides.groups import FOREIGN
 from runner.record.config import MonitoringConfig
 from runner.security import hidden
 from runner.security.config import SecurityConfig
-from runner.security.targets import nested, permit
+from runner.security.registry import nested, permit
 from runner.stability.config import StabilityConfig
 from runner.sweep.config import SweepConfig
 from runner.techniques.config import Optimization

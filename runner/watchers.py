@@ -28,7 +28,7 @@ from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
 from runner.record.export import check
 from runner.run import Run
-from runner.security.targets import assembled
+from runner.security.registry import assembled
 
 OWN = "debug.hooks"
 

@@ -63,8 +63,8 @@ __main__ __init__
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
 errors count_limits *_config batch objective hook technique run summary overrides.* config composing
-cli.* __main__ __init__ *.__init__ *.config module_path security.intent.* security.targets
-security.plain sweep.* benchmark.result benchmark.arms report.*
+cli.* __main__ __init__ *.__init__ *.config module_path security.config_* security.cli_overrides
+security.registry security.plain sweep.* benchmark.result benchmark.arms report.*
 """.split()
 
 

@@ -16,7 +16,7 @@ from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError, UsageError
 from runner.hook import Hook, Step
 from runner.run import Run
-from runner.security.intent.places import resumed_at
+from runner.security.paths import resumed_at
 from tests.runs import command, opened, rows
 
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -35,12 +34,10 @@ from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
 from runner.record.console import close_logging, set_up_logging
 from runner.record.text import describe_error, escape_control_chars, quote_for_hydra
-from runner.security import folders, hidden, secrets
+from runner.security import hidden, paths, secrets
+from runner.security.cli_overrides import CliOverrides
 from runner.security.config import SecurityLevel
-from runner.security.intent import places
-from runner.security.intent.levels import check_security
-from runner.security.intent.said import Said
-from runner.security.intent.whitelist import asked_for
+from runner.security.config_rules import check_level
 from runner.summary import FILE as SUMMARY
 from runner.summary import Summary
 from runner.sweep.state import Session, active_session
@@ -76,7 +73,7 @@ def launch(request: Request) -> int:
     logging.raiseExceptions = False  # `--info … | head` is no fault
     os.environ.update(patience(os.environ))  # read when torch is loaded, which nothing here does
     as_typed, state = list(sys.argv), State()
-    if request.said.off and request.sweeps:
+    if request.typed.off and request.sweeps:
         sys.stderr.write(f"warning: {OFF}\n")
     session = request.session
     if session is not None:
@@ -92,11 +89,11 @@ def launch(request: Request) -> int:
     if session is not None:
         sys.argv.append(f"hydra.sweep.dir={quote_for_hydra(str(session.folder))}")
     try:
-        may_read = secrets.door(request.may_read, shows=request.only_shows)
-        resumed = places.resumed_at(request.resumed, request.chosen)
+        may_read = secrets.door(request.typed.security.readable, shows=request.only_shows)
+        resumed = paths.resumed_at(request.resumed, request.chosen)
         shows = as_plain_text() if request.only_prints else nullcontext()
-        with may_read, request.reading.at_work(), folders.own_files(), resumed, shows:
-            _hand_over(task, session, state, request.said)
+        with may_read, request.files.at_work(), paths.own_files(), resumed, shows:
+            _hand_over(task, session, state)
     except (Reported, SweepFailed) as error:
         raise _sweep_failed(state) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -129,7 +126,7 @@ def _no_folder(error: OSError, key: str) -> StorageError:
 
 
 def _hand_over(
-    task: Callable[[DictConfig], float | None], session: Session | None, state: State, said: Said
+    task: Callable[[DictConfig], float | None], session: Session | None, state: State
 ) -> None:
     """Let Hydra run what it is asked to; a sweep ends in its comparison, however it ends."""
     with by_name(), ExitStack() as stack:
@@ -137,9 +134,7 @@ def _hand_over(
             stack.enter_context(quiet_hydra())
             stack.enter_context(active_session(session))
         try:
-            names = asked_for(hydra.main, said.security.names)
-            where: dict[str, Any] = {"config_path": str(CONF), "config_name": "config", **names}
-            hydra.main(version_base="1.3", **where)(task)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
         finally:
             if session is not None:
                 outcome = compare(session)
@@ -168,7 +163,7 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
             hidden.mask_saved(folder / name)
         with secrets.told_by_name():
-            return _job(config, request.said, folder, [*request.notes, *_title(number, overrides)])
+            return _job(config, request.typed, folder, [*request.notes, *_title(number, overrides)])
     except Interrupted as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from error  # past Hydra: no further job is begun
@@ -209,11 +204,11 @@ def _title(number: int | None, overrides: str) -> list[str]:
     return [] if number is None else [f"job #{number}: {overrides}"]
 
 
-def _job(config: DictConfig, said: Said, folder: Path, notes: list[str]) -> float | None:
+def _job(config: DictConfig, given: CliOverrides, folder: Path, notes: list[str]) -> float | None:
     set_up_logging("info", folder)
-    check_security(config, said.security)  # in whichever process this is
+    check_level(config, given.security)  # in whichever process this is
     checked = typed(config)
-    open_to_all = folders.keep_private(folder, checked.security.level)
+    open_to_all = paths.keep_private(folder, checked.security.level)
     set_up_logging(checked.monitoring.log_level, folder)
     if checked.security.level is SecurityLevel.off:
         log.warning(OFF)

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import hydra
 from hydra.core.plugins import Plugins
-from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from runner.benchmark.arms import arms_of
 from runner.cli.arguments import Arguments
 from runner.cli.replay import with_captured
 from runner.cli.resume import Resumed, unfinished, with_recorded
-from runner.cli.sweep import MODE, prepare
-from runner.cli.there import check_there
+from runner.cli.sweep import MODE, check_weights_exist, prepare
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
-from runner.errors import ConfigError
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
 from runner.overrides.spelling import some_jobs, spelled
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
-from runner.security.folders import keep_within
-from runner.security.intent.flags import check_folders
-from runner.security.intent.places import check_place
-from runner.security.intent.reading import Reading
-from runner.security.intent.said import Said, check_text, read_overrides
-from runner.security.intent.settled import check_leads
+from runner.security.cli_overrides import CliOverrides, check_folders, read_overrides
+from runner.security.config_files import ConfigFiles
+from runner.security.paths import check_place, keep_within
 from runner.sweep import job
 from runner.sweep.job import register_plugins
 from runner.sweep.state import Session
@@ -53,9 +47,8 @@ class Request:
     session: Session | None = None  # of the sweep, where there is one
     only_shows: bool = False  # a config; nothing is run
     only_prints: bool = False  # that, or help
-    may_read: list[str] | None = field(default_factory=list)  # of the environment; None: all of it
-    said: Said = field(default_factory=Said)  # about security
-    reading: Reading = field(default_factory=lambda: Reading(OURS))  # how config files are read
+    typed: CliOverrides = field(default_factory=CliOverrides)
+    files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OURS))
 
 
 def check(arguments: Arguments) -> Request:
@@ -64,41 +57,44 @@ def check(arguments: Arguments) -> Request:
     Plugins.instance()  # found now, while the current folder is not on the module path
     orders = job.take_job_context()
     arguments.overrides += orders.overrides
-    check_text(arguments.overrides)  # before any of it is parsed
-    said = read_overrides(arguments.overrides, CONF)
+    given = read_overrides(arguments.overrides, CONF)
     flags = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
-    where = check_folders(flags, said, CONF).get("--config-path")
+    where = check_folders(flags, given, CONF).get("--config-path")
     arguments = replace(arguments, config_path=where)
-    reading = Reading(OURS, said)
-    may_read = secrets.typed_names(arguments.overrides)
-    read = secrets.door(may_read, shows=arguments.only_shows)
-    with secrets.told_by_name(), read, reading.at_work():
-        for text in arguments.overrides:
-            secrets.check_text(text, text.partition("=")[0].lstrip("+~"))
-        found = _check(arguments, said)
+    files = ConfigFiles(OURS, given)
+    door = secrets.door(given.security.readable, shows=arguments.only_shows)
+    with secrets.told_by_name(), door, files.at_work():
+        found = _check(arguments, given)
     return replace(
         found, only_shows=arguments.only_shows, only_prints=arguments.only_prints,
-        may_read=may_read, said=said, reading=reading,
+        typed=given, files=files,
         chosen=orders.chosen,
     )  # fmt: skip
 
 
-def _check(arguments: Arguments, said: Said) -> Request:
+def _check(arguments: Arguments, given: CliOverrides) -> Request:
     path = arguments.config_path
-    more = [Path(folder.removeprefix("file://")) for folder in said.searchpath]
-    loose = partial(
-        compose_raw, config_name=arguments.config_name or "config",
-        folders=[*arguments.folders, *more], conf=CONF if path is None else Path(path),
-    )  # fmt: skip
-    compose = _whole(loose)
+    more = [Path(folder.removeprefix("file://")) for folder in given.searchpath]
+    config_of = partial(
+        compose_raw,
+        config_name=arguments.config_name or "config",
+        folders=[*arguments.folders, *more],
+        conf=CONF if path is None else Path(path),
+    )
+
+    def compose(overrides: Sequence[str]) -> DictConfig:
+        return config_of([text for text in overrides if text != MODE], hydra_too=True)
+
     if arguments.is_hydras:
         if path is not None and not (arguments.hydra_help or arguments.shell_completion):
             for one in some_jobs(arguments.overrides):
-                compose(one)
+                config = compose(one)
+                if not arguments.only_shows:
+                    typed(config)
         return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
     resumed = with_recorded(arguments.overrides, arguments.sweeps)
-    overrides = spelled(with_captured(resumed.overrides, loose), loose)
-    request = Request([], arguments.sweeps, notes=_trusted(said), resumed=resumed.run)
+    overrides = spelled(with_captured(resumed.overrides, config_of), config_of)
+    request = Request([], arguments.sweeps, notes=_trusted(given), resumed=resumed.run)
     if arguments.only_shows:
         compose(overrides)
     elif arguments.sweeps:
@@ -107,53 +103,51 @@ def _check(arguments: Arguments, said: Said) -> Request:
         if prepared.benchmark is not None:
             arguments = replace(arguments, multirun=False)
             overrides, request.sweeps = prepared.benchmark, False
-            _check_benchmark(compose(overrides), overrides, arguments)
+            _check_benchmark(typed(compose(overrides)), overrides, arguments)
     else:
-        config = compose(overrides, hydra_too=True)
-        place = _place(resumed, overrides, config, request)
-        if place is not None:
-            if not said.off:
-                keep_within(place)
-            if said.strict:
-                check_place("checkpoint.resume", place, strict=True)
-            overrides.append(f"hydra.run.dir={quote_for_hydra(str(place))}")
-            request.continues = True
-        if config.job.kind is JobKind.benchmark:
-            _check_benchmark(config, overrides, arguments)
-        if config.job.kind is JobKind.scan:
-            from runner.jobs.scan import find
-
-            find(config.scan.path)
+        _check_run(request, compose(overrides), overrides, resumed, arguments, given)
     request.arguments = arguments.for_hydra(overrides)
     return request
 
 
-def _whole(compose: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """The same, for the config of a run: whatever Hydra will act on leads somewhere."""
+def _check_run(
+    request: Request,
+    config: DictConfig,
+    overrides: list[str],
+    resumed: Resumed,
+    arguments: Arguments,
+    given: CliOverrides,
+) -> None:
+    """Check one run, and append the folder that it continues in to its overrides."""
+    planned = secrets.place(config, "hydra.run.dir")
+    checked = typed(config)
+    check_weights_exist(checked)
+    place = _place(resumed, overrides, planned, checked, request)
+    if place is not None:
+        if not given.off:
+            keep_within(place)
+        if given.strict:
+            check_place("checkpoint.resume", place, strict=True)
+        overrides.append(f"hydra.run.dir={quote_for_hydra(str(place))}")
+        request.continues = True
+    if checked.job.kind is JobKind.benchmark:
+        _check_benchmark(checked, overrides, arguments)
+    if checked.job.kind is JobKind.scan:
+        from runner.jobs.scan import find
 
-    def whole(overrides: list[str], hydra_too: bool = False) -> DictConfig:
-        config = compose([text for text in overrides if text != MODE], hydra_too=True)
-        if config.hydra.mode is RunMode.MULTIRUN:  # its jobs would be sweeps as well
-            raise ConfigError("hydra.mode", "is not for a config", "leave it out, and type -m")
-        check_leads(config)
-        if not hydra_too:
-            with open_dict(config):
-                del config["hydra"]
-        return config
-
-    return whole
+        find(checked.scan.path)
 
 
-def _trusted(said: Said) -> list[str]:
-    names = said.security.trusted
+def _trusted(given: CliOverrides) -> list[str]:
+    names = given.security.trusted
     return [f"security.trusted: code of {', '.join(names)} may run"] if names else []
 
 
-def _check_benchmark(config: DictConfig, overrides: Sequence[str], arguments: Arguments) -> None:
+def _check_benchmark(config: RunConfig, overrides: Sequence[str], arguments: Arguments) -> None:
     """Every arm composes, and the stored result to hold them against is there."""
     from runner.benchmark.regression import stored  # needs numpy, which other answers do not
 
-    settings = typed(config).benchmark
+    settings = config.benchmark
     if not settings.claims:  # which have arms of their own
         name = arguments.config_name or "config"
         arms = arms_of(settings, overrides, arguments.folders, name)
@@ -161,14 +155,13 @@ def _check_benchmark(config: DictConfig, overrides: Sequence[str], arguments: Ar
 
 
 def _place(
-    resumed: Resumed, overrides: Sequence[str], config: DictConfig, request: Request
+    resumed: Resumed,
+    overrides: Sequence[str],
+    planned: Path,
+    checked: RunConfig,
+    request: Request,
 ) -> Path | None:
     """The folder to continue in, or None for a fresh one."""
-    planned = secrets.place(config, "hydra.run.dir")
-    with open_dict(config):
-        del config["hydra"]
-    checked: RunConfig = typed(config)
-    check_there(checked)
     if resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder

@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from runner.cli.arguments import Arguments
-from runner.cli.there import check_there
 from runner.composing import typed
-from runner.errors import ConfigError, RunnerError, UsageError
+from runner.config import RunConfig
+from runner.data.paths import existing
+from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
 from runner.overrides.spelling import Compose, some_jobs
 from runner.record.text import escape_control_chars, quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
-from runner.security.folders import keep_within
+from runner.security.paths import keep_within
 from runner.sweep import plan
 from runner.sweep.command import merge_benchmark
 from runner.sweep.config import LauncherConfig
@@ -34,6 +35,7 @@ log = logging.getLogger("runner")
 
 MODE = "hydra.mode=MULTIRUN"
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+BUILDS = (JobKind.train, JobKind.evaluate, JobKind.benchmark, JobKind.verify)
 AFRESH = ("auto", "none", "None", "")
 
 
@@ -43,6 +45,16 @@ class Prepared:
 
     session: Session | None = None
     benchmark: list[str] | None = None
+
+
+def check_weights_exist(config: RunConfig) -> None:
+    """Raise ConfigError where `model.weights` is to be read and is not there.
+
+    A run that continues from a checkpoint does not read it.
+    """
+    path = config.model.weights
+    if path is not None and config.job.kind in BUILDS and config.checkpoint.resume == "none":
+        existing(path, "model.weights")
 
 
 def prepare(arguments: Arguments, overrides: Sequence[str], compose: Compose) -> Prepared:
@@ -55,25 +67,19 @@ def prepare(arguments: Arguments, overrides: Sequence[str], compose: Compose) ->
     kinds = set()
     config = DictConfig({})
     for number, job in enumerate(jobs):
-        composed = compose(job) if number else _first(compose, job)
+        composed = compose(job)
         if not number:
-            config = composed
-            composed = composed.copy()
-            with open_dict(composed):
-                del composed["hydra"]
+            config = composed.copy()
         kinds.add(composed.job.kind)
         try:
-            check_there(typed(composed))
+            check_weights_exist(typed(composed))
+        except SecurityError:
+            raise
         except RunnerError as error:
             failures.append(error)
     if len(failures) == len(jobs):
         raise failures[0]
     return _prepared(arguments, overrides, config, kinds)
-
-
-def _first(compose: Any, job: list[str]) -> DictConfig:
-    config: DictConfig = compose(job, hydra_too=True)
-    return config
 
 
 def _prepared(

@@ -12,7 +12,7 @@ from runner.data.config import DataConfig
 from runner.data.source import Source
 from runner.errors import ConfigError
 from runner.security.files.policy import Policy
-from runner.security.targets import assembled, construct
+from runner.security.registry import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
 OPENERS = {

@@ -25,7 +25,7 @@ from runner.replay.findings import Replay
 from runner.replay.investigation import Investigation
 from runner.replay.reopen import config_of, settled
 from runner.security.files.policy import Policy
-from runner.security.intent.places import own_trees
+from runner.security.paths import own_trees
 from runner.storage import HashedFile
 from runner.summary import Summary
 

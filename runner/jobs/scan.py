@@ -20,7 +20,7 @@ from runner.report.scan import JSON, PAGE, Row, Scan, terminal
 from runner.security.files.formats import is_loadable
 from runner.security.files.policy import Policy
 from runner.security.files.scan import Item, Scanner, list_items
-from runner.security.intent.places import own_trees
+from runner.security.paths import own_trees
 from runner.security.trust import Severity
 
 

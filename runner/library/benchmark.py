@@ -50,7 +50,7 @@ from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
 from runner.run import Run
-from runner.security.targets import resolve
+from runner.security.registry import resolve
 from runner.technique import Technique
 from runner.techniques.config import Optimization
 from runner.untouched import untouched

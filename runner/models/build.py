@@ -16,7 +16,7 @@ from runner.batch import Sizes
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig
-from runner.security.targets import assembled, construct
+from runner.security.registry import assembled, construct
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from runner.objectives.config import KINDS, ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
 from runner.objectives.regression import Regression
-from runner.security.targets import assembled, construct
+from runner.security.registry import assembled, construct
 
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
 KNOBS = {

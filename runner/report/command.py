@@ -14,7 +14,7 @@ from runner.record.console import close_logging, print_stdout, set_up_logging
 from runner.record.text import escape_control_chars
 from runner.report import comparison as report
 from runner.report import table
-from runner.security.folders import keep_within
+from runner.security.paths import keep_within
 
 EXAMPLES = """
 examples:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
-from runner.security.folders import keep_within
+from runner.security.paths import keep_within
 from runner.storage import read_record, replace_text
 
 log = logging.getLogger("runner")

@@ -53,6 +53,11 @@ class SecurityConfig:
         """Packages that a config may name classes of; `*` where nothing is looked at."""
         return ["*"] if self.level is SecurityLevel.off else list(self.trusted)
 
+    @property
+    def readable(self) -> list[str] | None:
+        """Variables of the environment that a config may read; None: any."""
+        return None if self.level is SecurityLevel.off else list(self.environment)
+
     def __post_init__(self) -> None:
         if "*" in self.trusted:
             raise SecurityError(

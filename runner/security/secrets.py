@@ -24,7 +24,6 @@ from runner.masking import learn, masked, stands_for
 
 KEY = "security.environment"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-READS = re.compile(r"\$\{\s*oc\s*\.\s*env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)?", re.ASCII)
 STANDS = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 
 
@@ -88,40 +87,6 @@ def permitted() -> list[str] | None:
     if _door is None:
         return []
     return None if _door.names is None else sorted(_door.names)
-
-
-def typed_names(overrides: Sequence[str]) -> list[str] | None:
-    """The names that overrides permit, all that a sweep does; None, any, under security=off.
-
-    An override that cannot be read permits nothing; what is wrong with it is for others to say.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    names: list[str] = []
-    for text in overrides:
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException:
-            continue
-        key, value = parsed.key_or_group, parsed.value()
-        if key in ("security", "security.level") and str(value) == "off":
-            return None
-        if key == KEY:
-            several = parsed.is_sweep_override() and parsed.is_discrete_sweep()
-            for one in parsed.sweep_iterator() if several else [value]:
-                names += [str(n) for n in one] if isinstance(one, list) else [str(one)]
-    return [name.strip("'\"[] ") for name in names if name]
-
-
-def check_text(text: str, key: str) -> None:
-    """Raise SecurityError where `text`, of a file or an override, asks for what it may not read.
-
-    Nothing is resolved. Names that are put together only then are refused when they are read.
-    """
-    for found in READS.finditer(text):
-        if found[1] and not is_open_to(found[1]):
-            raise _refusal(key, found[1])
 
 
 def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
@@ -215,8 +180,16 @@ def _refusal(key: str, name: str) -> SecurityError:
 
 
 def place(config: DictConfig, key: str) -> Path:
-    """The folder that a key names. SecurityError where it would show what a variable holds."""
-    found, told = resolved(config, key.split("."))
+    """The folder that a key names.
+
+    SecurityError where it would show a variable's value, ConfigError where it cannot be resolved.
+    """
+    try:
+        found, told = resolved(config, key.split("."))
+    except OmegaConfBaseException as error:
+        if refused := refusal_in(error):
+            raise refused from None
+        raise ConfigError(str(error.full_key or key), str(error).partition("\n")[0]) from error
     if told is not None:
         raise shows(key, told)
     return Path(str(found))

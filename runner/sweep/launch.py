@@ -20,8 +20,7 @@ from runner.record.console import close_logging, set_up_logging
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
-from runner.security.folders import keep_private
-from runner.security.intent.places import check_below
+from runner.security.paths import check_below, keep_private
 from runner.summary import Summary
 from runner.sweep import command
 from runner.sweep.child import Child
@@ -103,11 +102,8 @@ def _wanted(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
     subdir = str(secrets.place(config, "hydra.sweep.subdir"))
     check_below("hydra.sweep.subdir", subdir, current_session().folder)
     variables = config.hydra.job.env_set
-    bare = config.copy()
-    with open_dict(bare):
-        del bare["hydra"]
     try:
-        checked = typed(bare)
+        checked = typed(config.copy())
         environment = OmegaConf.to_container(variables, resolve=True)
     except (RunnerError, OmegaConfBaseException) as error:
         return JobSpec(number, overrides, subdir, error=secrets.named(str(error)))

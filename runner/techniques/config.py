@@ -124,7 +124,7 @@ def _extra(
     asked: Optimization, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
 ) -> list[tuple[str, Technique]]:
     """The user's own, after ours."""
-    from runner.security.targets import construct
+    from runner.security.registry import construct
 
     found: list[tuple[str, Technique]] = []
     for target in asked.extra:

@@ -16,7 +16,7 @@ from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.optimizer import build_optimizer, find_optimizer, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
-from runner.security.targets import resolve
+from runner.security.registry import resolve
 from runner.stability.config import StabilityConfig
 
 OPTIMIZERS = [

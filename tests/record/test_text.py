@@ -12,7 +12,7 @@ from torch import nn
 from runner.errors import ConfigError
 from runner.overrides.spelling import read
 from runner.record.text import describe_error, quote_for_shell, resume_argument, shorten
-from runner.security.targets import construct
+from runner.security.registry import construct
 from runner.storage import read_record
 
 NAMES = [

@@ -19,7 +19,7 @@ from runner.cli.preflight import check
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.console import close_logging, set_up_logging
 from runner.security.config import SecurityLevel
-from runner.security.folders import keep_private, own_files
+from runner.security.paths import keep_private, own_files
 
 QUICK = ["data=cancer", "training.steps=3", "monitoring=quiet", "device=cpu", "optimization=none"]
 

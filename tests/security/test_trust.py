@@ -10,7 +10,7 @@ from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
 from runner.security.files.provenance import is_own, judge
-from runner.security.intent.places import own_trees
+from runner.security.paths import own_trees
 from runner.security.trust import Assessment, FileFacts, Trust, require
 from tests.security.planted import checkpoint, facts_of
 

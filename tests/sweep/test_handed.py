@@ -16,7 +16,7 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import SecurityError, StorageError
-from runner.security.intent.places import own_trees, resumed_at, roots
+from runner.security.paths import own_trees, resumed_at, roots
 from runner.sweep.child import LOG, Child
 from runner.sweep.plan import archive_job
 from runner.sweep.state import Sweep

@@ -27,7 +27,7 @@ from runner.device import cgroup, openmp
 from runner.errors import StorageError, UsageError
 from runner.record.text import escape_control_chars
 from runner.security.parcel import packed
-from runner.security.targets import permit
+from runner.security.registry import permit
 from runner.summary import Summary
 
 FINISH_S = 300.0  # to gather the results of an arm; by then it has been measured

@@ -24,7 +24,7 @@ from runner.measure.peaks import peak
 from runner.record.text import shorten
 from runner.recovery import is_out_of_memory
 from runner.run import Run
-from runner.security.targets import resolve
+from runner.security.registry import resolve
 from runner.step import backward
 from runner.summary import Summary
 

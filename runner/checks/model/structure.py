@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from runner.checks.model.report import make_reason
 from runner.checks.model.weights import NamedTensor
-from runner.security.targets import inside
+from runner.security.registry import inside
 from runner.security.trust import Reason, Severity
 
 Modules = Sequence[tuple[str, nn.Module]]

@@ -12,6 +12,10 @@ import random
 import sys
 from pathlib import Path
 
+from tests.security.configs.case import Case
+from tests.security.configs.hostile import HOSTILE
+from tests.security.configs.ordinary import ORDINARY
+
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import CheckpointError, RunnerError, SecurityError
@@ -19,9 +23,6 @@ from runner.security.files.file_bytes import FileBytes
 from runner.security.files.loader import open_file
 from runner.security.files.loading import Examined, examine
 from runner.security.files.policy import FileLimits, Policy
-from tests.security.configs.case import Case
-from tests.security.configs.hostile import HOSTILE
-from tests.security.configs.ordinary import ORDINARY
 from tests.security.files.benign import same
 from tests.security.files.mutants import Mutant, mutated_text
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch
 
 from runner.composing import compose
 from runner.errors import ConfigError, SecurityError
-from runner.security.targets import assembled, construct, nested, resolve
+from runner.security.registry import (
+    SOURCES,
+    assembled,
+    construct,
+    inside,
+    nearest_name,
+    nested,
+    resolve,
+    torch_names,
+)
 
 KEY = "model._target_"
 
@@ -48,9 +60,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "target",
     ["torch.nn.Linear", "torch.nn.modules.linear.Linear", "torch.optim.AdamW",
-     "torch.utils.data.TensorDataset", "runner.techniques.amp.Amp"],
+     "torch.utils.data.TensorDataset", "torch.nn.functional.relu",
+     "torch.nn.init.xavier_uniform_", "torch.optim.lr_scheduler.StepLR",
+     "torch.utils.data.default_collate"],
 )  # fmt: skip
-def test_public_classes_of_torch_and_listed_ones_of_ours_pass(target: str) -> None:
+def test_public_classes_and_functions_of_torch_pass(target: str) -> None:
     assert resolve(target, KEY, []).__name__ == target.rpartition(".")[2]
 
 
@@ -58,7 +72,6 @@ def test_public_classes_of_torch_and_listed_ones_of_ours_pass(target: str) -> No
     "target",
     [
         "os.system", "builtins.eval", "subprocess.Popen", "torch.load", "torch.hub.load",
-        "torch.nn.functional.relu",  # a function
         "torch.nn.modules",  # a module
         "torch.nn.modules.module.OrderedDict",  # defined elsewhere
         "torch.nn.modules.module.functools.partial", "torch.nn.init.math",
@@ -66,7 +79,7 @@ def test_public_classes_of_torch_and_listed_ones_of_ours_pass(target: str) -> No
         "torch.optim.optimizer._RequiredParameter", "torch.utils._pytree.tree_map",
         "torch.utils.data.datapipes.iter.FileOpener",
         "torch.nnx.Linear", "torchx.nn.Linear",
-        "runner.techniques.amp.Precision", "runner.security.targets.resolve", "runner.models.nope",
+        "runner.techniques.amp.Amp", "runner.security.registry.resolve", "runner.models.nope",
         "hydra.utils.instantiate", "omegaconf.OmegaConf.create",
     ],
 )  # fmt: skip
@@ -223,3 +236,38 @@ def test_a_class_among_the_arguments_is_made_first_and_only_if_it_is_trusted(pac
         assembled(bad, lambda target, key: resolve(target, key, [package]), "model")
     with pytest.raises(SecurityError, match=r"model\.config\._target_: os\.system is refused"):
         compose(["model._target_=torch.nn.Linear", "+model.config._target_=os.system"])
+
+
+def public_names() -> set[str]:
+    """Classes and functions that torch itself says it defines in its public places."""
+    names = set()
+    for place in SOURCES:
+        for name, value in vars(import_module(place)).items():
+            home = str(getattr(value, "__module__", ""))
+            own = inside(home, place) and ".datapipes" not in home and not name.startswith("_")
+            if own and isinstance(value, type | FunctionType) and value.__name__ == name:
+                names.add(f"{place}.{name}")
+    return names
+
+
+def test_every_public_name_of_the_installed_torch_is_in_the_registry() -> None:
+    missing = public_names() - torch_names()
+    enums = {"torch.nn.functional.ScalingType", "torch.nn.functional.SwizzleType"}
+    assert missing <= {"torch.nn.factory_kwargs", "torch.utils.data.get_worker_info", *enums}
+
+
+def test_the_nearest_name_is_suggested_and_never_a_distant_one() -> None:
+    assert nearest_name("torch.nn.Linaer") == "torch.nn.Linear"
+    assert nearest_name("torch.Linear") == "torch.nn.Linear"
+    assert nearest_name("os.system") == ""
+
+
+def test_positional_arguments_and_partials_are_made(package: str) -> None:
+    made = assembled(
+        {"a": {"_target_": "torch.nn.Linear", "_args_": [3, 2], "bias": False},
+         "f": {"_target_": "torch.nn.functional.leaky_relu", "_partial_": True,
+               "negative_slope": 0.5}},
+        lambda target, key: resolve(target, key, []), "model",
+    )  # fmt: skip
+    assert made["a"].weight.shape == (2, 3) and made["a"].bias is None
+    assert made["f"](torch.tensor(-2.0)) == -1.0

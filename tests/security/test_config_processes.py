@@ -81,7 +81,7 @@ def test_a_refusal_is_one_line_and_exit_code_3_and_leaves_nothing(tmp_path: Path
         "# @package _global_\nhydra: {callbacks: {x: {_target_: os.mkdir, name: ran}}}\n"
     )
     done = run(tmp_path, "--config-dir=theirs", "experiment=own")
-    assert done.returncode == 3 and "os.mkdir is refused" in done.stderr
+    assert done.returncode == 3 and "is refused in a config file" in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
@@ -101,7 +101,7 @@ def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path, asked:
         f"path: {tmp_path / 'ran'}}}}}, root: {{handlers: [x]}}}}}}\n"
     )
     done = run(tmp_path, "--config-dir=theirs", *asked)
-    assert done.returncode == 3 and "os.mkdir is refused" in done.stderr
+    assert done.returncode == 3 and "is refused in a config file" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 

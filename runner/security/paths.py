@@ -1,0 +1,187 @@
+"""Where a run may write: under the output roots unless somebody typed another place.
+
+Also who else on this machine may read and change what a run writes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NamedTuple
+
+from runner.errors import SecurityError
+from runner.security.config import SecurityLevel
+
+ROOTS = ("outputs", "multirun")  # the second one is Hydra's own, for configs that name no other
+OTHERS_WRITE = 0o002
+ALL_BUT_MINE = 0o077
+
+
+class _Started(NamedTuple):
+    resumed: Path | None
+    chosen: bool  # whether somebody typed the folder to write to
+    own: list[Path]  # output roots, as seen from where the command was typed
+
+
+_started: ContextVar[_Started | None] = ContextVar("_started", default=None)
+
+
+def roots() -> list[Path]:
+    """The output roots of the current folder, links followed."""
+    return [Path(os.path.realpath(name)) for name in ROOTS]
+
+
+@contextmanager
+def resumed_at(folder: Path | None, chosen: bool = True) -> Iterator[None]:
+    """While entered, `folder` is the one of a run that is resumed, and vouches for nothing.
+
+    Nor does the folder of a job whose sweep is resumed: it was not `chosen`. The output roots are
+    those of now, even if a job changes the current folder.
+    """
+    token = _started.set(_Started(folder and folder.resolve(), chosen, roots()))
+    try:
+        yield
+    finally:
+        _started.reset(token)
+
+
+def own_trees(folder: Path | None) -> list[Path]:
+    """The folders of this run tree: what lies there was written by us.
+
+    These are the output roots, and for a run in a folder that somebody chose, the nearest `outputs`
+    above it, or itself. A run or sweep that is resumed by its path may be anybody's, and is none of
+    them.
+    """
+    started = _started.get() or _Started(None, True, roots())
+    if folder is None or not started.chosen or folder.resolve() == started.resumed:
+        return started.own
+    place = folder.absolute()
+    return [*started.own, next((p for p in (place, *place.parents) if p.name == "outputs"), place)]
+
+
+def check_place(
+    key: str, value: object, allowed: Sequence[Path] = (), strict: bool = False
+) -> None:
+    """Raise SecurityError for a path outside the output roots and `allowed`, links followed."""
+    text = str(value)
+    try:
+        path = Path(os.path.realpath(text))
+    except (OSError, ValueError) as error:
+        raise SecurityError(f"{key}: {text!r} is no path: {error}") from error
+    if any(path.is_relative_to(folder) for folder in (*roots(), *allowed)):
+        return
+    where = f", which is {path}" if str(path) != text else ""
+    who = "security=strict" if strict else "a config"
+    way = "use a folder in there" if strict else f"if you mean it, type {key}=…"
+    raise SecurityError(
+        f"{key}: {text}{where} is refused: {who} writes nothing outside {roots()[0]}; {way}"
+    )
+
+
+def check_below(key: str, inner: str, folder: Path) -> None:
+    """Raise SecurityError for a path in a folder that leads out of it, or is the folder itself."""
+    home, path = (os.path.realpath(one) for one in (folder, folder / inner))
+    if home not in (str(parent) for parent in Path(path).parents):
+        raise SecurityError(
+            f"{key}: {inner} is refused: it is the name of a job's folder in {folder}"
+        )
+
+
+def typed_place(text: str) -> Path | None:
+    """The folder that a typed path lies in whatever its references resolve to; None: anywhere."""
+    fixed = text.partition("${")[0]
+    if fixed == text:
+        return Path(os.path.realpath(text))
+    folder = fixed.rpartition("/")[0] if "/" in fixed else ""
+    if fixed.startswith("/"):
+        folder = folder or "/"
+    return Path(os.path.realpath(folder)) if folder else None
+
+
+@contextmanager
+def own_files() -> Iterator[None]:
+    """While entered, no new file can be written by everybody, whatever the umask says."""
+    before = os.umask(OTHERS_WRITE)
+    os.umask(before | OTHERS_WRITE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def keep_private(folder: Path, level: SecurityLevel) -> list[str]:
+    """Under strict, make a run's folder and its content readable for its owner alone (0700).
+
+    Else the umask decides, and warnings come back. SecurityError under strict for a folder in which
+    others can replace what a run wrote.
+    """
+    if level is SecurityLevel.off:
+        return []
+    warnings = [
+        f"{place} can be written by everybody on this machine, so checkpoints in it can be "
+        f"replaced; chmod o-w {place}"
+        for place in _parents_of_ours(folder)
+        if _others_may_replace(place)
+    ]
+    if level is SecurityLevel.strict:
+        if warnings:
+            raise SecurityError(f"hydra.run.dir: {warnings[0]}")
+        keep_within(folder)
+        folder.chmod(0o700)
+        for path in _files_in(folder):
+            if not path.is_symlink():
+                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~ALL_BUT_MINE)
+        os.umask(os.umask(ALL_BUT_MINE) | ALL_BUT_MINE)
+    return warnings
+
+
+def keep_within(folder: Path, *names: str) -> None:
+    """Raise SecurityError for a link in the folder, at any depth, that leads out of it.
+
+    Also for special files, since reading one may never end. With `names` only links count: those
+    in the paths of these names below the folder, and in what is there. A folder to continue in may
+    be another's work, and files in it are written, renamed and deleted by name.
+    """
+    home = folder.resolve()
+    for path in _named_in(folder, names) if names else _files_in(folder):
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not target.is_relative_to(home):
+            raise SecurityError(
+                f"{path}: refused: it is a link that leads out of the folder that is worked in, to "
+                f"{target}; put there what it leads to, or remove it"
+            )
+        if not names and path.exists() and not (path.is_file() or path.is_dir()):
+            raise SecurityError(f"{path}: refused: it is neither a file nor a folder; remove it")
+
+
+def _named_in(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    for place in (folder / name for name in names):
+        yield from [parent for parent in place.parents if folder in parent.parents]
+        yield place
+        yield from _files_in(place)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent) / name for name in (*folders, *files))
+
+
+def _parents_of_ours(folder: Path) -> list[Path]:
+    """The folder and those above it that are ours: up to the current one, else one further."""
+    folder, current = folder.absolute(), Path.cwd()
+    if not folder.is_relative_to(current):
+        return [folder, folder.parent]
+    return [place for place in (folder, *folder.parents) if place.is_relative_to(current)][:-1]
+
+
+def _others_may_replace(place: Path) -> bool:
+    """In a folder with the sticky bit, such as /tmp, only owners rename and remove."""
+    try:
+        mode = place.stat().st_mode
+    except OSError:
+        return False
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

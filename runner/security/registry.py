@@ -1,0 +1,279 @@
+"""The allow list of names in a config: which dotted names may become objects, and how.
+
+Deny by default, and refuse before importing, because an import already runs code. What passes is
+
+- a public class or function that the source files of torch named in `SOURCES` define, by its exact
+  name (`torch.nn.Linear`, `torch.nn.functional.relu`); the files are read as text;
+- a class or function defined in a package that `security.trusted` names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from runner.errors import ConfigError, SecurityError
+
+SOURCES = {
+    "torch.nn": ("nn/modules/*.py", "nn/parameter.py", "nn/parallel/data_parallel.py"),
+    "torch.nn.functional": ("nn/functional.py",),
+    "torch.nn.init": ("nn/init.py",),
+    "torch.optim": ("optim/*.py",),
+    "torch.optim.lr_scheduler": ("optim/lr_scheduler.py",),
+    "torch.optim.swa_utils": ("optim/swa_utils.py",),
+    "torch.utils.data": tuple(
+        f"utils/data/{name}.py"
+        for name in ("dataset", "dataloader", "distributed", "sampler", "_utils/collate")
+    ),
+}
+"""Public places of torch, and the files (below torch/) that define what is found there."""
+DEFINED = re.compile(
+    r"^(?:class|def) ([A-Za-z]\w*)|^([a-z]\w*) = (?:_add_docstr|boolean_dispatch|_threshold)\b",
+    re.MULTILINE,
+)
+NEVER_TRUSTED = sys.stdlib_module_names | {
+    *("hydra", "hydra_plugins", "omegaconf", "pip", "pkg_resources", "runner", "setuptools"),
+    *("test", "torch", "yaml"),
+}
+EVERYTHING = "*"
+"""In place of a package, under security=off: any name passes."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
+INSTANTIATE = ("_target_", "_args_", "_partial_", "_convert_")
+"""Keys of Hydra's instantiate; values are plain containers here, whatever `_convert_` says."""
+
+
+@cache
+def torch_names() -> frozenset[str]:
+    """Every name of torch that passes, in its public place and in the module that defines it."""
+    spec = find_spec("torch")  # does not import it
+    folder = Path((spec and spec.origin) or "absent").parent
+    names: set[str] = set()
+    for place, patterns in SOURCES.items():
+        for file in (file for pattern in patterns for file in folder.glob(pattern)):
+            module = ".".join(("torch", *file.relative_to(folder).with_suffix("").parts))
+            for groups in DEFINED.findall(file.read_text(encoding="utf-8")):
+                names |= {f"{place}.{''.join(groups)}", f"{module}.{''.join(groups)}"}
+    return frozenset(names)
+
+
+def is_torch_name(target: str) -> bool:
+    """Whether a name of torch is in the registry; the files are only read for such a name."""
+    return target.startswith("torch.") and target in torch_names()
+
+
+def nearest_name(target: str) -> str:
+    """The name of torch that was probably meant, or nothing."""
+    name = target.rpartition(".")[2]
+    by_name = [known for known in sorted(torch_names()) if known.rpartition(".")[2] == name]
+    if by_name:
+        return min(by_name, key=len)
+    similar = get_close_matches(target, torch_names(), 1, 0.85)
+    return similar[0] if similar else ""
+
+
+def permit(target: str, key: str, trusted: Sequence[str]) -> str:
+    """The package that `target` may be imported from. Raises SecurityError, imports nothing."""
+    for package in trusted:
+        if package != EVERYTHING:
+            _check_trusted(package)
+    if not NAME.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
+        raise SecurityError(f"{key}: {target!r} is not a plain dotted name, such as package.Class")
+    packages = [package for package in trusted if inside(target, package)]
+    if packages:
+        return min(packages, key=len)
+    if is_torch_name(target):
+        return "torch"
+    if EVERYTHING in trusted:
+        return EVERYTHING
+    raise _refusal(key, target, "it is not trusted", target)
+
+
+def resolve(target: str, key: str, trusted: Sequence[str]) -> Any:
+    """The class or function that `target` names, imported only once it is known to be allowed.
+
+    `key` is the config key it stands in, for the messages. Raises SecurityError for a name that is
+    not allowed and ConfigError for one that is allowed but not there.
+    """
+    package = permit(target, key, trusted)
+    if package == "torch" and package not in trusted:
+        module, _, name = target.rpartition(".")
+        place = _import(module, key, target)
+        if not callable(value := getattr(place, name, None)):
+            raise _absent(key, module, name, dir(place))
+        return value
+    append_current_folder()  # the user's own code may lie there
+    if package == EVERYTHING:
+        return _walk(target, target.partition(".")[0], key, trusted)
+    value = _walk(target, package, key, trusted)
+    if not isinstance(value, type | FunctionType | MethodType):
+        raise SecurityError(
+            f"{key}: {target} is a {type(value).__name__}; name a class or a function"
+        )
+    module = getattr(value, "__module__", None) or ""
+    if not any(inside(module, one) for one in trusted):
+        raise _refusal(key, target, f"it is defined in {module or 'no module'}", module)
+    return value
+
+
+def construct(
+    factory: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    key: str,
+    positional: Sequence[Any] = (),
+) -> Any:
+    """Call `factory` with `arguments` and those of `sizes` that its signature names.
+
+    `key` is the config group, such as `model`. An argument that is unknown or missing is a
+    ConfigError; what the constructor itself raises passes through, with a note of the keys.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # written in C without a signature: it checks for itself
+        return factory(*positional, **arguments)
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    keywords = {p.name: p for p in named[len(positional) :]}
+    values = {**{k: v for k, v in sizes.items() if k in keywords}, **arguments}
+    name = getattr(factory, "__name__", str(factory))
+    takes = f"{name} takes {', '.join(keywords) or 'no arguments'}"
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [k for k in values if k not in keywords and not takes_any]
+    if unknown:
+        near = get_close_matches(unknown[0], list(keywords), 1)
+        fix = f"did you mean +{key}.{near[0]}=…? {takes}" if near else takes
+        raise ConfigError(f"{key}.{unknown[0]}", f"{name} has no such argument", fix)
+    missing = [k for k, p in keywords.items() if p.default is p.empty and k not in values]
+    if missing:
+        raise ConfigError(
+            f"{key}.{missing[0]}",
+            f"{name} needs a value for it",
+            f"add +{key}.{missing[0]}=…; {takes}",
+        )
+    try:
+        return factory(*positional, **values)
+    except Exception as error:
+        if arguments:
+            error.add_note(f"{name} got {', '.join(f'{key}.{k}' for k in arguments)}")
+        raise
+
+
+def nested(arguments: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every `_target_` inside the arguments of a class, by its key."""
+    if isinstance(arguments, Mapping):
+        for name, value in arguments.items():
+            if name == "_target_":
+                yield f"{key}._target_", value
+            else:
+                yield from nested(value, f"{key}.{name}")
+    elif isinstance(arguments, list | tuple):
+        for i, value in enumerate(arguments):
+            yield from nested(value, f"{key}.{i}")
+
+
+def assembled(arguments: Any, resolve: Callable[[str, str], Any], key: str) -> Any:
+    """The arguments with each `{_target_: …}` in them made, innermost first, if it is allowed.
+
+    `_args_` are positional arguments, and `_partial_: true` makes a `functools.partial`.
+    """
+    if isinstance(arguments, Mapping):
+        made = {k: assembled(v, resolve, f"{key}.{k}") for k, v in arguments.items()}
+        if "_target_" not in made:
+            return made
+        factory = resolve(made["_target_"], f"{key}._target_")
+        values = {name: value for name, value in made.items() if name not in INSTANTIATE}
+        positional = made.get("_args_") or []
+        if made.get("_partial_"):
+            return partial(factory, *positional, **values)
+        return construct(factory, values, {}, key, positional)
+    if isinstance(arguments, list | tuple):
+        return [assembled(v, resolve, f"{key}.{i}") for i, v in enumerate(arguments)]
+    return arguments
+
+
+def inside(name: str, package: str) -> bool:
+    """Whether the dotted `name` is `package` or lies in it."""
+    return name == package or name.startswith(f"{package}.")
+
+
+def append_current_folder() -> None:
+    """Make modules in the current folder importable, after everything that is installed."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
+def _check_trusted(package: str) -> None:
+    if not NAME.fullmatch(package) or any(part.startswith("__") for part in package.split(".")):
+        raise SecurityError(f"security.trusted: {package!r} is not the name of a package")
+    if package.partition(".")[0] in NEVER_TRUSTED:
+        raise SecurityError(
+            f"security.trusted: {package} cannot be trusted as a whole, since it can run anything; "
+            "name your own package, and wrap there what you need"
+        )
+
+
+def _refusal(key: str, target: str, why: str, source: str) -> SecurityError:
+    top, near = source.partition(".")[0], nearest_name(target)
+    general = top in NEVER_TRUSTED or not top
+    if general and near and near != target:
+        return SecurityError(f"{key}: {target} is refused: {why}; did you mean {near}?")
+    way = "if you trust that code, add "
+    if general:
+        way, top = (
+            "wrap it in a class or function of your own package and trust that: ",
+            "my_package",
+        )
+    return SecurityError(f"{key}: {target} is refused: {why}; {way}security.trusted=[{top}]")
+
+
+def _walk(target: str, root: str, key: str, allowed: Sequence[str]) -> Any:
+    """Import `root`, then follow the names; never through a module outside `allowed`."""
+    value: Any = _import(root, key, target)
+    path = root
+    for part in target[len(root) + 1 :].split(".") if target != root else []:
+        if isinstance(value, ModuleType) and not hasattr(value, part):
+            known = [n for n in dir(value) if not n.startswith("_")]
+            if not hasattr(value, "__path__"):
+                raise _absent(key, path, part, known)
+            _import(f"{path}.{part}", key, target, absent=_absent(key, path, part, known))
+            value = sys.modules[f"{path}.{part}"]
+        elif not hasattr(value, part):
+            raise _absent(key, path, part, dir(value))
+        else:
+            value = getattr(value, part)
+        path = f"{path}.{part}"
+        strays = not any(inside(getattr(value, "__name__", ""), a) for a in allowed)
+        if isinstance(value, ModuleType) and strays and EVERYTHING not in allowed:
+            raise _refusal(key, target, f"it leads into {value.__name__}", value.__name__)
+    return value
+
+
+def _import(module: str, key: str, target: str, absent: ConfigError | None = None) -> ModuleType:
+    try:
+        return import_module(module)
+    except (ImportError, SyntaxError) as error:
+        if absent is not None and isinstance(error, ImportError) and error.name == module:
+            raise absent from None
+        line = " ".join(str(error).split())
+        raise ConfigError(
+            key,
+            f"{target} cannot be imported: {type(error).__name__}: {line}",
+            f"is {module} installed, or in the current folder {os.getcwd()}?",
+        ) from error
+
+
+def _absent(key: str, path: str, part: str, known: list[str]) -> ConfigError:
+    near = get_close_matches(part, known, 1)
+    return ConfigError(
+        key, f"{path} has no {part!r}", f"did you mean {path}.{near[0]}?" if near else ""
+    )

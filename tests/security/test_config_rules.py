@@ -1,0 +1,280 @@
+"""Configs of other people: nothing hostile runs or is imported, nothing ordinary is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import OmegaConf
+
+from runner import compose
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import Request, check
+from runner.composing import compose_raw
+from runner.errors import ConfigError, RunnerError, SecurityError
+from runner.security import config_files
+from runner.security.config import SecurityConfig
+from runner.security.config_rules import CONFIG_RULES, FILE_RULES, Rule, check_level
+from runner.sweep.plugin import make_known_to_others
+
+TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
+OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy")
+EXPERIMENT = "# @package _global_\n"
+CHOSEN = ["--config-dir=theirs", "experiment=own"]
+TRUSTED = "security.trusted=[my_package]"
+HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_configs.yaml").read_text())
+CALLED = """
+os.system os.mkdir builtins.open builtins.eval shutil.copyfile venv.create subprocess.Popen
+torch.hub.load torch.load torch.utils.collect_env.run setuptools._distutils.spawn.spawn
+multiprocessing.util.spawnv_passfds uuid._get_command_stdout torch.os.mkdir pickle.loads
+runner.cli.launch.os.mkdir runner.storage.replace_text evil_pkg.Payload functools.partial
+importlib.import_module hydra.utils.instantiate hydra.utils.get_method torch.nn.init.math.sqrt
+torch.nn.functional.torch.load torch.utils.data.datapipes.iter.FileOpener
+torch.nn.Module.load_state_dict torch.nn.Linear.__init__ hydra._internal.utils._locate
+code.interact pty.spawn ctypes.CDLL runpy.run_path pip.main timeit.timeit
+""".split()
+GROWING = "".join(
+    f"    a{i}: '" + f"${{optimizer.options.a{i - 1}}}" * 12 + "'\n" for i in range(1, 9)
+)
+TREES = "".join(
+    f"    b{i}:\n" + f"      - ${{optimizer.options.b{i - 1}}}\n" * 12 for i in range(1, 9)
+)
+BOMBS = {
+    "references to text": f"optimizer:\n  options:\n    a0: {'x' * 40}\n{GROWING}",
+    "references to lists": f"optimizer:\n  options:\n    b0: [1, 2]\n{TREES}",
+    "a deep list": f"optimizer: {{options: {{a: {'[' * 500}{']' * 500}}}}}",
+    "a long value": f"name: {'x' * 70_000}",
+}
+ORDINARY: dict[str, list[str]] = {
+    "nothing": [],
+    "keys": ["training.steps=3", "optimizer.lr=0.01", "model.width=32", "seed=7"],
+    "groups": ["data=cancer", "optimizer=sgd", "schedule=constant", "optimization=none"],
+    "strict": ["security=strict", "hydra.run.dir=outputs/mine"],
+    "a sweep": ["-m", "optimization=none,basic", "seed=range(0,3)", "optimizer=glob(*)"],
+    "another launcher": ["-m", "seed=0,1", "hydra/launcher=basic", "hydra.verbose=true"],
+    "jobs at a time": ["-m", "seed=0,1", "hydra.launcher.jobs=2", "hydra.sweep.dir=/tmp/s"],
+    "a place of one's own": ["hydra.run.dir='/tmp/mine/${name}/${seed}'"],
+    "Hydra's log": ["hydra/job_logging=default", "hydra/hydra_logging=default"],
+    "a class of torch": ["model._target_=torch.nn.modules.linear.Linear", "+model.in_features=64",
+                         "+model.out_features=10"],
+    "a function of torch": ["objective._target_=torch.nn.functional.mse_loss"],
+    "classes within classes": ["model._target_=my_package.Net", TRUSTED,
+                               "+model.head={_target_:torch.nn.ReLU}"],
+    "a callback of Hydra's": ["+hydra.callbacks.log._target_="
+                              "hydra.experimental.callbacks.LogJobReturnCallback"],
+    "to be shown": ["--cfg", "hydra"],
+    "no gate": ["security=off", "model._target_=my_package.Net"],
+}  # fmt: skip
+ORDINARY_FILES: dict[str, tuple[str, list[str]]] = {
+    "an experiment": ("defaults: [{override /data: cancer}]\ntraining: {steps: 20}\nname: own", []),
+    "anchors": ("optimizer: {options: {a: &a {x: 1}, b: *a, c: {<<: *a, y: 2}}}", []),
+    "references": ("training: {steps: 20}\nname: 'run-${training.steps}'", []),
+    "Hydra's values": ("defaults: [{override /data: tabular}]\ndata: {target: y, "
+                       "path: '${hydra:runtime.cwd}/${hydra:job.num}.csv'}", ["-m", "seed=0,1"]),
+    "one's own class": ("model: {_target_: my_package.Net, arguments: {width: 8}}", [TRUSTED]),
+    "a class by reference": ("optimizer: {options: {n: torch.nn.Linear}}\n"
+                             "model: {_target_: '${optimizer.options.n}'}", []),
+    "a partial": ("model: {_target_: torch.nn.Linear, arguments: {f: {_target_: torch.nn.ReLU, "
+                  "_partial_: true}, g: {_target_: torch.nn.Linear, _args_: [1, 2]}}}", []),
+    "places": ("hydra: {run: {dir: 'outputs/own/${name}'}, output_subdir: saved}", []),
+    "a sweep": ("hydra: {sweep: {dir: outputs/s, subdir: 'j${hydra.job.num}'}, "
+                "sweeper: {params: {seed: '0,1'}}}", ["-m"]),
+    "arms": ("defaults: [{override /job: benchmark}]\nbenchmark: {arms: [none, basic]}", []),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm() -> None:
+    """Every config's own imports are done, so that those that one asks for can be seen."""
+    check(read_arguments(["job=train"]))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, a package that says so when it is imported, and a link that leads out."""
+    traps, here = tmp_path / "traps", tmp_path / "here"
+    for place in (traps / "evil_pkg", traps / "hydra_plugins", here / "outputs"):
+        place.mkdir(parents=True)
+    trap = TRAP.format(marker=str(tmp_path / "ran"))
+    (traps / "evil_pkg" / "__init__.py").write_text(trap)
+    (here / "evil_pkg.py").write_text(trap)
+    (here / "outputs" / "link").symlink_to(tmp_path)
+    monkeypatch.syspath_prepend(traps)
+    monkeypatch.chdir(here)
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # for jobs that other launchers start
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    yield here
+    assert not [name for name in sys.modules if name.startswith("evil_pkg")]
+    assert not list(tmp_path.glob("**/ran*"))
+
+
+def ask(typed: list[str], files: Mapping[str, str] | None = None) -> Request:
+    for name, text in (files or {}).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    return check(read_arguments(typed))
+
+
+def ask_file(body: str, *typed: str) -> Request:
+    return ask([*CHOSEN, *typed], {"theirs/experiment/own.yaml": EXPERIMENT + body + "\n"})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra's, about names of schemas
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case["name"])
+def test_a_hostile_config_is_refused_and_nothing_is_imported_for_it(
+    case: dict[str, Any], folder: Path
+) -> None:
+    before = set(sys.modules)
+    with pytest.raises(RunnerError) as refused:
+        if "file" in case:
+            ask_file(case["file"], *case.get("typed", []))
+        else:
+            ask(case["typed"], case.get("files"))
+    imported = {name.partition(".")[0] for name in set(sys.modules) - before}
+    assert not imported - set(OF_OURS) - set(sys.stdlib_module_names)
+    message = str(refused.value)
+    assert case["says"] in message and "\n" not in message
+    assert refused.value.exit_code == case.get("code", 3)
+    left = {path.name for path in folder.iterdir()} - {"theirs", "outputs", "evil_pkg.py"}
+    assert not left
+
+
+@pytest.mark.parametrize("target", CALLED)
+def test_a_name_that_is_not_in_the_registry_is_refused_before_an_import(target: str) -> None:
+    before = set(sys.modules)
+    with pytest.raises(SecurityError, match="model._target_"):
+        ask([f"model._target_={target}"])
+    assert {
+        name for name in set(sys.modules) - before if name.partition(".")[0] == "torch"
+    } == set()
+
+
+@pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
+def test_a_config_that_grows_is_refused(body: str) -> None:
+    with pytest.raises(SecurityError):
+        ask_file(body)
+
+
+@pytest.mark.parametrize("typed", ORDINARY.values(), ids=ORDINARY)
+def test_an_ordinary_command_line_passes(typed: list[str]) -> None:
+    assert ask(typed).arguments is not None
+
+
+@pytest.mark.parametrize(("body", "typed"), ORDINARY_FILES.values(), ids=ORDINARY_FILES)
+def test_an_ordinary_file_passes(body: str, typed: list[str]) -> None:
+    assert ask_file(body, *typed).arguments is not None
+
+
+def test_groups_search_paths_and_whole_configs_of_one_s_own_pass() -> None:
+    ask(["--config-dir=mine", "optimizer=fast"], {"mine/optimizer/fast.yaml": "# fast\nlr: 0.5\n"})
+    ask(["hydra.searchpath=[file://mine]", "experiment=own"],
+        {"mine/experiment/own.yaml": EXPERIMENT + "seed: 5\n"})  # fmt: skip
+    ask(["--config-path=mine"], {"mine/config.yaml": "defaults: [/schema@_here_: run, "
+        "{/schema/data@data: digits}, {/schema/model@model: mlp}, _self_]\nseed: 9\n"})  # fmt: skip
+
+
+RULES = [(table, rule) for table in (FILE_RULES, CONFIG_RULES) for rule in table]
+
+
+@pytest.mark.parametrize(("table", "rule"), RULES, ids=lambda one: getattr(one, "check", one))
+def test_each_rule_passes_its_good_sample_and_it_alone_refuses_its_bad_one(
+    table: list[Rule], rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_file(rule.good, *rule.typed)
+    with pytest.raises(SecurityError):
+        ask_file(rule.bad, *rule.typed)
+    name = "FILE_RULES" if table is FILE_RULES else "CONFIG_RULES"
+    monkeypatch.setattr(config_files, name, [one for one in table if one is not rule])
+    try:
+        ask_file(rule.bad, *rule.typed)
+    except SecurityError as error:
+        pytest.fail(f"{rule.check.__name__} is not needed for its bad sample: {error}")
+    except RunnerError:
+        pass
+
+
+def test_values_of_hydra_are_there_where_a_config_is_checked_and_composed() -> None:
+    path = "'${hydra:runtime.cwd}/x.csv'"
+    config: Any = compose(["data=tabular", "data.target=y", f"data.path={path}"])
+    assert str(config.data.path) == str(Path.cwd() / "x.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# @package _global_ : foo\n", "own.yaml: its first line is no header"),
+        ("# @package _global_\ndefaults: [null]\n", "Unsupported type in defaults"),
+        ("# @package _global_\nhydra:\n", "own.yaml: Hydra cannot compose it"),
+        ("# @package _global_\ndefaults: 5\n", "must be a list .*; mend what it names"),
+        ("# @package _global_\nseed: 0x_\n", "own.yaml: has a value that cannot be read"),
+        ("# @package _global_\n5\n", "own.yaml: is no group of settings"),
+        ("# @package _global_\nname: a\nname: b\n", "own.yaml: .*duplicate key name at line 3"),
+        ("name: !!python/object/apply:os.mkdir [ran]\n", "could not determine a constructor"),
+    ],
+)
+def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ask(CHOSEN, {"theirs/experiment/own.yaml": text})
+
+
+def test_hydras_own_reader_of_files_is_restored() -> None:
+    (source,) = [s for s in Plugins.instance().discover(ConfigSource) if s.scheme() == "file"]
+    before = source.load_config
+    ask(["seed=1"])
+    assert source.load_config is before
+
+
+def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:
+    """A job that a glob names, an arm, what Hydra's own help needs."""
+    text = "hydra: {hydra_logging: {handlers: {x: {'()': os.mkdir, path: ran}}}}\n"
+    files = ask([], {"theirs/experiment/own.yaml": EXPERIMENT + text}).files
+    theirs = [folder / "theirs"]
+    with files.at_work():
+        compose_raw(["seed=3"], folders=theirs)
+        with pytest.raises(SecurityError, match="is refused in a config file"):
+            compose_raw(["experiment=own"], folders=theirs)
+        with pytest.raises(SecurityError, match=r"security\.trusted: \[mine\] is refused"):
+            compose_raw(["security.trusted=[mine]"])
+        with pytest.raises(SecurityError, match=r"security\.level: off is refused"):
+            compose_raw(["security=off"])
+        before = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
+    after: Any = OmegaConf.to_container(compose_raw([], hydra_too=True), resolve=False)
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    "group", [{"level": "off"}, {"trusted": ["mine"]}, {"pinned": ["a" * 64]}, {"level": "${name}"}]
+)
+def test_a_job_whose_security_is_not_what_was_typed_is_refused(group: dict[str, object]) -> None:
+    config = OmegaConf.create({"security": {"level": "standard", **group}})
+    with pytest.raises(SecurityError, match="security"):
+        check_level(config, SecurityConfig())
+
+
+def test_with_security_off_any_name_passes_and_places_and_sizes_are_checked() -> None:
+    off = "security=off"
+    assert ask_file("hydra: {callbacks: {x: {_target_: evil_pkg.Payload}}}", off).typed.off
+    for body in ("hydra: {run: {dir: ../ran}}", "optimizer: {options: &x {a: *x}}"):
+        with pytest.raises(SecurityError):
+            ask_file(body, off)
+
+
+def test_the_run_says_which_packages_are_trusted() -> None:
+    assert ask(["security.trusted=[mine]"]).notes == ["security.trusted: code of mine may run"]
+
+
+def test_jobs_that_other_launchers_start_do_not_look_into_the_current_folder(folder: Path) -> None:
+    make_known_to_others()
+    code = "import sys; print([p for p in sys.path if p in ('', sys.argv[1])])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=folder
+    )
+    assert done.stdout == "[]\n", done.stderr
