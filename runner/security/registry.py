@@ -38,7 +38,7 @@ SOURCES = {
 }
 """Public places of torch, and the files (below torch/) that define what is found there."""
 DEFINED = re.compile(
-    r"^(?:class|def) ([A-Za-z]\w*)|^([a-z]\w*) = (?:_add_docstr|boolean_dispatch|_threshold)\b",
+    r"^(?:class|def) ([A-Za-z]\w*)|^([a-z]\w*) = (?:_add_docstr|boolean_dispatch|_\w+)\b",
     re.MULTILINE,
 )
 NEVER_TRUSTED = sys.stdlib_module_names | {
