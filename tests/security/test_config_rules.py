@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
+from runner.sweep.plugin import make_known_to_others
 
 from runner import compose
 from runner.cli.arguments import read_arguments
@@ -23,7 +24,6 @@ from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security import config_files
 from runner.security.config import SecurityConfig
 from runner.security.config_rules import CONFIG_RULES, FILE_RULES, Rule, check_level
-from runner.sweep.plugin import make_known_to_others
 
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
 OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy")
