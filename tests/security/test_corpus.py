@@ -143,7 +143,7 @@ def test_each_rule_keeps_its_good_sample_and_refuses_its_bad_one(rule: Rule) -> 
 
 
 def test_the_corpus_is_as_large_as_it_says() -> None:
-    assert len(HOSTILE) >= 230 and len({str(sample) for sample in HOSTILE}) == len(HOSTILE)
+    assert len(HOSTILE) >= 200 and len({str(sample) for sample in HOSTILE}) == len(HOSTILE)
     assert len(LIVE) >= 120
 
 

@@ -26,7 +26,6 @@ class Provenance(IntEnum):
 class FileLimits:
     """How large a file's content may become, and what examining one file may cost."""
 
-    members: int = 100_000  # of a zip archive
     expanded: int = GIB  # bytes of content that are allowed at any ratio
     ratio: float = 64.0  # of content to file, beyond that
     depth: int = 64  # of nested containers

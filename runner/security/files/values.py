@@ -27,8 +27,8 @@ PLAIN = frozenset({
     np.ndarray,
 })  # fmt: skip
 MAGNITUDE = 1e10  # weights and their statistics are many powers of ten smaller
-SMALL = 1 << 16  # bytes of a tensor that are looked at together with others
 MOST = 20  # tensors that are named
+PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers a byte, which nothing reduces
 WAY_OUT = "check where it comes from before you use it; check_model looks closer"
 
 Place = tuple[Any, ...]  # keys and indices that lead to a value
@@ -171,10 +171,8 @@ def check_values(tensors: list[Placed]) -> list[Reason]:
     """A warning for each tensor with NaN, infinities or absurd numbers; a refusal for booleans
     other than 0 and 1, which are read in two ways.
     """
-    looked_at = [(place, numbers) for place, tensor in tensors for numbers in _numbers(tensor)]
-    small = [placed for placed in looked_at if placed[1].nbytes < SMALL]
-    large = [placed for placed in looked_at if placed[1].nbytes >= SMALL]
-    found = [reason for placed in large + _suspects(small) if (reason := _describe(placed))]
+    looked_at = ((place, part) for place, tensor in tensors for part in _numbers(tensor))
+    found = [reason for placed in looked_at if (reason := _describe(*placed))]
     found.sort(key=lambda reason: -reason.severity)
     if len(found) > MOST:
         more = f"{len(found) - MOST:,} more tensors like these"
@@ -185,7 +183,7 @@ def check_values(tensors: list[Placed]) -> list[Reason]:
 def _numbers(tensor: Tensor) -> Iterator[Tensor]:
     """Its values as a strided tensor that `aminmax` reads; nothing where all are usual."""
     tensor = tensor.detach()
-    if tensor.is_quantized or tensor.is_nested:
+    if tensor.is_quantized or tensor.is_nested or tensor.dtype is PACKED:
         return
     if tensor.layout is not torch.strided:
         tensor = _parts(tensor)[-1]
@@ -196,47 +194,25 @@ def _numbers(tensor: Tensor) -> Iterator[Tensor]:
     elif tensor.is_complex():
         yield torch.view_as_real(tensor.resolve_conj())
     elif tensor.is_floating_point():
-        small = tensor.element_size() == 1 and tensor.dtype.itemsize == 1
-        packed = "float4" in str(tensor.dtype)
-        if not packed:
-            yield tensor.to(torch.float32) if small else tensor
+        yield tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
 
 
-def _suspects(small: list[Placed]) -> list[Placed]:
-    """Those of many small tensors that may have something: one call for all of a type."""
-    by_type: dict[torch.dtype, list[Placed]] = {}
-    for placed in small:
-        by_type.setdefault(placed[1].dtype, []).append(placed)
-    found = []
-    for dtype, group in by_type.items():
-        if dtype is torch.uint8:
-            found += [placed for placed in group if int(placed[1].max()) > 1]
-            continue
-        tensors = [tensor for _, tensor in group]
-        largest = torch.stack(list(torch._foreach_norm(tensors, math.inf)))
-        usual = largest <= MAGNITUDE  # False for NaN as well
-        found += [placed for placed, good in zip(group, usual.tolist(), strict=True) if not good]
-    return found
-
-
-def _describe(placed: Placed) -> Reason | None:
-    place, tensor = placed
-    low, high = (float(end) for end in torch.aminmax(tensor))
-    where = path(place)
-    if tensor.dtype is torch.uint8:
-        return None if high <= 1 else Reason(
-            "tensor.bool", Severity.REFUSAL, where,
+def _describe(place: Place, tensor: Tensor) -> Reason | None:
+    low, high = (end.item() for end in torch.aminmax(tensor))
+    is_bool = tensor.dtype is torch.uint8
+    if max(-low, high) <= (1 if is_bool else MAGNITUDE):  # NaN is not, nor is it in `max`
+        return None
+    if is_bool:
+        return Reason(
+            "tensor.bool", Severity.REFUSAL, path(place),
             "has truth values other than 0 and 1, which are read in two ways",
             "save it with .to(torch.uint8).bool()",
         )  # fmt: skip
-    if math.isnan(low) or math.isnan(high):
-        return Reason("weights.not_finite", Severity.WARNING, where, "holds NaN", WAY_OUT)
-    if math.isinf(low) or math.isinf(high):
-        return Reason("weights.not_finite", Severity.WARNING, where, "holds an infinity", WAY_OUT)
-    if max(-low, high) > MAGNITUDE:
-        what = f"ranges from {low:.3g} to {high:.3g}"
-        return Reason("weights.magnitude", Severity.WARNING, where, what, WAY_OUT)
-    return None
+    if math.isfinite(low) and math.isfinite(high):
+        code, what = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
+    else:
+        code, what = "weights.not_finite", f"holds {'NaN' if math.isnan(low) else 'an infinity'}"
+    return Reason(code, Severity.WARNING, path(place), what, WAY_OUT)
 
 
 def check_arrays(content: np.ndarray | dict[str, np.ndarray]) -> list[Reason]:
