@@ -70,7 +70,7 @@ def test_its_limits_and_its_environment_are_those_that_were_promised(sandbox, tm
     space, _ = process.rlimit(psutil.RLIMIT_AS)
     used = process.memory_info().vms
     assert used <= space <= used + LIMITS.memory + (1 << 30)
-    assert process.rlimit(psutil.RLIMIT_CPU)[0] <= LIMITS.cpu_s + 60
+    assert 0 < process.rlimit(psutil.RLIMIT_CPU)[0] <= LIMITS.cpu_s + 60
     assert os.getsid(process.pid) == process.pid
     assert CANARY not in " ".join(process.environ().values())
 
@@ -92,6 +92,22 @@ def test_what_takes_too_long_or_kills_it_is_refused_and_that_is_not_done_for_eve
         assert reasons[0].code == "sandbox.died" and "SIGKILL" in reasons[0].evidence
         _, reasons = examine(sandbox, good(tmp_path))
         assert reasons[0].code == "sandbox.given_up" and sandbox.process is None
+
+
+def test_a_process_that_stands_still_is_not_waited_for(tmp_path):
+    def give_up(*_):
+        raise AssertionError("it is waited for")
+
+    signal.signal(signal.SIGALRM, give_up)
+    with Sandbox() as sandbox:
+        examine(sandbox, good(tmp_path))
+        os.kill(pid_of(sandbox), signal.SIGSTOP)
+        signal.alarm(30)
+        try:
+            _, reasons = examine(sandbox, good(tmp_path), FileLimits(cpu_s=0.05))
+        finally:
+            signal.alarm(0)
+        assert reasons[0].code == "sandbox.timeout" and "0.5 s" in reasons[0].evidence
 
 
 PARENT = """

@@ -166,7 +166,7 @@ class Sandbox:
             line.settimeout(None)
             return json.loads(text)
         except TimeoutError:
-            raise Died("sandbox.timeout", f"examining it took more than {seconds:g} s") from None
+            raise Died("sandbox.timeout", f"examining it took more than {seconds:.1f} s") from None
         except (EOFError, OSError):
             raise self._explain_death(before) from None
         except ValueError:
