@@ -71,9 +71,13 @@ class Limits(Hook):
         again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
         run.stop_reason = f"{told}; go on{again}, and a higher limit or {found.way_out}"
         run.history.add(
-            f"limit_{found.key}", told, step=step.number, category="resources", severity="error",
+            f"limit_{found.key}",
+            told,
+            step=step.number,
+            category="resources",
+            severity="error",
             action="a checkpoint is saved and the run ends",
-        )  # fmt: skip
+        )
         return Verdict.STOP
 
     def _exceeded(self, run: Run, now: float) -> Exceeded | None:
@@ -97,9 +101,10 @@ def _refuse_what_is_held(limit_mb: float) -> None:
     """Raise ConfigError where the process holds more before any step: none would be made."""
     if (found := limits.over_memory(limit_mb)) is not None:
         raise ConfigError(
-            f"{KEY}.{found.key}", f"{found.told} before the first step",
+            f"{KEY}.{found.key}",
+            f"{found.told} before the first step",
             "a higher limit; torch alone takes some 300 MB",
-        )  # fmt: skip
+        )
 
 
 def _held(run: Run) -> int:

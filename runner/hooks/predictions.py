@@ -73,9 +73,12 @@ class Predictions:
         if not changed:
             return ""
         run.history.add(
-            "outputs", f"predictions that are shown: {changed}", step=step, category="numerics",
+            "outputs",
+            f"predictions that are shown: {changed}",
+            step=step,
+            category="numerics",
             action="put in order for show",
-        )  # fmt: skip
+        )
         return f"\n\nPut in order for show: {changed}."
 
     def _classes(
@@ -92,10 +95,15 @@ class Predictions:
             return
         texts = _texts(run, inputs)
         rows = [
-            (*([texts[i]] if texts else []), true[i], predicted[i], f"{sure[i]:.0%}",
-             "" if true[i] == predicted[i] else "wrong")
+            (
+                *([texts[i]] if texts else []),
+                true[i],
+                predicted[i],
+                f"{sure[i]:.0%}",
+                "" if true[i] == predicted[i] else "wrong",
+            )
             for i in range(len(true))
-        ]  # fmt: skip
+        ]
         header = (*(["text"] if texts else []), "true", "predicted", "confidence", "")
         run.recorder.text("val/predictions", markdown.table(header, rows) + note, step)
 

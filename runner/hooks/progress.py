@@ -75,9 +75,12 @@ class Progress(Hook):
         shown = [f"{name} {_short(metrics[name])}" for name in names]
         best = " (best)" if evaluation.improved else ""
         log.info(
-            "step %s: validation %s%s", f"{evaluation.step:,}", ", ".join(shown), best,
+            "step %s: validation %s%s",
+            f"{evaluation.step:,}",
+            ", ".join(shown),
+            best,
             extra={"live": self.live is not None},
-        )  # fmt: skip
+        )
         if monitored in metrics:
             self.result = f"{run.monitor} {_short(metrics[monitored])}{best}"
 
@@ -91,10 +94,7 @@ class Progress(Hook):
             unit = "samples"
             if run.objective.unit == "tokens" and run.sizes.sequence:
                 rate, unit = rate * run.sizes.sequence, "tokens"
-            facts += [
-                _per_step(report.seconds / len(report.loss)),
-                f"{rate:,.0f} {unit}/s",
-            ]
+            facts += [_per_step(report.seconds / len(report.loss)), f"{rate:,.0f} {unit}/s"]
         if run.progress.skipped:
             facts.append(f"{run.progress.skipped} skipped")
         return facts

@@ -127,8 +127,13 @@ class Resources(Hook):
         told = f"{taken:.0%} of {room.whose} ({room.limit / GIB:.1f} GiB) is taken"
         mine = f"this process holds {held / GIB:.1f} GiB"
         if held < OURS * room.limit and not room.own:
-            self._once(run, "memory_short", f"{told}; {mine}", report.last,
-                       "the run goes on: it is others who fill it")  # fmt: skip
+            self._once(
+                run,
+                "memory_short",
+                f"{told}; {mine}",
+                report.last,
+                "the run goes on: it is others who fill it",
+            )
             return None
         again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
         run.stop_reason = (
@@ -136,9 +141,13 @@ class Resources(Hook):
             "memory, or with a smaller training.batch_size"
         )
         run.history.add(
-            "memory_stop", f"{told}, {mine} ({KEY}.stop_above={above:g})", step=report.last,
-            category="memory", severity="error", action="a checkpoint is saved and the run ends",
-        )  # fmt: skip
+            "memory_stop",
+            f"{told}, {mine} ({KEY}.stop_above={above:g})",
+            step=report.last,
+            category="memory",
+            severity="error",
+            action="a checkpoint is saved and the run ends",
+        )
         return Verdict.STOP
 
     def _taken(self, run: Run, held: int) -> float:
@@ -176,26 +185,39 @@ class Resources(Hook):
         if free is not None and free < config.disk_min_mb * 1e6:
             where = run.folder or "the current folder"
             self._once(
-                run, "disk_low",
+                run,
+                "disk_low",
                 f"{free / 1e6:,.0f} MB are free on the disk of {where} "
-                f"({KEY}.disk_min_mb={config.disk_min_mb:g})", step,
+                f"({KEY}.disk_min_mb={config.disk_min_mb:g})",
+                step,
                 "the run goes on; checkpoints and records end when it is full",
-            )  # fmt: skip
+            )
         if swap is not None and self.swap_before is not None:
             grown = swap - self.swap_before
             if grown > config.swap_mb * 1e6:
                 self._once(
-                    run, "swapping", f"{grown / 1e6:,.0f} MB more are swapped out than at the "
-                    "start; steps that wait for them take many times as long", step,
-                )  # fmt: skip
+                    run,
+                    "swapping",
+                    f"{grown / 1e6:,.0f} MB more are swapped out than at the "
+                    "start; steps that wait for them take many times as long",
+                    step,
+                )
         if gpu is not None and (gpu.temperature or 0.0) > config.gpu_temperature:
             self._once(
-                run, "gpu_hot", f"the GPU has {gpu.temperature:g} °C "
-                f"({KEY}.gpu_temperature={config.gpu_temperature:g})", step,
-            )  # fmt: skip
+                run,
+                "gpu_hot",
+                f"the GPU has {gpu.temperature:g} °C "
+                f"({KEY}.gpu_temperature={config.gpu_temperature:g})",
+                step,
+            )
         if gpu is not None and gpu.slowed:
-            self._once(run, "gpu_slowed", f"the GPU has lowered its clocks to {gpu.clock_mhz} MHz: "
-                       "it is too hot, or short of power", step)  # fmt: skip
+            self._once(
+                run,
+                "gpu_slowed",
+                f"the GPU has lowered its clocks to {gpu.clock_mhz} MHz: "
+                "it is too hot, or short of power",
+                step,
+            )
 
     def _once(self, run: Run, kind: str, message: str, step: int, action: str = "") -> None:
         if kind not in self.warned:

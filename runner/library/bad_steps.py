@@ -82,20 +82,37 @@ class StepCaptures:
         loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
         model = module.state_dict()
         manifest = Manifest(
-            step=step, kind=kind, message=message, checkpoint=None,
+            step=step,
+            kind=kind,
+            message=message,
+            checkpoint=None,
             weights=Weights.then if self.of.progress.step == step else Weights.later,
-            seed=0, name="a hand-written loop", config_hash="", config={},
-            given=["model", "data", "objective", "optimizer"], choices={},
-            micro_batch=count(batch[1]), threads=torch.get_num_threads(),
-            device={"kind": update.device.type}, versions=versions(), loss=str(loss),
+            seed=0,
+            name="a hand-written loop",
+            config_hash="",
+            config={},
+            given=["model", "data", "objective", "optimizer"],
+            choices={},
+            micro_batch=count(batch[1]),
+            threads=torch.get_num_threads(),
+            device={"kind": update.device.type},
+            versions=versions(),
+            loss=str(loss),
             grad_norm=str(norm),
-        )  # fmt: skip
+        )
         state = {
-            "batch": batch, "samples": [], "loss": loss, "grad_norm": norm,
+            "batch": batch,
+            "samples": [],
+            "loss": loss,
+            "grad_norm": norm,
             "buffers": {n: b for n, b in module.named_buffers() if n not in model},
-            "update": update.state(), "random": noise, "random_then": False,
-            "progress": {"step": step}, "remedy": 0, "skipped": [],
-        }  # fmt: skip
+            "update": update.state(),
+            "random": noise,
+            "random_then": False,
+            "progress": {"step": step},
+            "remedy": 0,
+            "skipped": [],
+        }
         fill(folder, manifest, model, state)
 
 
@@ -120,10 +137,15 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Found:
     inputs = tuple(inputs) if isinstance(inputs, list) else inputs
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     lazy = LazyRun(
-        WHO, copy, "none", [f"device.threads={capture.manifest.threads}"], None, {},
+        WHO,
+        copy,
+        "none",
+        [f"device.threads={capture.manifest.threads}"],
+        None,
+        {},
         optimizer=torch.optim.SGD([p for p in copy.parameters() if p.requires_grad], lr=0.0),
         objective=Custom(loss_fn, name, "loss_fn"),
-    )  # fmt: skip
+    )
     before = noise()
     try:
         run = lazy.build_run(inputs, capture.batch[1])

@@ -200,9 +200,7 @@ def _refuse_interactive(model: nn.Module, source: Source, *others: Any) -> None:
             )
 
 
-def _named(
-    techniques: Sequence[type[Technique] | Technique],
-) -> dict[str, tuple[str, Technique]]:
+def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, tuple[str, Technique]]:
     """Each by its dotted name: what its arm is called, and the technique, switched on."""
     found: dict[str, tuple[str, Technique]] = {}
     for one in techniques:

@@ -32,8 +32,16 @@ if TYPE_CHECKING:
 
     from runner.debug.gradient_layers import GradientReport
 
-__all__ = ["Debugger", "NotFinite", "Operation", "Summary", "debug", "debug_operation",
-           "debugger", "profile"]  # fmt: skip
+__all__ = [
+    "Debugger",
+    "NotFinite",
+    "Operation",
+    "Summary",
+    "debug",
+    "debug_operation",
+    "debugger",
+    "profile",
+]
 
 log = logging.getLogger("runner")
 
@@ -123,21 +131,11 @@ class Debugger:
 
     @overload
     def operation(
-        self,
-        name: str | None = None,
-        /,
-        *,
-        check_finite: bool | str = True,
-        memory: bool = False,
+        self, name: str | None = None, /, *, check_finite: bool | str = True, memory: bool = False
     ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
     def operation(
-        self,
-        name: Any = None,
-        /,
-        *,
-        check_finite: bool | str = True,
-        memory: bool = False,
+        self, name: Any = None, /, *, check_finite: bool | str = True, memory: bool = False
     ) -> Any:
         """A decorator: each call is a `context` of that name, or of the function's own.
 
@@ -351,7 +349,12 @@ HEADER = ("operation", "calls", "seconds", "mean, ms", "longest, ms", "failed", 
 
 def _cells(operation: Operation) -> tuple[str, ...]:
     return (
-        operation.name, f"{operation.calls:,}", f"{operation.seconds:.3f}",
-        f"{operation.mean * 1e3:.3f}", f"{operation.longest * 1e3:.3f}",
-        f"{operation.failures:,}", f"{operation.not_finite:,}", f"{operation.memory / MIB:+.1f}",
-    )  # fmt: skip
+        operation.name,
+        f"{operation.calls:,}",
+        f"{operation.seconds:.3f}",
+        f"{operation.mean * 1e3:.3f}",
+        f"{operation.longest * 1e3:.3f}",
+        f"{operation.failures:,}",
+        f"{operation.not_finite:,}",
+        f"{operation.memory / MIB:+.1f}",
+    )

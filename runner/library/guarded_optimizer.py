@@ -103,9 +103,13 @@ class GuardedOptimizer:
             adopt_optimizer(self.optimizer, options, self.scope)
             scale = None if self.run is None else self.run.update.scale
             self.update = OptimizerStep(
-                self.module, self.optimizer, config or StabilityConfig(), None, [1.0],
+                self.module,
+                self.optimizer,
+                config or StabilityConfig(),
+                None,
+                [1.0],
                 loss_scale=None if scale is None else float(scale.value),
-            )  # fmt: skip
+            )
             sync_state(self.update, options, self.scope)
         if config is not None:
             self.update.guard, self.update.clip_norm = config.guard, config.clip_norm

@@ -149,10 +149,17 @@ def safe_inference(
     if failure is not None:
         attempt.problems.append(f"{type(failure).__name__}: {shorten(str(failure), 300)}")
     return InferenceResult(
-        output, failure is None and not non_finite and not any(changed.values()), attempt.problems,
-        pieces, attempt.retried, non_finite, attempt.device, time.perf_counter() - start, failure,
+        output,
+        failure is None and not non_finite and not any(changed.values()),
+        attempt.problems,
+        pieces,
+        attempt.retried,
+        non_finite,
+        attempt.device,
+        time.perf_counter() - start,
+        failure,
         changed,
-    )  # fmt: skip
+    )
 
 
 def _all(
@@ -173,11 +180,7 @@ def _all(
 
 
 def _pieces(
-    attempt: _Attempt,
-    forward: Callable[..., Any],
-    batch: Inputs,
-    samples: int,
-    where: torch.device,
+    attempt: _Attempt, forward: Callable[..., Any], batch: Inputs, samples: int, where: torch.device
 ) -> Iterator[tuple[Any, int]]:
     """Outputs of consecutive rows, and how many rows each is of."""
 

@@ -86,10 +86,15 @@ class LazyRun:
         if self.optimizer is not None:
             check_optimizer(self.who, self.model, self.optimizer)
         # a mistake in these is answered now, though a batch may come much later
-        self.config = compose([
-            f"optimization={self.level}", *self._device(), *QUIET,
-            f"training.steps={self.steps or MANY}", *self.overrides,
-        ])  # fmt: skip
+        self.config = compose(
+            [
+                f"optimization={self.level}",
+                *self._device(),
+                *QUIET,
+                f"training.steps={self.steps or MANY}",
+                *self.overrides,
+            ]
+        )
 
     def build_run(self, inputs: Inputs, target: Any = None) -> Run:
         """The run, put together around this batch the first time."""
@@ -116,9 +121,12 @@ class LazyRun:
             return [Engagement(name, t.enabled, False, reason) for name, t in asked]
         with stash_gradients(self.model):
             look(self.run)
-        return [replace(row, requested=True, reason=self.left_out[row.name])
-                if row.name in self.asked_in_vain else row
-                for row in engagements(self.run)]  # fmt: skip
+        return [
+            replace(row, requested=True, reason=self.left_out[row.name])
+            if row.name in self.asked_in_vain
+            else row
+            for row in engagements(self.run)
+        ]
 
     def close(self) -> None:
         """Undo every global switch, and let the model run uncompiled again."""

@@ -182,10 +182,7 @@ class Memory:
         stats = self.stats()
         facts = Table.grid(padding=(0, 2))
         rows = [
-            (
-                "process",
-                f"{size_text(stats.process)}, {size_text(stats.peak_process)} at most",
-            ),
+            ("process", f"{size_text(stats.process)}, {size_text(stats.peak_process)} at most"),
             (
                 "available",
                 f"{size_text(stats.available)} of {size_text(stats.limit)}: {stats.limited_by}",

@@ -20,11 +20,7 @@ from runner.nest import mapped, tensors
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.outcome import summarise
-from runner.random_state import (
-    claim_random_state,
-    exclusive_random_state,
-    release_random_state,
-)
+from runner.random_state import claim_random_state, exclusive_random_state, release_random_state
 from runner.run import Run
 from runner.step import make_step
 from runner.summary import Summary
@@ -289,12 +285,16 @@ def optimize_training_loop(
         raise UsageError(f"optimize_training_loop: steps={steps} is no length; use 1 or more")
     limit = "null" if clip_norm is None else clip_norm
     lazy = LazyRun(
-        "optimize_training_loop", model, level,
+        "optimize_training_loop",
+        model,
+        level,
         [f"stability.clip_norm={limit}", f"stability.guard={str(guard).lower()}", *overrides],
-        device, NOT_FOR_A_LOOP, optimizer=optimizer,
+        device,
+        NOT_FOR_A_LOOP,
+        optimizer=optimizer,
         objective=Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn"),
         steps=steps,
-    )  # fmt: skip
+    )
     loop = TrainingLoop(lazy)
     if example is not None:
         lazy.build_run(*batches.as_batch(example, lazy.who))

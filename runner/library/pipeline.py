@@ -223,10 +223,7 @@ class Rows:
 
     def sample(self, index: int) -> tuple[Any, Any]:
         """Inputs and target of one sample."""
-        return (
-            mapped(self.inputs, lambda t: t[index]),
-            mapped(self.target, lambda t: t[index]),
-        )
+        return (mapped(self.inputs, lambda t: t[index]), mapped(self.target, lambda t: t[index]))
 
 
 def _sizes(rows: Rows, own_loss: bool) -> tuple[Sizes, tuple[Choice, ...]]:

@@ -295,11 +295,7 @@ def count_flops(subject: Subject) -> tuple[int, int]:
 
 def measure_memory(subject: Subject, device: Device) -> Memory:
     """Counted on a GPU by its allocator, elsewhere over the tensors that operators put out."""
-    own = [
-        *subject.module.parameters(),
-        *subject.module.buffers(),
-        *tensors(subject.inputs),
-    ]
+    own = [*subject.module.parameters(), *subject.module.buffers(), *tensors(subject.inputs)]
     known = {t.untyped_storage().data_ptr() for t in own}
     kept: dict[int, int] = {}
 

@@ -161,9 +161,7 @@ class Stability:
                 self.captures.noise = noise()
         finally:
             self._write()
-        return StepReport(
-            step.number, step.loss, step.grad_norm, step.skipped, faults, rolled_back
-        )  # fmt: skip
+        return StepReport(step.number, step.loss, step.grad_norm, step.skipped, faults, rolled_back)
 
     def accumulate(self, model: nn.Module | Optimized, loss: Tensor, optimizer: Optimizer) -> None:
         """Backward alone, for all but the last part of a batch; the loss is a share of the whole's.
@@ -182,9 +180,12 @@ class Stability:
             self._write()
         progress = self.progress
         return StabilitySummary(
-            progress.step, progress.skipped, progress.rollbacks, dict(self.history.counts),
+            progress.step,
+            progress.skipped,
+            progress.rollbacks,
+            dict(self.history.counts),
             list(self.controller.anomalies),
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Write what there is, and leave the optimizer as it was found."""
@@ -328,9 +329,12 @@ class Stability:
         guarded.optimizer.load_state_dict(deepcopy(self.snapshot.optimizer))
         self.progress.rollbacks += 1
         self.history.add(
-            "rollback", f"back to the weights of step {self.snapshot.step}",
-            step=self.progress.step, category="numerics", action="rolled back",
-        )  # fmt: skip
+            "rollback",
+            f"back to the weights of step {self.snapshot.step}",
+            step=self.progress.step,
+            category="numerics",
+            action="rolled back",
+        )
         return True
 
     def _write(self) -> None:

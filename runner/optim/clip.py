@@ -96,10 +96,11 @@ def _divisor(gradients: list[Tensor], clip_norm: float, scale: Tensor | None) ->
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """There is no kernel for norms of rows of a list, so one by one."""
     return [
-        torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)) if t.ndim > 1 else None,
-                                 keepdim=t.ndim > 1)
+        torch.linalg.vector_norm(
+            t, dim=tuple(range(1, t.ndim)) if t.ndim > 1 else None, keepdim=t.ndim > 1
+        )
         for t in tensors
-    ]  # fmt: skip
+    ]
 
 
 def _values(gradient: Tensor) -> Tensor:

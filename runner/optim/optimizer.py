@@ -33,9 +33,10 @@ def optimizer_class(
         cls = resolve(config._target_, key)
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise ConfigError(
-                key, f"{config._target_} is no optimizer",
+                key,
+                f"{config._target_} is no optimizer",
                 "name a class that is made from torch.optim.Optimizer",
-            )  # fmt: skip
+            )
     if why := unfit(cls, model):
         raise ConfigError(key, why, "use AdamW")
     return cls

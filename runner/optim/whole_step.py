@@ -55,9 +55,7 @@ class WholeStep:
         if update.lr is not None:  # whose optimizer is somebody else's may change under us
             options = {**options, "guard_filter_fn": _worth_checking}
         self._step = torch.compile(
-            _traced(forward, objective, update, self.targets),
-            fullgraph=True,
-            options=options,
+            _traced(forward, objective, update, self.targets), fullgraph=True, options=options
         )
 
     @staticmethod
@@ -165,10 +163,7 @@ def _worth_checking(guards: Sequence[Any]) -> list[bool]:
 
 
 def _traced(
-    forward: Callable[..., Any],
-    objective: Objective,
-    update: OptimizerStep,
-    targets: Targets,
+    forward: Callable[..., Any], objective: Objective, update: OptimizerStep, targets: Targets
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The function that becomes the graph; all of its Python runs while it is traced."""
     parameters = update.parameters

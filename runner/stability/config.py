@@ -111,9 +111,10 @@ class Rule:
             )
         if self.action is Action.lower_scale and self.kind not in (Kind.overflow, Kind.any):
             raise ConfigError(
-                key, f"the loss scale is not why {self.kind.name} happens",
+                key,
+                f"the loss scale is not why {self.kind.name} happens",
                 "lower_scale is for kind: overflow",
-            )  # fmt: skip
+            )
 
 
 def _simplest() -> list[Rule]:
@@ -137,9 +138,10 @@ class WatchConfig:
         key = "stability.watch"
         if self.stop_above is not None and not 0 < self.stop_above <= 1:
             raise ConfigError(
-                f"{key}.stop_above", f"{self.stop_above} is not a share of the memory",
+                f"{key}.stop_above",
+                f"{self.stop_above} is not a share of the memory",
                 "use 0 to 1, or null to leave it to the kernel",
-            )  # fmt: skip
+            )
         for name in ("disk_min_mb", "swap_mb", "gpu_temperature", "leak_mb"):
             if not 0 <= getattr(self, name) < math.inf:  # NaN is neither
                 raise ConfigError(f"{key}.{name}", f"{getattr(self, name)} is no size", "use >= 0")

@@ -70,9 +70,19 @@ class StabilityController:
             step, loss, norm = report.first + i, report.loss[i], report.grad_norm[i]
             limits = self.spikes.of(step)
             if kind is not None:
-                self._respond(run, kind, Anomaly(
-                    step, kind.name, loss, norm, limits.loss, limits.grad_norm, report.skipped[i]
-                ))  # fmt: skip
+                self._respond(
+                    run,
+                    kind,
+                    Anomaly(
+                        step,
+                        kind.name,
+                        loss,
+                        norm,
+                        limits.loss,
+                        limits.grad_norm,
+                        report.skipped[i],
+                    ),
+                )
             elif step > self.forgotten:
                 progress.consecutive_skips = self.streak = 0
             if step > self.forgotten:
@@ -249,9 +259,15 @@ class StabilityController:
         # debug=anomaly has said more of it already; a remedy is news all the same
         say = found.step not in run.history.told or action not in ("", "skipped")
         run.history.add(
-            kind.name, message, step=found.step, category="numerics", action=action,
-            severity="error" if kind is Kind.weights else "warning", capture=found.capture, say=say,
-        )  # fmt: skip
+            kind.name,
+            message,
+            step=found.step,
+            category="numerics",
+            action=action,
+            severity="error" if kind is Kind.weights else "warning",
+            capture=found.capture,
+            say=say,
+        )
         if run.captures is not None:
             run.captures.tell()
 

@@ -55,9 +55,16 @@ def taken_up(
     if found is None or not 1 <= many <= step or since > step:
         return None
     return Decision(
-        None, kind.name, step, what(kind, found, spikes), found.capture,
-        raises=kind in fatal, in_a_row=many, since=since, outdated=True,
-    )  # fmt: skip
+        None,
+        kind.name,
+        step,
+        what(kind, found, spikes),
+        found.capture,
+        raises=kind in fatal,
+        in_a_row=many,
+        since=since,
+        outdated=True,
+    )
 
 
 def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:

@@ -53,14 +53,19 @@ class ChannelsLast(Technique):
             for layer in layers:
                 stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
             written = outputs(run, layers)
-        orders = [[o for o in map(_is_nhwc, pair) if o is not None]
-                  for pair in zip(read.values(), written, strict=False)]  # fmt: skip
+        orders = [
+            [o for o in map(_is_nhwc, pair) if o is not None]
+            for pair in zip(read.values(), written, strict=False)
+        ]
         known = [order for order in orders if order]
         seen = [o.is_contiguous(memory_format=torch.channels_last) for o in written]
         return Evidence.of_share(
-            sum(map(all, known)), len(known), "convolutions read and write NHWC",
-            nhwc_after_first=seen[:1] == [True], nhwc_after_last=seen[-1:] == [True],
-        )  # fmt: skip
+            sum(map(all, known)),
+            len(known),
+            "convolutions read and write NHWC",
+            nhwc_after_first=seen[:1] == [True],
+            nhwc_after_last=seen[-1:] == [True],
+        )
 
 
 def _is_nhwc(tensor: Tensor) -> bool | None:

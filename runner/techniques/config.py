@@ -51,9 +51,10 @@ class AutoConfig:
         for name in self.without:
             if name not in known:
                 raise ConfigError(
-                    "optimization.auto.without", f"there is no technique {name!r}",
+                    "optimization.auto.without",
+                    f"there is no technique {name!r}",
                     f"there are {', '.join(known)}",
-                )  # fmt: skip
+                )
 
 
 @dataclass

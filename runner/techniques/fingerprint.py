@@ -41,15 +41,18 @@ def fingerprint(draft: Draft) -> dict[str, Any]:
         "batch sizes and steps": (draft.batch_size, draft.micro_batch, draft.total_steps),
         "average of the weights": draft.ema,
         "recoveries": list(draft.recoveries),
-        "compiler": (draft.whole_step, draft.compilation is None, draft.cuda_graphs,
-                     hasattr(draft.forward, "_orig_mod"),
-                     hasattr(draft.forward, "_torchdynamo_orig_callable"),
-                     draft.index_limit),
+        "compiler": (
+            draft.whole_step,
+            draft.compilation is None,
+            draft.cuda_graphs,
+            hasattr(draft.forward, "_orig_mod"),
+            hasattr(draft.forward, "_torchdynamo_orig_callable"),
+            draft.index_limit,
+        ),
         "compiled modules": {
-            path: module._compiled_call_impl is None
-            for path, module in draft.model.named_modules()
+            path: module._compiled_call_impl is None for path, module in draft.model.named_modules()
         },
-    }  # fmt: skip
+    }
 
 
 def state(model: nn.Module, contexts: Contexts, kind: str) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def state(model: nn.Module, contexts: Contexts, kind: str) -> dict[str, Any]:
             for name, p in model.named_parameters()
         },
         "switches of the process": switches,
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -152,11 +155,14 @@ def _measured_step(draft: Draft, samples: int) -> dict[str, Any]:
         gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     return {
         "operators of a step": set(operators.items()),
-        "numbers of a step": [draft.objective.weight(target), float(loss.detach()),
-                              *(float(g.double().sum()) for g in gradients if g is not None)],
+        "numbers of a step": [
+            draft.objective.weight(target),
+            float(loss.detach()),
+            *(float(g.double().sum()) for g in gradients if g is not None),
+        ],
         "memory for the backward": set(held.items()),
         "layout of batches": [(t.dtype, t.shape, t.stride()) for t in tensors((inputs, target))],
-    }  # fmt: skip
+    }
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -184,13 +190,20 @@ def _switches(kind: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "default dtype": torch.get_default_dtype(),
-        "precision": (torch.get_float32_matmul_precision(), cuda.matmul.allow_tf32,
-                      cuda.matmul.allow_fp16_reduced_precision_reduction, cudnn.allow_tf32),
+        "precision": (
+            torch.get_float32_matmul_precision(),
+            cuda.matmul.allow_tf32,
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cudnn.allow_tf32,
+        ),
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "attention": (torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled(),
-                      torch._C._get_mem_efficient_sdp_enabled(),
-                      torch._C._get_cudnn_sdp_enabled()),
+        "attention": (
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_cudnn_sdp_enabled(),
+        ),
         "mkldnn": torch.backends.mkldnn.enabled,
         "denormals": denormals.flushed(),
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
-    }  # fmt: skip
+    }

@@ -76,21 +76,31 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         mask = None
         if attn_mask is not None:
             mask = attn_mask.detach().requires_grad_(attn_mask.requires_grad)
         options = {
-            "attn_mask": mask, "dropout_p": dropout_p, "is_causal": bool(is_causal),
-            "scale": scale, "enable_gqa": enable_gqa,
-        }  # fmt: skip
+            "attn_mask": mask,
+            "dropout_p": dropout_p,
+            "is_causal": bool(is_causal),
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+        }
         looks = [
             (t.shape, t.stride(), t.dtype, t.requires_grad)
-            for t in (query, key, value, mask) if t is not None
-        ]  # fmt: skip
+            for t in (query, key, value, mask)
+            if t is not None
+        ]
         kind = (*looks, mask is None, dropout_p, bool(is_causal), scale, enable_gqa)
         if kind in self.calls:
             self.calls[kind].times += 1
@@ -128,10 +138,15 @@ def _dispatch(call: Call) -> str:
 
 
 def plain(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Matmul, softmax, matmul: what scaled_dot_product_attention computes, written out.
 
     The scale goes into the keys. After the product, where it is usually written, inductor would
@@ -161,10 +176,15 @@ def plain(
 
 
 def xformers(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The memory-efficient kernel of xFormers, which has the heads last but one."""
     ops = import_module("xformers.ops")
     if enable_gqa:
@@ -179,9 +199,13 @@ def xformers(
             )
         bias = attn_mask.to(query.dtype).expand(full)
     out: Tensor = ops.memory_efficient_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_bias=bias, p=dropout_p, scale=scale,
-    )  # fmt: skip
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_bias=bias,
+        p=dropout_p,
+        scale=scale,
+    )
     return out.transpose(1, 2)
 
 
@@ -245,9 +269,12 @@ def refusal(name: str, calls: Iterable[Call], model: nn.Module) -> str | None:
 
 
 def race(
-    names: Sequence[str], first: str, calls: Sequence[Call], model: nn.Module,
+    names: Sequence[str],
+    first: str,
+    calls: Sequence[Call],
+    model: nn.Module,
     wait: Callable[[], None],
-) -> dict[str, list[float]]:  # fmt: skip
+) -> dict[str, list[float]]:
     """Seconds of forward and backward relative to those of `first`, a number a round.
 
     The rounds are interleaved and every other one runs backwards, so that a machine which slows

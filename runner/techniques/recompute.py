@@ -255,13 +255,16 @@ def _selective() -> Callable[[], Contexts]:
 
     aten = torch.ops.aten
     costly = {
-        aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
-    }  # fmt: skip
+    }
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in costly:

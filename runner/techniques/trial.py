@@ -41,9 +41,13 @@ def untouched(draft: Draft) -> Iterator[None]:
     Raises NotRestorable before any call where that is not possible.
     """
     with state.untouched(
-        draft.model, draft.forward, draft.objective, device=draft.device.torch,
-        safe=state.large_parameters(draft.model), complete=True,
-    ):  # fmt: skip
+        draft.model,
+        draft.forward,
+        draft.objective,
+        device=draft.device.torch,
+        safe=state.large_parameters(draft.model),
+        complete=True,
+    ):
         yield
 
 

@@ -11,8 +11,14 @@ import pytest
 from runner import build, compose, train
 from runner.hooks import epochs
 
-OVERRIDES = ["device.threads=1", "monitoring.progress=false", "data=cancer", "model.width=8",
-             "optimization=none", "monitoring.every=7"]  # fmt: skip
+OVERRIDES = [
+    "device.threads=1",
+    "monitoring.progress=false",
+    "data=cancer",
+    "model.width=8",
+    "optimization=none",
+    "monitoring.every=7",
+]
 
 
 def seconds(folder: Path) -> list[float]:
@@ -26,8 +32,11 @@ def test_each_epoch_is_said_at_debug_level_and_the_record_has_the_time(
     with caplog.at_level(logging.DEBUG, "runner"):
         with build(compose([*OVERRIDES, "training.epochs=3"]), tmp_path) as run:
             summary = train(run)
-    said = [record for record in caplog.records if record.name == "runner"
-            and record.getMessage().startswith("epoch ")]  # fmt: skip
+    said = [
+        record
+        for record in caplog.records
+        if record.name == "runner" and record.getMessage().startswith("epoch ")
+    ]
     assert [record.getMessage().split()[1] for record in said] == ["1", "2", "3"]
     assert {record.levelno for record in said} == {logging.DEBUG}
     times = [float(record.getMessage().split()[-2]) for record in said]

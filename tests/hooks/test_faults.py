@@ -15,10 +15,15 @@ from runner.hook import Report, Step
 from runner.run import Run
 
 POISONED = [
-    "data._target_=my_package.Noisy", "security.trusted=[my_package]", "+data.poison=[7]",
-    "model._target_=my_package.Net", "training.epochs=4", "training.batch_size=16",
-    "optimization=none", "monitoring.every=4",
-]  # fmt: skip
+    "data._target_=my_package.Noisy",
+    "security.trusted=[my_package]",
+    "+data.poison=[7]",
+    "model._target_=my_package.Net",
+    "training.epochs=4",
+    "training.batch_size=16",
+    "optimization=none",
+    "monitoring.every=4",
+]
 
 
 def test_every_fault_is_in_the_history_in_tensorboard_and_in_pictures(
@@ -64,10 +69,15 @@ class Watcher(Hook):
 def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called() -> None:
     name = f"{__name__}.Watcher"
     package = __name__.partition(".")[0]
-    config = compose([
-        f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]", f"security.trusted=[{package}]",
-        "training.steps=20", "optimization=none", "monitoring.progress=false",
-    ])  # fmt: skip
+    config = compose(
+        [
+            f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]",
+            f"security.trusted=[{package}]",
+            "training.steps=20",
+            "optimization=none",
+            "monitoring.progress=false",
+        ]
+    )
     with build(config) as run:
         train(run)
         first, second = run.hooks[-2:]

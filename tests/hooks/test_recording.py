@@ -120,9 +120,15 @@ def test_a_run_has_one_row_of_hparams_texts_and_a_picture_of_its_last_best(
         watcher.on_validation(run, evaluation(2))  # too early for a look, so it is made up for
     found = events(tmp_path)
     count = Counter(value.tag for _, value in found)
-    for tag in ("_hparams_/session_start_info", "_hparams_/session_end_info", "about/config",
-                "about/origin", "custom_scalars__config__", "val/confusion",
-                "val/predictions"):  # fmt: skip
+    for tag in (
+        "_hparams_/session_start_info",
+        "_hparams_/session_end_info",
+        "about/config",
+        "about/origin",
+        "custom_scalars__config__",
+        "val/confusion",
+        "val/predictions",
+    ):
         assert count[tag] == 1, tag
     texts = {
         value.tag: value.tensor.string_val[0].decode()
@@ -164,9 +170,13 @@ def test_a_swept_key_has_a_column_of_its_own_with_all_its_values_and_comes_first
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(None, api_pb2.STATUS_SUCCESS), (ValueError(), api_pb2.STATUS_FAILURE),
-     (Interrupted(2), None), (KeyboardInterrupt(), api_pb2.STATUS_FAILURE)],
-)  # fmt: skip
+    [
+        (None, api_pb2.STATUS_SUCCESS),
+        (ValueError(), api_pb2.STATUS_FAILURE),
+        (Interrupted(2), None),
+        (KeyboardInterrupt(), api_pb2.STATUS_FAILURE),
+    ],
+)
 def test_the_row_says_how_the_run_ended_unless_it_can_be_resumed(
     make_run: MakeRun, tmp_path: Path, error: BaseException | None, status: int | None
 ) -> None:

@@ -20,8 +20,15 @@ from runner.stability.config import WatchConfig
 from runner.summary import Summary
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["data=cancer", "training.steps=60", "monitoring.every=10", "monitoring.progress=false",
-         "device=cpu", "device.threads=1", "optimization=none"]  # fmt: skip
+QUICK = [
+    "data=cancer",
+    "training.steps=60",
+    "monitoring.every=10",
+    "monitoring.progress=false",
+    "device=cpu",
+    "device.threads=1",
+    "optimization=none",
+]
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 

@@ -66,9 +66,17 @@ def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
     noise = torch.get_rng_state()
     loader = DataLoader(TensorDataset(inputs, target), batch_size=40)
     result = benchmark_optimizations(
-        model, loader, ["none"], techniques=[Waste(size=1024)], optimizer=optimizer,
-        metrics={"weights": weights}, budget_s=3, parity=False, control=False, folder=tmp_path,
-    )  # fmt: skip
+        model,
+        loader,
+        ["none"],
+        techniques=[Waste(size=1024)],
+        optimizer=optimizer,
+        metrics={"weights": weights},
+        budget_s=3,
+        parity=False,
+        control=False,
+        folder=tmp_path,
+    )
     assert [(arm.name, arm.status) for arm in result.arms] == [("none", "done"), ("Waste", "done")]
     plain, waste = result.arms
     assert plain.samples_per_step == waste.samples_per_step == 40  # the loader's
@@ -161,9 +169,13 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "bare.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode != 0
     assert done.stderr.count("Traceback") == 1  # where it was called, and nothing of the processes
     (last,) = [line for line in done.stderr.splitlines() if 'if __name__ == "__main__"' in line]
@@ -175,8 +187,13 @@ def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(tmp_path: Path) 
         "model = nn.Linear(4, 2)", "class Mine(nn.Linear): ...\nmodel = Mine(4, 2)"
     )
     done = subprocess.run(
-        [sys.executable, "-"], input=lines, cwd=tmp_path, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-"],
+        input=lines,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert "Mine was defined in a notebook or shell" in done.stderr
     assert "put it into a module" in done.stderr

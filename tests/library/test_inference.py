@@ -83,8 +83,9 @@ def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(sh
     assert model.seen == [11, 6, 3, 3, 3, 2]
     assert result.ok and result.pieces == 4
     assert result.problems == [
-        "out of memory with 11 samples; 6 at a time", "out of memory with 6 samples; 3 at a time",
-    ]  # fmt: skip
+        "out of memory with 11 samples; 6 at a time",
+        "out of memory with 6 samples; 3 at a time",
+    ]
 
 
 def test_one_sample_that_does_not_fit_is_one_clear_error_or_in_the_result() -> None:
@@ -114,8 +115,9 @@ def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
     assert torch.equal(order, torch.arange(4))
     assert not result.ok and result.non_finite == 4
     assert result.problems == [
-        "inputs: 1 NaN of 16 values", "output[0]: 2 NaN and 2 Inf of 16 values",
-    ]  # fmt: skip
+        "inputs: 1 NaN of 16 values",
+        "output[0]: 2 NaN and 2 Inf of 16 values",
+    ]
     largest = safe_inference(Broken(), x).output[0][1, 1]
     assert largest == torch.finfo(torch.float32).max
     kept = safe_inference(Broken(), x, sanitise=False)
@@ -124,11 +126,14 @@ def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [TimeoutError("no answer"), ConnectionResetError("gone"),
-     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
-     OSError("Resource temporarily unavailable")],
+    [
+        TimeoutError("no answer"),
+        ConnectionResetError("gone"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+        OSError("Resource temporarily unavailable"),
+    ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_an_error_that_passes_is_tried_again(error: Exception) -> None:
     result = safe_inference(Flaky(error, error), torch.randn(4, 4))
     assert result.ok and result.retries == 2

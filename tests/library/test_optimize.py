@@ -101,8 +101,9 @@ def test_a_class_stays_a_class_that_is_called_faster(tmp_path: Any) -> None:
     out = net(x, scale=2.0)["y"]
     assert isinstance(net, Net)
     assert list(net.state_dict()) == ["layer.weight", "layer.bias"]
-    assert torch.allclose(out, 2 * nn.functional.linear(x, net.layer.weight, net.layer.bias),
-                          atol=0.05)  # fmt: skip
+    assert torch.allclose(
+        out, 2 * nn.functional.linear(x, net.layer.weight, net.layer.bias), atol=0.05
+    )
     assert row(net.optimized, "amp").engaged
     other = copy.deepcopy(net)
     assert torch.equal(other(x)["y"], net(x)["y"])

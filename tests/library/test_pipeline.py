@@ -20,9 +20,13 @@ QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=1", "optimiz
 
 def test_digits_are_learned_and_recorded(net: nn.Module, digits: Any, tmp_path: Path) -> None:
     with create_training_pipeline(
-        net, digits[0], validation=digits[1], level="basic", folder=tmp_path / "run",
+        net,
+        digits[0],
+        validation=digits[1],
+        level="basic",
+        folder=tmp_path / "run",
         overrides=[*QUICK, "training.epochs=8"],
-    ) as pipeline:  # fmt: skip
+    ) as pipeline:
         summary = pipeline.train()
         assert pipeline.evaluate() == summary.metrics
     assert summary.metrics["val/accuracy"] > 0.95
@@ -44,12 +48,17 @@ def test_one_cut_off_goes_on_to_the_same_bits(digits: Any, tmp_path: Path) -> No
 
     def trained(folder: Path, hooks: list[Hook], resume: str = "none") -> dict[str, Tensor]:
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2),
-                              nn.Linear(16, 10))  # fmt: skip
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10)
+        )
         with create_training_pipeline(
-            model, digits[0], level="basic", folder=folder, hooks=hooks,
+            model,
+            digits[0],
+            level="basic",
+            folder=folder,
+            hooks=hooks,
             overrides=[*QUICK, "training.steps=60", f"checkpoint.resume={resume}"],
-        ) as pipeline:  # fmt: skip
+        ) as pipeline:
             pipeline.train()
         return model.state_dict()
 
@@ -62,14 +71,19 @@ def test_one_cut_off_goes_on_to_the_same_bits(digits: Any, tmp_path: Path) -> No
 def test_a_data_set_and_an_optimizer_of_the_callers(net: nn.Module, digits: Any) -> None:
     optimizer = torch.optim.SGD(
         [{"params": net[1].parameters(), "lr": 0.0}, {"params": net[4].parameters()}],
-        lr=0.1, momentum=0.9,
-    )  # fmt: skip
+        lr=0.1,
+        momentum=0.9,
+    )
     frozen = net[1].weight.detach().clone()
     x, y = digits[0]
     with create_training_pipeline(
-        net, TensorDataset(x[:400], y[:400]), optimizer=optimizer, level="basic", record=False,
+        net,
+        TensorDataset(x[:400], y[:400]),
+        optimizer=optimizer,
+        level="basic",
+        record=False,
         overrides=[*QUICK, "training.epochs=6", "data.workers=0"],
-    ) as pipeline:  # fmt: skip
+    ) as pipeline:
         summary = pipeline.train()
         assert pipeline.folder is None
     assert summary.metrics["val/accuracy"] > 0.7
@@ -90,9 +104,13 @@ def test_a_loss_of_the_callers_over_dicts_and_arrays() -> None:
     data = {"a": rng.normal(size=300), "b": rng.normal(size=300)}
     data["y"] = 2 * data["a"] - data["b"] + 1
     with create_training_pipeline(
-        Named(), data, loss_fn=nn.functional.l1_loss, level="none", record=False,
+        Named(),
+        data,
+        loss_fn=nn.functional.l1_loss,
+        level="none",
+        record=False,
         overrides=[*QUICK, "training.steps=400", "optimizer.lr=0.05", "schedule=linear"],
-    ) as pipeline:  # fmt: skip
+    ) as pipeline:
         assert pipeline.train().metrics["val/loss"] < 0.1
 
 

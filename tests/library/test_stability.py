@@ -220,13 +220,14 @@ def test_every_kind_of_clipping_is_there(net: Any, batches: list[Batch], overrid
         optimizer = torch.optim.SGD(groups, lr=1.0)
         with Stability(overrides) as stability:
             loop(model, optimizer, [poisoned(batches[0], 20.0)], stability)
-        return torch.cat([(a - b).flatten() for a, b in zip(
-            model.parameters(), net.parameters(), strict=True
-        )]).detach()  # fmt: skip
+        return torch.cat(
+            [(a - b).flatten() for a, b in zip(model.parameters(), net.parameters(), strict=True)]
+        ).detach()
 
-    plain, clipped = moved(["stability.clip_norm=0.1"]), moved([
-        "stability.clip_norm=0.1", f"stability.{override}",
-    ])  # fmt: skip
+    plain, clipped = (
+        moved(["stability.clip_norm=0.1"]),
+        moved(["stability.clip_norm=0.1", f"stability.{override}"]),
+    )
     assert plain.norm() == pytest.approx(0.1, rel=1e-3)
     assert not torch.allclose(plain, clipped, atol=1e-6)
     if "value" in override:

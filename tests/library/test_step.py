@@ -58,8 +58,10 @@ def test_groups_and_a_scheduler_go_on_working_without_a_warning(
     net: nn.Module, twin: nn.Module, batches: Batches
 ) -> None:
     def grouped(model: Any) -> tuple[torch.optim.Optimizer, Any]:
-        groups = [{"params": model[1].parameters(), "lr": 1e-4, "weight_decay": 0.3},
-                  {"params": [*model[2].parameters(), *model[4].parameters()]}]  # fmt: skip
+        groups = [
+            {"params": model[1].parameters(), "lr": 1e-4, "weight_decay": 0.3},
+            {"params": [*model[2].parameters(), *model[4].parameters()]},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-3, 1e-2], 20)
 
@@ -204,9 +206,14 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
 ) -> None:
     before = copy.deepcopy(net.state_dict())
     names = {
-        "net": net, "optimizer": torch.optim.AdamW(net.parameters()), "loss_of": loss_of,
-        "x": batches[0][0], "y": batches[0][1], "nn": nn, "train_step": train_step,
-    }  # fmt: skip
+        "net": net,
+        "optimizer": torch.optim.AdamW(net.parameters()),
+        "loss_of": loss_of,
+        "x": batches[0][0],
+        "y": batches[0][1],
+        "nn": nn,
+        "train_step": train_step,
+    }
     with pytest.raises(UsageError, match=said):
         eval(call, names)  # noqa: S307
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())

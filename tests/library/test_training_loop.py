@@ -38,10 +38,7 @@ ONE_GRAPH = ["optimization.whole_step.enabled=true", "optimization.whole_step.cp
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        [],
-        pytest.param(ONE_GRAPH, marks=pytest.mark.skipif(not shutil.which("g++"), reason="g++")),
-    ],
+    [[], pytest.param(ONE_GRAPH, marks=pytest.mark.skipif(not shutil.which("g++"), reason="g++"))],
 )
 def test_the_curve_is_that_of_the_plain_loop_and_its_scheduler(
     net: nn.Module, twin: nn.Module, batches: Batches, overrides: list[str]

@@ -97,21 +97,33 @@ def test_the_options_keys_reach_the_objective() -> None:
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [
-        (ObjectiveConfig(kind="regression"), LABELS,
-         r"objective\.kind: regression does not fit .* classification; use objective=auto"),
+        (
+            ObjectiveConfig(kind="regression"),
+            LABELS,
+            r"objective\.kind: regression does not fit .* classification; use objective=auto",
+        ),
         (ObjectiveConfig(kind="classification"), TEXT, r"does not fit .* language_modelling"),
-        (ObjectiveConfig(), Sizes("ranking"),
-         r"task is 'ranking'.*name a loss by objective\._target_"),
+        (
+            ObjectiveConfig(),
+            Sizes("ranking"),
+            r"task is 'ranking'.*name a loss by objective\._target_",
+        ),
         (ObjectiveConfig(), Sizes("classification", 4), r"needs the number of classes"),
-        (ObjectiveConfig(label_smoothing=0.1), NUMBERS,
-         r"objective\.label_smoothing: means nothing to regression; it is for classification"),
+        (
+            ObjectiveConfig(label_smoothing=0.1),
+            NUMBERS,
+            r"objective\.label_smoothing: means nothing to regression; it is for classification",
+        ),
         (ObjectiveConfig(label_smoothing=0.1), TEXT, r"means nothing to language_modelling"),
         (ObjectiveConfig(ignore_index=0), NUMBERS, r"objective\.ignore_index: means nothing"),
         (ObjectiveConfig(label_smoothing=0.1, _target_="mine.loss"), LABELS, "nothing to custom"),
-        (ObjectiveConfig(arguments={"gamma": 2}), LABELS,
-         r"objective\.gamma: there is no such key"),
+        (
+            ObjectiveConfig(arguments={"gamma": 2}),
+            LABELS,
+            r"objective\.gamma: there is no such key",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_an_error_that_names_the_way_out(
     config: ObjectiveConfig, sizes: Sizes, says: str
 ) -> None:

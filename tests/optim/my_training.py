@@ -100,9 +100,11 @@ class Net(nn.Module):
     def __init__(self, in_features: int, classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(in_features, 8, bias=False), nn.BatchNorm1d(8, affine=False), nn.Tanh(),
+            nn.Linear(in_features, 8, bias=False),
+            nn.BatchNorm1d(8, affine=False),
+            nn.Tanh(),
             nn.Linear(8, classes, bias=False),
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)

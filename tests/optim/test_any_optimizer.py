@@ -25,8 +25,22 @@ from runner.step import make_step
 
 from .my_training import Net
 
-TORCHS = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax",
-          "Adadelta", "ASGD", "Adafactor", "Muon", "SparseAdam"]  # fmt: skip
+TORCHS = [
+    "AdamW",
+    "Adam",
+    "SGD",
+    "Adagrad",
+    "RMSprop",
+    "Rprop",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "ASGD",
+    "Adafactor",
+    "Muon",
+    "SparseAdam",
+]
 OWN = ["SignedAdamW", "Renamed", "ShrunkSGD", "ShrunkAdam", "PlainInit", "FromScratch"]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in TORCHS},
@@ -40,23 +54,32 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 EAGER = ["optimization.compile.enabled=false", "optimization.whole_step.enabled=false"]
 LEVELS = {
-    "none": [], "basic": [], "advanced": EAGER, "ultra": EAGER,
+    "none": [],
+    "basic": [],
+    "advanced": EAGER,
+    "ultra": EAGER,
     "compiled": ["optimization.whole_step.cpp_wrapper=false"],
-}  # fmt: skip
+}
 COMPILED = ["AdamW", "SGD momentum", "Adagrad", "NAdam", "SignedAdamW", "ShrunkSGD"]
 CASES = [
     *[("basic", name) for name in OPTIMIZERS],
     *[
         pytest.param(level, name, marks=pytest.mark.slow)
-        for level in ("advanced", "ultra") for name in OPTIMIZERS
+        for level in ("advanced", "ultra")
+        for name in OPTIMIZERS
     ],
     *[
-        pytest.param("compiled", name, marks=[
-            pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-        ])
+        pytest.param(
+            "compiled",
+            name,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+            ],
+        )
         for name in COMPILED
     ],
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -67,14 +90,25 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def composed(level: str, model: str) -> RunConfig:
     group = "ultra" if level == "compiled" else level
-    return compose([
-        "device=cpu", "device.threads=1", "monitoring.progress=false", f"optimization={group}",
-        "data._target_=my_training.Rows", f"model._target_=my_training.{model}",
-        "security.trusted=[my_training,transformers]", "checks.inputs.enabled=false",
-        "checks.model.enabled=false", "optimizer.ema=0.9", "schedule=cosine",
-        "training.batch_size=16", "training.steps=20", "training.validate_every=1000",
-        *LEVELS[level],
-    ])  # fmt: skip
+    return compose(
+        [
+            "device=cpu",
+            "device.threads=1",
+            "monitoring.progress=false",
+            f"optimization={group}",
+            "data._target_=my_training.Rows",
+            f"model._target_=my_training.{model}",
+            "security.trusted=[my_training,transformers]",
+            "checks.inputs.enabled=false",
+            "checks.model.enabled=false",
+            "optimizer.ema=0.9",
+            "schedule=cosine",
+            "training.batch_size=16",
+            "training.steps=20",
+            "training.validate_every=1000",
+            *LEVELS[level],
+        ]
+    )
 
 
 def config(name: str, level: str, lr: float = 0.02, **stability: Any) -> RunConfig:
@@ -121,8 +155,9 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(name: str, level: str
             assert (run.whole is not None and run.whole.steps > 0) == one_graph
             update = run.update
             own = {k: v for k, v in vars(update.optimizer).items() if k in ("calls", "velocity")}
-            results.append([run.model.state_dict(), update.state(), own,
-                            update.lr_at(int(update.updates))])  # fmt: skip
+            results.append(
+                [run.model.state_dict(), update.state(), own, update.lr_at(int(update.updates))]
+            )
     assert_same(*results)
 
 

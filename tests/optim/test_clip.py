@@ -151,9 +151,12 @@ def test_an_adaptive_limit_lets_weights_that_are_zero_move() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     nn.init.zeros_(net[0].weight)  # type: ignore[arg-type]
     update = OptimizerStep(
-        net, torch.optim.SGD(net.parameters(), lr=1.0),
-        StabilityConfig(clip_norm=None, clip_adaptive=0.5), 1.0, [1.0],
-    )  # fmt: skip
+        net,
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        StabilityConfig(clip_norm=None, clip_adaptive=0.5),
+        1.0,
+        [1.0],
+    )
     update.begin()
     loss = 100 * net(torch.ones(3, 4)).square().sum()
     loss.backward()
@@ -166,9 +169,12 @@ def test_the_only_layer_of_a_model_is_not_left_out() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False))
     before = copy.deepcopy(net)
     update = OptimizerStep(
-        net, torch.optim.SGD(net.parameters(), lr=1.0),
-        StabilityConfig(clip_norm=None, clip_adaptive=0.01), 1.0, [1.0],
-    )  # fmt: skip
+        net,
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        StabilityConfig(clip_norm=None, clip_adaptive=0.01),
+        1.0,
+        [1.0],
+    )
     update.begin()
     loss = 100 * net(torch.ones(3, 4)).sum()
     loss.backward()
@@ -190,13 +196,25 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
             self.largest.append(max(float(g.abs().max()) for g in gradients))
 
     overrides = [
-        "device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none",
-        "data=synthetic", "data.form=tabular", "data.features=16", "data.samples=128",
-        "training.batch_size=32", "training.steps=6", "model.width=16", "model.depth=1",
-        "optimizer.name=SGD", "optimizer.lr=1.0", "optimizer.weight_decay=0",
+        "device=cpu",
+        "device.threads=2",
+        "monitoring.progress=false",
+        "optimization=none",
+        "data=synthetic",
+        "data.form=tabular",
+        "data.features=16",
+        "data.samples=128",
+        "training.batch_size=32",
+        "training.steps=6",
+        "model.width=16",
+        "model.depth=1",
+        "optimizer.name=SGD",
+        "optimizer.lr=1.0",
+        "optimizer.weight_decay=0",
         "stability.clip_value=1e-4",
-        "stability.clip_adaptive=0.5", "stability.clip_norm=null",
-    ]  # fmt: skip
+        "stability.clip_adaptive=0.5",
+        "stability.clip_norm=null",
+    ]
     weights = []
     for micro_batch in (32, 8):
         looks = Looks()

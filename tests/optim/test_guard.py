@@ -47,9 +47,11 @@ def model(name: str) -> nn.Module:
     torch.manual_seed(0)
     plain = name != "Muon"  # which is for matrices only
     return nn.Sequential(
-        nn.Linear(6, 8, bias=plain), nn.BatchNorm1d(8, affine=plain), nn.ReLU(),
+        nn.Linear(6, 8, bias=plain),
+        nn.BatchNorm1d(8, affine=plain),
+        nn.ReLU(),
         nn.Linear(8, 3, bias=plain),
-    )  # fmt: skip
+    )
 
 
 def batches(count: int) -> list[Batch]:
@@ -115,8 +117,12 @@ def bad_ones(like: Batch) -> dict[str, tuple[Batch, float]]:
 
 
 # fused kernels take the flag and need no undoing; lists take a rate on the device on CUDA only
-WAYS = {"steady": (FUSED, LISTS, LOOP, {}), "scheduled": (FUSED, LISTS, LOOP, {}),
-        "undone": (LISTS, LOOP, {}), "undone scheduled": (LOOP, {})}  # fmt: skip
+WAYS = {
+    "steady": (FUSED, LISTS, LOOP, {}),
+    "scheduled": (FUSED, LISTS, LOOP, {}),
+    "undone": (LISTS, LOOP, {}),
+    "undone scheduled": (LOOP, {}),
+}
 
 
 @pytest.mark.parametrize(
@@ -146,8 +152,12 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
     assert_same(*results)
 
 
-SPARSE = [("SGD", {"momentum": 0.9}, {}), ("SGD", {}, LISTS), ("Adagrad", {}, {}),
-          ("SparseAdam", {}, {})]  # fmt: skip
+SPARSE = [
+    ("SGD", {"momentum": 0.9}, {}),
+    ("SGD", {}, LISTS),
+    ("Adagrad", {}, {}),
+    ("SparseAdam", {}, {}),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes sparse tensors
@@ -190,23 +200,42 @@ RUNS = [
     ["optimizer.name=RAdam", "optimization.fused_optimizer.enabled=true"],
     ["optimizer=sgd", "optimizer.lr=0.05"],
     pytest.param(
-        ["optimizer.name=AdamW", "optimization.fused_optimizer.enabled=true",
-         "optimization.whole_step.enabled=true", "optimization.whole_step.cpp_wrapper=false"],
-        marks=[pytest.mark.slow,
-               pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")],
+        [
+            "optimizer.name=AdamW",
+            "optimization.fused_optimizer.enabled=true",
+            "optimization.whole_step.enabled=true",
+            "optimization.whole_step.cpp_wrapper=false",
+        ],
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++"),
+        ],
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("overrides", RUNS)
 def test_so_it_is_in_a_real_run(overrides: list[str]) -> None:
     whole = "optimization.whole_step.enabled=true" in overrides
-    config = compose([
-        "device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none",
-        "data=digits", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1",
-        "optimizer.ema=0.9", "schedule=cosine", "training.steps=9", "training.batch_size=16",
-        f"training.micro_batch={16 if whole else 4}", *overrides,
-    ])  # fmt: skip
+    config = compose(
+        [
+            "device=cpu",
+            "device.threads=2",
+            "monitoring.progress=false",
+            "optimization=none",
+            "data=digits",
+            "model=cnn",
+            "model.width=4",
+            "model.stages=1",
+            "model.blocks=1",
+            "optimizer.ema=0.9",
+            "schedule=cosine",
+            "training.steps=9",
+            "training.batch_size=16",
+            f"training.micro_batch={16 if whole else 4}",
+            *overrides,
+        ]
+    )
     results = []
     for bad in (False, True):
         with build(config) as run:
@@ -228,11 +257,22 @@ def test_so_it_is_in_a_real_run(overrides: list[str]) -> None:
 
 
 def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_infinity() -> None:
-    config = compose([
-        "device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none",
-        "data=digits", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1",
-        "training.batch_size=16", "training.steps=9", "stability.guard=false",
-    ])  # fmt: skip
+    config = compose(
+        [
+            "device=cpu",
+            "device.threads=2",
+            "monitoring.progress=false",
+            "optimization=none",
+            "data=digits",
+            "model=cnn",
+            "model.width=4",
+            "model.stages=1",
+            "model.blocks=1",
+            "training.batch_size=16",
+            "training.steps=9",
+            "stability.guard=false",
+        ]
+    )
     for guard in (False, True):
         with build(config) as run:
             run.update.guard = guard
@@ -346,11 +386,21 @@ class Between(Hook):
 
 
 LOOP_OF = [
-    "device.threads=2", "monitoring.progress=false", "monitoring.every=6", "training.steps=24",
-    "training.batch_size=16", "model=cnn", "model.width=4", "model.stages=1", "model.blocks=1",
-    "data=digits", "optimization=none", "training.validate_every=1000", "optimizer.ema=0.9",
+    "device.threads=2",
+    "monitoring.progress=false",
+    "monitoring.every=6",
+    "training.steps=24",
+    "training.batch_size=16",
+    "model=cnn",
+    "model.width=4",
+    "model.stages=1",
+    "model.blocks=1",
+    "data=digits",
+    "optimization=none",
+    "training.validate_every=1000",
+    "optimizer.ema=0.9",
     "checks.inputs.enabled=false",  # they read a batch where it lies, before it is moved
-]  # fmt: skip
+]
 QUICK = "optimization.fused_optimizer.enabled=true"
 
 

@@ -18,11 +18,21 @@ from runner.optim.optimizer_step import OptimizerStep
 from runner.stability.config import StabilityConfig
 
 OWN: dict[str, dict[str, Any]] = {
-    "SGD": {}, "SGD momentum": {"momentum": 0.9, "nesterov": True}, "SGD fused": {"fused": True},
-    "Adam": {"amsgrad": True}, "AdamW": {"fused": True}, "NAdam": {}, "RAdam": {}, "Adamax": {},
-    "Adagrad": {"lr_decay": 0.1}, "Adadelta": {}, "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {}, "ASGD": {"capturable": False}, "Adafactor": {},
-}  # fmt: skip
+    "SGD": {},
+    "SGD momentum": {"momentum": 0.9, "nesterov": True},
+    "SGD fused": {"fused": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adagrad": {"lr_decay": 0.1},
+    "Adadelta": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "ASGD": {"capturable": False},
+    "Adafactor": {},
+}
 Change = Callable[[dict[int, dict[str, Any]]], object]
 
 
@@ -70,7 +80,7 @@ SWITCHED: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("AdamW", {"amsgrad": True}, {}, {"step", "exp_avg", "exp_avg_sq"}),
     ("RMSprop", {"momentum": 0.9}, {"fused": None}, {"step", "square_avg"}),
     ("AdamW", {"fused": True}, {"foreach": True}, {"step", "exp_avg", "exp_avg_sq"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "before", "then", "kept"), SWITCHED)
@@ -133,7 +143,7 @@ def by_text(state: dict[Any, Any]) -> None:
         ("AdamW", lambda state: state.update({1: [1, 2]}), "the state of a weight is a list"),
         ("AdamW", lambda state: state.update({99: {}}), "keyed by the numbers of its weights"),
     ],
-)  # fmt: skip
+)
 def test_what_no_update_leaves_is_refused_by_name(name: str, change: Change, says: str) -> None:
     optimizer, _ = updated(name)
     saved = deepcopy(optimizer.state_dict())

@@ -13,15 +13,33 @@ from torch import Tensor
 from runner import build, compose
 from runner.run import Run
 
-OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false",
-        "optimization=basic", "training.validate_every=1000", "schedule=constant",
-        "data.workers=0"]  # fmt: skip
-LINE = [*OURS, "data._target_=my_package.Line", "model=mlp", "model.width=8", "optimizer.lr=0.01",
-        "training.batch_size=20"]  # fmt: skip
-NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net",
-         "training.batch_size=20"]  # fmt: skip
-WATCHFUL = [f"stability.spike.{key}" for key in
-            ("at_least=10", "window=20", "threshold=5", "ratio=3", "floor=0")]  # fmt: skip
+OURS = [
+    "security.trusted=[my_package]",
+    "device.threads=1",
+    "monitoring.progress=false",
+    "optimization=basic",
+    "training.validate_every=1000",
+    "schedule=constant",
+    "data.workers=0",
+]
+LINE = [
+    *OURS,
+    "data._target_=my_package.Line",
+    "model=mlp",
+    "model.width=8",
+    "optimizer.lr=0.01",
+    "training.batch_size=20",
+]
+NOISY = [
+    *OURS,
+    "data._target_=my_package.Noisy",
+    "model._target_=my_package.Net",
+    "training.batch_size=20",
+]
+WATCHFUL = [
+    f"stability.spike.{key}"
+    for key in ("at_least=10", "window=20", "threshold=5", "ratio=3", "floor=0")
+]
 
 Change = Callable[[Tensor], Tensor]
 

@@ -77,9 +77,11 @@ def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
     assert "times what is usual" in fourth
     found = anomalies(tmp_path)
     assert [(row["step"], row["kind"], row["action"]) for row in found] == [
-        (11, "non_finite", "skipped"), (22, "non_finite", "skipped"),
-        (45, "spike", "skipped"), (53, "spike", "skipped"),
-    ]  # fmt: skip
+        (11, "non_finite", "skipped"),
+        (22, "non_finite", "skipped"),
+        (45, "spike", "skipped"),
+        (53, "spike", "skipped"),
+    ]
     assert found[0]["nonfinite"] == {"loss": "nan", "grad_norm": "nan"}
     assert found[2]["grad_norm"] > found[2]["grad_norm_limit"]
 
@@ -138,8 +140,10 @@ def test_nan_in_the_weights_goes_back_to_what_is_good(where: str, tmp_path: Path
         run.hooks.append(Ruin(12))
         summary = train(run)
         assert math.isfinite(summary.metrics["val/loss"])
-        steps = {k: sum((f.steps for f in run.history.faults.values() if f.kind == k), [])
-                 for k in run.history.counts}  # fmt: skip
+        steps = {
+            k: sum((f.steps for f in run.history.faults.values() if f.kind == k), [])
+            for k in run.history.counts
+        }
         messages = [f.message for f in run.history.faults.values()]
         assert run.update.lr_at(0) == pytest.approx(0.5 * 0.01)
     assert summary.faults == {"weights": 8, "rollback": 1}
@@ -180,8 +184,12 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
 ) -> None:
     """Those of steps 45 to 55 hold the weights of step 44, from which there was no way on."""
     at = dict.fromkeys(range(45, 61), louder)
-    often = ["checkpoint.every=5", "checkpoint.keep=1", "training.steps=65",
-             "debug.capture.enabled=false"]  # fmt: skip
+    often = [
+        "checkpoint.every=5",
+        "checkpoint.keep=1",
+        "training.steps=65",
+        "debug.capture.enabled=false",
+    ]
     with faulty([*WARM, *WATCHFUL, *often], tmp_path if where == "disk" else None, at) as run:
         run.hooks.append(past := Past(40, 44, 60, 61))
         train(run)
@@ -194,8 +202,12 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
 def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
     """That of step 48 is the newest when a hook asks at step 70."""
     at = dict.fromkeys(range(41, 60), louder)
-    every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70",
-             "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]"]  # fmt: skip
+    every = [
+        "checkpoint.every=24",
+        "checkpoint.keep=9",
+        "training.steps=70",
+        "stability.recovery=[{in_a_row:4,action:rollback},{action:skip}]",
+    ]
     with faulty([*WARM, *WATCHFUL, *every], tmp_path, at) as run:
         run.hooks += [past := Past(24, 48), Back(70)]
         assert train(run).faults["rollback"] == 2
@@ -215,8 +227,10 @@ def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: P
         assert saved is not None
         assert saved.step == 47
         assert saved.state["update"]["backoff"] == run.update.backoff == 0.5
-        assert same([saved.model[name] for name in run.model.state_dict()],
-                    list(run.model.state_dict().values()))  # fmt: skip
+        assert same(
+            [saved.model[name] for name in run.model.state_dict()],
+            list(run.model.state_dict().values()),
+        )
 
 
 def test_what_was_decided_is_decided_again_under_another_table(tmp_path: Path) -> None:
@@ -237,8 +251,12 @@ def test_what_was_decided_is_decided_again_under_another_table(tmp_path: Path) -
 
 
 def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
-    fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30",
-            "optimization.amp.initial_scale=1e8"]  # fmt: skip
+    fp16 = [
+        "optimization=amp",
+        "optimization.amp.dtype=fp16",
+        "training.steps=30",
+        "optimization.amp.initial_scale=1e8",
+    ]
     with faulty([*NOISY, *fp16], tmp_path, {25: times(math.nan)}) as run:
         summary = train(run)
         scale = float(run.update.scale.value)  # type: ignore[union-attr]
@@ -250,9 +268,14 @@ def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_pat
 
 
 def test_the_scale_is_lowered_where_the_table_says_so() -> None:
-    fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30",
-            "optimization.amp.initial_scale=1e8", "monitoring.every=1",
-            "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]"]  # fmt: skip
+    fp16 = [
+        "optimization=amp",
+        "optimization.amp.dtype=fp16",
+        "training.steps=30",
+        "optimization.amp.initial_scale=1e8",
+        "monitoring.every=1",
+        "stability.recovery=[{kind:overflow,action:lower_scale,factor:0.125}]",
+    ]
     with faulty([*NOISY, *fp16]) as run:
         summary = train(run)
         scale = float(run.update.scale.value)  # type: ignore[union-attr]
@@ -327,8 +350,12 @@ def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
     tmp_path: Path,
 ) -> None:
     at = {step: times(math.nan) for step in range(11, 61)}
-    overrides = [*WARM, "stability.recovery=[{kind:any,action:skip}]", "debug.capture.at_most=2",
-                 "stability.max_consecutive_skips=3"]  # fmt: skip
+    overrides = [
+        *WARM,
+        "stability.recovery=[{kind:any,action:skip}]",
+        "debug.capture.at_most=2",
+        "stability.max_consecutive_skips=3",
+    ]
     with faulty(overrides, tmp_path, at) as run:
         with pytest.raises(GaveUp) as caught:
             train(run)
@@ -356,9 +383,15 @@ def poisoned(output: Tensor) -> Tensor:
     return output * math.nan
 
 
-ROUGH = [*LINE, *WATCHFUL, "training.steps=90", "checkpoint.every=25", "monitoring.every=5",
-         "stability.recovery=[{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,"
-         "action:rollback},{action:skip}]"]  # fmt: skip
+ROUGH = [
+    *LINE,
+    *WATCHFUL,
+    "training.steps=90",
+    "checkpoint.every=25",
+    "monitoring.every=5",
+    "stability.recovery=[{kind:spike,action:lower_lr,for_steps:13,factor:0.3},{in_a_row:2,"
+    "action:rollback},{action:skip}]",
+]
 TROUBLE = {37: louder, 38: louder, 52: poisoned, 61: poisoned, 62: poisoned, 63: louder, 77: louder}
 
 
@@ -429,8 +462,16 @@ def test_a_spike_is_one_however_late_the_numbers_come(tmp_path: Path) -> None:
 
 def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None:
     poison = f"+data.poison={list(range(120))}".replace(" ", "")
-    command = [sys.executable, "-m", "runner", f"hydra.run.dir={tmp_path / 'run'}", *NOISY, poison,
-               "training.steps=200", "stability.max_consecutive_skips=4"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "runner",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        *NOISY,
+        poison,
+        "training.steps=200",
+        "stability.max_consecutive_skips=4",
+    ]
     here = Path(__file__).parents[1]
     path = os.pathsep.join([str(here), str(here.parent)])
     done = subprocess.run(

@@ -129,9 +129,15 @@ def test_a_kept_decision_is_made_again_in_words_of_the_run(row: int | None) -> N
 
 @pytest.mark.parametrize(
     "odd",
-    [{"kind": "asked"}, {"kind": "spike"}, {"step": 4}, {"in_a_row": 4}, {"in_a_row": 0},
-     {"since": 4}],
-)  # fmt: skip
+    [
+        {"kind": "asked"},
+        {"kind": "spike"},
+        {"step": 4},
+        {"in_a_row": 4},
+        {"in_a_row": 0},
+        {"since": 4},
+    ],
+)
 def test_a_kept_decision_about_nothing_that_went_wrong_is_let_go_of(odd: dict[str, Any]) -> None:
     assert kept_by(StabilityConfig(), **odd) is None
 

@@ -17,9 +17,16 @@ BOTH = pytest.mark.parametrize("method", list(Method))
 
 def config(method: Method = Method.median, **more: float) -> SpikeConfig:
     return SpikeConfig(
-        **{"window": 50, "at_least": 20, "threshold": 8, "ratio": 3, "floor": 0, "method": method,
-           **more}
-    )  # type: ignore[arg-type]  # fmt: skip
+        **{
+            "window": 50,
+            "at_least": 20,
+            "threshold": 8,
+            "ratio": 3,
+            "floor": 0,
+            "method": method,
+            **more,
+        }
+    )  # type: ignore[arg-type]
 
 
 def noise(count: int, level: float = 1.0, seed: int = 0) -> list[float]:

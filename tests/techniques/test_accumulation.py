@@ -20,9 +20,20 @@ from runner.techniques import accumulation
 from runner.techniques.accumulation import Accumulation
 
 BASE = ["monitoring.progress=false", "device=cpu", "device.threads=1"]
-QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",
-         "optimization=none", "data=synthetic", "data.form=tokens", "data.sequence=64",
-         "data.vocab=64", "data.samples=256", "model=gpt", "model.width=32"]  # fmt: skip
+QUICK = [
+    "training.steps=2",
+    "monitoring.progress=false",
+    "device=cpu",
+    "device.threads=2",
+    "optimization=none",
+    "data=synthetic",
+    "data.form=tokens",
+    "data.sequence=64",
+    "data.vocab=64",
+    "data.samples=256",
+    "model=gpt",
+    "model.width=32",
+]
 AUTO = ["optimization.accumulation.enabled=true"]
 MIB = 2**20
 
@@ -123,8 +134,14 @@ def test_a_split_is_even_complete_and_of_the_fewest_parts(most: int) -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-NORMED = [*BASE, "data=digits", "model._target_=my_package.Net", "security.trusted=[my_package]",
-          "optimization=none", "training.batch_size=8"]  # fmt: skip
+NORMED = [
+    *BASE,
+    "data=digits",
+    "model._target_=my_package.Net",
+    "security.trusted=[my_package]",
+    "optimization=none",
+    "training.batch_size=8",
+]
 
 
 @pytest.mark.usefixtures("my_package")

@@ -21,10 +21,17 @@ from runner.techniques import kernels
 
 QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 GPT = [
-    *QUICK, "data=stdlib_text", "data.sequence=32", "data.validation_samples=8",
-    "training.batch_size=4", "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
+    *QUICK,
+    "data=stdlib_text",
+    "data.sequence=32",
+    "data.validation_samples=8",
+    "training.batch_size=4",
+    "model=gpt",
+    "model.width=32",
+    "model.heads=2",
+    "model.depth=2",
     "optimization.attention.enabled=true",
-]  # fmt: skip
+]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ here")
 
 
@@ -199,10 +206,13 @@ def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
     def switches() -> list[object]:
         cuda = torch.backends.cuda
         return [
-            F.scaled_dot_product_attention, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+            F.scaled_dot_product_attention,
+            cuda.flash_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
             torch.compiler.config.cache_key_tag,
-        ]  # fmt: skip
+        ]
 
     before = switches()
     for kernel in ("plain", "math"):
@@ -220,9 +230,12 @@ def test_a_model_without_attention_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "says"),
-    [("cudnn", "NVIDIA GPUs only"), ("efficient", "NVIDIA GPUs only"),
-     ("xformers", "pip install xformers")],
-)  # fmt: skip
+    [
+        ("cudnn", "NVIDIA GPUs only"),
+        ("efficient", "NVIDIA GPUs only"),
+        ("xformers", "pip install xformers"),
+    ],
+)
 def test_a_kernel_that_cannot_be_had_here_is_a_reason_and_an_error_under_strict(
     kernel: str, says: str
 ) -> None:
@@ -276,9 +289,13 @@ def test_what_a_kernel_cannot_take_is_found_out_by_trying() -> None:
 def test_hugging_faces_bert_gives_the_same_with_padding(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=32, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        attn_implementation="sdpa",
+    )
     model = transformers.BertModel(config).eval()
     ids = torch.randint(0, 50, (2, 12))
     mask = torch.tensor([[1] * 12, [1] * 5 + [0] * 7])

@@ -26,8 +26,11 @@ from runner.technique import Engagement
 
 TOKENS, WIDTH, VOCAB = 50, 16, 301
 QUICK = ["training.steps=3", "monitoring.progress=false", "device=cpu", "device.threads=2"]
-CHUNKED = ["optimization.chunked_loss.enabled=true", "optimization.chunked_loss.min_mb=0",
-           "optimization.chunked_loss.chunk=48"]  # fmt: skip
+CHUNKED = [
+    "optimization.chunked_loss.enabled=true",
+    "optimization.chunked_loss.min_mb=0",
+    "optimization.chunked_loss.chunk=48",
+]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ here")
 
 
@@ -184,9 +187,14 @@ def tokens(tmp_path: Path) -> list[str]:
     ids.tofile(tmp_path / "train.bin")
     ids[:600].tofile(tmp_path / "val.bin")
     return [
-        *QUICK, "data=tokens", f"data.path={tmp_path}", "data.vocab=300", "data.sequence=16",
-        "training.batch_size=12", "security.trusted=[techniques]",
-    ]  # fmt: skip
+        *QUICK,
+        "data=tokens",
+        f"data.path={tmp_path}",
+        "data.vocab=300",
+        "data.sequence=16",
+        "training.batch_size=12",
+        "security.trusted=[techniques]",
+    ]
 
 
 OURS = ["model=gpt", "model.width=16", "model.heads=2", "model.depth=1"]
@@ -215,8 +223,10 @@ def test_the_evidence_is_the_largest_slice_that_was_made(tokens: list[str]) -> N
     row = engagement(*tokens, *OURS, *CHUNKED)
     assert row.engaged, row.reason
     assert {k: row.evidence[k] for k in ("tokens", "vocab", "chunks")} == {
-        "tokens": 192, "vocab": 300, "chunks": 4,
-    }  # fmt: skip
+        "tokens": 192,
+        "vocab": 300,
+        "chunks": 4,
+    }
     assert row.evidence["largest_mb"] == pytest.approx(48 * 300 * 4 / 2**20, abs=0.05)
     assert row.evidence["whole_mb"] == pytest.approx(192 * 300 * 4 / 2**20, abs=0.05)
 
@@ -329,9 +339,14 @@ def hugging_face(vocab: int, sequence: int) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=vocab, n_positions=sequence, n_embd=16, n_layer=1, n_head=2,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocab,
+        n_positions=sequence,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 

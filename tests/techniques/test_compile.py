@@ -26,13 +26,23 @@ needs_compiler = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ["training.steps=4", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 TABLE = [
-    *QUIET, "data=synthetic", "data.form=tabular", "data.features=16", "training.batch_size=32",
-]  # fmt: skip
+    *QUIET,
+    "data=synthetic",
+    "data.form=tabular",
+    "data.features=16",
+    "training.batch_size=32",
+]
 TINY = [*TABLE, "model.width=16", "model.depth=1"]
 TEXT = [
-    *QUIET, "data=stdlib_text", "model=gpt", "model.width=32", "model.depth=3", "model.heads=2",
-    "data.sequence=16", "training.batch_size=4",
-]  # fmt: skip
+    *QUIET,
+    "data=stdlib_text",
+    "model=gpt",
+    "model.width=32",
+    "model.depth=3",
+    "model.heads=2",
+    "data.sequence=16",
+    "training.batch_size=4",
+]
 
 
 def trained(*overrides: str) -> Summary:
@@ -106,8 +116,11 @@ def test_where_the_compiler_fails_the_run_goes_on_without_and_says_why(
         asked = f"optimization.{technique}.enabled=true"
         done = subprocess.run(
             [sys.executable, "-c", code, *TINY, "optimization=basic", asked],
-            capture_output=True, text=True, cwd=ROOT, env=os.environ,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.splitlines()[-1] == "done 4"
         assert '"engaged": false' in done.stdout

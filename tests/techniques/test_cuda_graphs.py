@@ -9,9 +9,11 @@ from runner.errors import ConfigError
 from runner.technique import Engagement
 
 QUICK = [
-    "training.steps=6", "monitoring.progress=false", "optimization=custom",
+    "training.steps=6",
+    "monitoring.progress=false",
+    "optimization=custom",
     "optimization.cuda_graphs.enabled=true",
-]  # fmt: skip
+]
 
 
 def row(*overrides: str) -> Engagement:

@@ -50,9 +50,12 @@ def test_fp16_runs_with_a_loss_scale() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "ran", "guard"),
-    [("AdamW", "fused", "in the kernel"), ("SGD", "fused", "in the kernel"),
-     ("RAdam", "foreach", "host reads a flag")],
-)  # fmt: skip
+    [
+        ("AdamW", "fused", "in the kernel"),
+        ("SGD", "fused", "in the kernel"),
+        ("RAdam", "foreach", "host reads a flag"),
+    ],
+)
 def test_the_fused_optimizer_says_what_ran(optimizer: str, ran: str, guard: str) -> None:
     fused = row(trained("optimization=basic", f"optimizer.name={optimizer}"), "fused_optimizer")
     assert fused.evidence["implementation"] == ran
@@ -108,10 +111,13 @@ def test_tf32_is_refused_on_a_cpu_with_the_reason_and_is_an_error_under_strict()
 def test_a_closed_run_leaves_no_global_switch_behind(tmp_path: Path) -> None:
     def switches() -> list[object]:
         return [
-            torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled(),
-            torch.get_num_threads(), torch.is_autocast_enabled("cpu"),
-            torch.backends.cuda.matmul.allow_tf32, torch.is_grad_enabled(),
-        ]  # fmt: skip
+            torch.is_anomaly_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
+            torch.is_autocast_enabled("cpu"),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.is_grad_enabled(),
+        ]
 
     before = switches()
     trained("debug=anomaly", "optimization=amp", "device.deterministic=true", "device.threads=1")
@@ -137,8 +143,7 @@ def test_what_a_failed_run_never_looked_at_is_not_called_a_fall_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
-    [(["optimization.whole_step.enabled=true"], "whole_step"), ([], "compile")],
+    ("asked", "name"), [(["optimization.whole_step.enabled=true"], "whole_step"), ([], "compile")]
 )
 def test_anomaly_mode_at_every_step_is_said_to_keep_it_from_being_compiled(
     asked: list[str], name: str, caplog: pytest.LogCaptureFixture

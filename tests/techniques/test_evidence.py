@@ -26,9 +26,15 @@ from runner.techniques.pipeline import Pipeline
 from runner.techniques.tf32 import Tf32
 
 QUICK = [
-    "training.steps=4", "monitoring.progress=false", "checkpoint=off", "device=cpu",
-    "device.threads=1", "optimization=none", "data.validation_samples=8", "checks=off",
-]  # fmt: skip
+    "training.steps=4",
+    "monitoring.progress=false",
+    "checkpoint=off",
+    "device=cpu",
+    "device.threads=1",
+    "optimization=none",
+    "data.validation_samples=8",
+    "checks=off",
+]
 TABLE = ["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=400"]
 IMAGES = ["data=synthetic", "data.form=images", "data.samples=200", "data.channels=3"]
 COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
@@ -237,9 +243,16 @@ class Patient(Hook):
 @pytest.mark.usefixtures("my_package")
 def test_the_pipeline_states_how_many_batches_were_ready(patient: bool) -> None:
     seconds = 0.0 if patient else 0.02  # a sample; a step takes far less
-    data = ["data._target_=my_package.Noisy", f"+data.seconds={seconds}", "data.validation=0.1",
-            "security.trusted=[my_package]", "model=mlp", "model.width=8",
-            "training.batch_size=16", "training.steps=12"]  # fmt: skip
+    data = [
+        "data._target_=my_package.Noisy",
+        f"+data.seconds={seconds}",
+        "data.validation=0.1",
+        "security.trusted=[my_package]",
+        "model=mlp",
+        "model.width=8",
+        "training.batch_size=16",
+        "training.steps=12",
+    ]
     asked = [*QUICK, *data, *on("pipeline", "budget_s=0.0001")]
     with build(compose(asked)) as run:
         if run.train.pool is None:  # type: ignore[attr-defined]
@@ -257,8 +270,13 @@ def test_the_pipeline_states_how_many_batches_were_ready(patient: bool) -> None:
 
 @pytest.mark.usefixtures("my_package")
 def test_a_pipeline_whose_loop_waits_as_long_as_without_workers_is_not_engaged() -> None:
-    data = ["data._target_=my_package.Noisy", "+data.seconds=0.002", "data.workers=1",
-            "security.trusted=[my_package]", "model=mlp"]  # fmt: skip
+    data = [
+        "data._target_=my_package.Noisy",
+        "+data.seconds=0.002",
+        "data.workers=1",
+        "security.trusted=[my_package]",
+        "model=mlp",
+    ]
     with build(compose([*QUICK, *data, *on("pipeline")])) as run:
         train(run)
         assert Pipeline(True).engaged(run).engaged
@@ -307,8 +325,9 @@ class OwnStep(torch.optim.AdamW):
 def test_an_optimizer_with_a_step_of_its_own_is_not_fused_whatever_its_options_say() -> None:
     model = nn.Linear(16, 10)
     optimizer = OwnStep(model.parameters(), lr=0.01, fused=True)
-    found = trained("fused_optimizer", [*TABLE, *on("fused_optimizer")], model=model,
-                    optimizer=optimizer)  # fmt: skip
+    found = trained(
+        "fused_optimizer", [*TABLE, *on("fused_optimizer")], model=model, optimizer=optimizer
+    )
     assert not found.engaged
     assert found.reason
 
@@ -325,8 +344,14 @@ def test_accumulation_says_no_once_a_batch_fits_into_one_part() -> None:
 
 
 def test_a_chunked_loss_says_no_once_the_layer_makes_whole_logits() -> None:
-    text = ["data=stdlib_text", "data.sequence=32", "training.batch_size=4", "model=gpt",
-            "model.width=32", "model.depth=1"]  # fmt: skip
+    text = [
+        "data=stdlib_text",
+        "data.sequence=32",
+        "training.batch_size=4",
+        "model=gpt",
+        "model.width=32",
+        "model.depth=1",
+    ]
     with build(compose([*QUICK, *text, *on("chunked_loss", "chunk=16", "min_mb=0")])) as run:
         look(run)
         assert row(run, "chunked_loss").engaged
@@ -470,11 +495,16 @@ def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
 
 @pytest.mark.parametrize(
     ("technique", "measured"),
-    [(Autocast, "operators of a step"), (Remember, "memory for the backward"),
-     (Doubled, "numbers of a step"), (Unfused, "optimizer"),
-     (Precision, "switches of the process"), (Recovery, "recoveries"),
-     (TensorOption, "optimizer")],
-)  # fmt: skip
+    [
+        (Autocast, "operators of a step"),
+        (Remember, "memory for the backward"),
+        (Doubled, "numbers of a step"),
+        (Unfused, "optimizer"),
+        (Precision, "switches of the process"),
+        (Recovery, "recoveries"),
+        (TensorOption, "optimizer"),
+    ],
+)
 def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
     technique: type[Claimed], measured: str
 ) -> None:

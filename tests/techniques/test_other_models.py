@@ -17,25 +17,41 @@ from runner.technique import Engagement
 COMPILES = shutil.which("g++") is not None
 QUIET = ["monitoring.progress=false", "device=cpu", "device.threads=2", "training.steps=6"]
 GPT2 = [
-    "data=stdlib_text", "data.sequence=32", "training.batch_size=4",
-    "model._target_=transformers.GPT2LMHeadModel", "+model.config._target_=transformers.GPT2Config",
-    "+model.config.n_layer=2", "+model.config.n_embd=32", "+model.config.n_head=2",
-    "+model.config.vocab_size=256", "+model.config.n_positions=32",
-    "+model.config.use_cache=false", "security.trusted=[transformers]",
-]  # fmt: skip
+    "data=stdlib_text",
+    "data.sequence=32",
+    "training.batch_size=4",
+    "model._target_=transformers.GPT2LMHeadModel",
+    "+model.config._target_=transformers.GPT2Config",
+    "+model.config.n_layer=2",
+    "+model.config.n_embd=32",
+    "+model.config.n_head=2",
+    "+model.config.vocab_size=256",
+    "+model.config.n_positions=32",
+    "+model.config.use_cache=false",
+    "security.trusted=[transformers]",
+]
 BERT = [
-    "data=stdlib_parts", "data.sequence=32", "training.batch_size=4",
+    "data=stdlib_parts",
+    "data.sequence=32",
+    "training.batch_size=4",
     "model._target_=transformers.BertForSequenceClassification",
-    "+model.config._target_=transformers.BertConfig", "+model.config.num_hidden_layers=2",
-    "+model.config.hidden_size=32", "+model.config.num_attention_heads=2",
-    "+model.config.intermediate_size=64", "+model.config.vocab_size=258",
+    "+model.config._target_=transformers.BertConfig",
+    "+model.config.num_hidden_layers=2",
+    "+model.config.hidden_size=32",
+    "+model.config.num_attention_heads=2",
+    "+model.config.intermediate_size=64",
+    "+model.config.vocab_size=258",
     "+model.config.max_position_embeddings=32",
-    "+model.config.id2label={0:a,1:b,2:c,3:d,4:e,5:f}", "security.trusted=[transformers]",
-]  # fmt: skip
+    "+model.config.id2label={0:a,1:b,2:c,3:d,4:e,5:f}",
+    "security.trusted=[transformers]",
+]
 TABLE = [
-    "data=synthetic", "data.form=tabular", "data.features=16", "training.batch_size=32",
+    "data=synthetic",
+    "data.form=tabular",
+    "data.features=16",
+    "training.batch_size=32",
     "security.trusted=[my_package]",
-]  # fmt: skip
+]
 pytestmark = pytest.mark.usefixtures("my_package")
 
 
@@ -57,8 +73,12 @@ def told(summary: Summary) -> None:
         assert "could not be looked at" not in row.reason, (name, row.reason)
 
 
-LEVELS = ["none", pytest.param("basic", marks=pytest.mark.slow), "memory_efficient",
-          pytest.param("advanced", marks=pytest.mark.slow)]  # fmt: skip
+LEVELS = [
+    "none",
+    pytest.param("basic", marks=pytest.mark.slow),
+    "memory_efficient",
+    pytest.param("advanced", marks=pytest.mark.slow),
+]
 COMPILED = [
     pytest.param(
         level,
@@ -81,18 +101,18 @@ def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: 
 
 
 @pytest.mark.skipif(not COMPILES, reason="compiling needs g++")
-@pytest.mark.parametrize(
-    "model",
-    ["Breaking", "Mapped", "Tied", "Complex", "Statistics"],
-)
+@pytest.mark.parametrize("model", ["Breaking", "Mapped", "Tied", "Complex", "Statistics"])
 def test_a_hard_model_trains_under_ultra_and_each_technique_says_what_became_of_it(
     model: str,
 ) -> None:
     data = ["data._target_=my_package.MappedTable"] if model == "Mapped" else TABLE[:3]
     summary = trained(
-        *data, *TABLE[3:], f"model._target_=my_package.{model}", "optimization=ultra",
+        *data,
+        *TABLE[3:],
+        f"model._target_=my_package.{model}",
+        "optimization=ultra",
         "optimization.whole_step.cpp_wrapper=false",
-    )  # fmt: skip
+    )
     told(summary)
     assert torch.isfinite(torch.tensor(summary.metrics["val/loss"]))
     found = rows(summary)
@@ -117,8 +137,11 @@ def test_batchnorm_under_recompute_counts_each_batch_once() -> None:
         return dict(run.model.named_buffers())
 
     plain = buffers("optimization=none")
-    again = buffers("optimization=none", "optimization.recompute.enabled=true",
-                    "optimization.recompute.what=full")  # fmt: skip
+    again = buffers(
+        "optimization=none",
+        "optimization.recompute.enabled=true",
+        "optimization.recompute.what=full",
+    )
     assert plain
     assert all(torch.equal(again[name], value) for name, value in plain.items())
 
@@ -139,15 +162,20 @@ def test_no_compiler_on_the_path_leaves_the_rest_of_ultra_in_force(
 RECOMPUTE = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
 WRAPPERS = {
     "forward": [
-        *RECOMPUTE, "optimization.attention.enabled=true", "optimization.attention.kernel=plain",
-        "optimization.channels_last.enabled=true", "optimization.amp.enabled=true",
-        "optimization.amp.dtype=bf16", "optimization.chunked_loss.enabled=true",
-        "optimization.chunked_loss.chunk=8", "optimization.chunked_loss.min_mb=0",
+        *RECOMPUTE,
+        "optimization.attention.enabled=true",
+        "optimization.attention.kernel=plain",
+        "optimization.channels_last.enabled=true",
+        "optimization.amp.enabled=true",
+        "optimization.amp.dtype=bf16",
+        "optimization.chunked_loss.enabled=true",
+        "optimization.chunked_loss.chunk=8",
+        "optimization.chunked_loss.min_mb=0",
     ],
     "selective": ["optimization.recompute.enabled=true", "optimization.recompute.what=selective"],
     "debug": ["debug=full"],
     "compile": ["optimization.compile.enabled=true"],
-}  # fmt: skip
+}
 SLOW = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="compiling needs g++")]
 
 
@@ -170,12 +198,24 @@ def own_model(name: str) -> tuple[torch.nn.Module, list[str]]:
     transformers = pytest.importorskip("transformers")
     if name == "bert":
         config = transformers.BertConfig(
-            num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64,
-            vocab_size=258, max_position_embeddings=32, num_labels=6,
-        )  # fmt: skip
+            num_hidden_layers=2,
+            hidden_size=32,
+            num_attention_heads=2,
+            intermediate_size=64,
+            vocab_size=258,
+            max_position_embeddings=32,
+            num_labels=6,
+        )
         return transformers.BertForSequenceClassification(config), [*BERT[:3], "model=classifier"]
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=256, n_positions=32,
-                                     bos_token_id=0, eos_token_id=0)  # fmt: skip
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=2,
+        vocab_size=256,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config), [*GPT2[:3], "model=gpt"]
 
 
@@ -209,8 +249,11 @@ def test_an_error_of_the_users_model_stays_the_users_error() -> None:
 
 def test_a_model_that_knows_its_batch_size_trains_and_what_had_to_look_ahead_says_so() -> None:
     data = ["data.drop_last=true", "data.samples=320", "data.validation=0.1"]
-    asked = ["optimization=advanced", "optimization.attention.enabled=true",
-             "optimization.compile.enabled=false"]  # fmt: skip
+    asked = [
+        "optimization=advanced",
+        "optimization.attention.enabled=true",
+        "optimization.compile.enabled=false",
+    ]
     told(trained(*TABLE, *data, *asked, "model._target_=my_package.KnowsItsBatch"))
 
 

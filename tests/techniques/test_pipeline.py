@@ -18,9 +18,13 @@ from runner.run import Run
 from runner.technique import Engagement
 
 PIPELINE = [
-    "monitoring.progress=false", "optimization=custom", "optimization.pipeline.enabled=true",
-    "training.batch_size=16", "training.steps=6", "device.threads=1",
-]  # fmt: skip
+    "monitoring.progress=false",
+    "optimization=custom",
+    "optimization.pipeline.enabled=true",
+    "training.batch_size=16",
+    "training.steps=6",
+    "device.threads=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def images(folder: str, *more: str) -> list[str]:
-    return [*PIPELINE, "device=cpu", "data=images", f"data.path={folder}", "data.image_size=16",
-            "data.augment=true", "model=cnn", "model.width=8", *more]  # fmt: skip
+    return [
+        *PIPELINE,
+        "device=cpu",
+        "data=images",
+        f"data.path={folder}",
+        "data.image_size=16",
+        "data.augment=true",
+        "model=cnn",
+        "model.width=8",
+        *more,
+    ]
 
 
 def row(run: Run) -> Engagement:
@@ -128,8 +141,13 @@ def test_batches_copied_aside_are_those_copied_in_line() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_a_batch_is_not_taken_while_a_step_still_reads_it() -> None:
-    cuda = [*PIPELINE, "device=cuda", "data=synthetic", "data.samples=4096",
-            "training.batch_size=512"]  # fmt: skip
+    cuda = [
+        *PIPELINE,
+        "device=cuda",
+        "data=synthetic",
+        "data.samples=4096",
+        "training.batch_size=512",
+    ]
     with build(compose(cuda)) as run:
         weight = torch.randn(4096, 4096, device="cuda")
         sums = []

@@ -19,8 +19,14 @@ from runner.techniques.int8 import Int8Linear, candidates, model_bytes, replace_
 from runner.techniques.quantization import Quantization
 
 ON = "optimization.quantization.enabled=true"
-QUICK = ["training.steps=40", "monitoring.progress=false", "device=cpu", "device.threads=2",
-         "optimization=none", ON]  # fmt: skip
+QUICK = [
+    "training.steps=40",
+    "monitoring.progress=false",
+    "device=cpu",
+    "device.threads=2",
+    "optimization=none",
+    ON,
+]
 
 
 def built(*overrides: str) -> Run:
@@ -55,9 +61,7 @@ def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_an_int8_layer_puts_out_what_autocast_would_and_takes_16_bit_inputs(
-    dynamic: bool,
-) -> None:
+def test_an_int8_layer_puts_out_what_autocast_would_and_takes_16_bit_inputs(dynamic: bool) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 64), torch.randn(4, 64)
     layer = Int8Linear(linear.weight, linear.bias, dynamic)
@@ -187,8 +191,15 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
 
 
 def test_it_goes_with_mixed_precision_and_a_text_model() -> None:
-    text = ["data=stdlib_text", "model=gpt", "model.width=64", "model.depth=1", "training.steps=2",
-            "data.validation_samples=16", "optimization.amp.enabled=true"]  # fmt: skip
+    text = [
+        "data=stdlib_text",
+        "model=gpt",
+        "model.width=64",
+        "model.depth=1",
+        "training.steps=2",
+        "data.validation_samples=16",
+        "optimization.amp.enabled=true",
+    ]
     with built(*text, "optimization.amp.dtype=bf16") as run:
         summary = train(run)
         assert run.quantized is not None
@@ -236,8 +247,11 @@ def test_torchao_asked_for_by_name_and_missing_is_a_reason_and_under_strict_an_e
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
 def test_torchao_quantises_the_same_layers(mode: str) -> None:
-    with built("optimization.quantization.backend=torchao", "optimization.quantization.max_drop=1",
-               f"optimization.quantization.mode={mode}") as run:  # fmt: skip
+    with built(
+        "optimization.quantization.backend=torchao",
+        "optimization.quantization.max_drop=1",
+        f"optimization.quantization.mode={mode}",
+    ) as run:
         found = row(train(run))
     assert found.engaged
     assert sum(found.evidence["layers"].values()) == 2

@@ -21,14 +21,34 @@ from runner.step import backward
 from runner.technique import Draft, Engagement
 from runner.techniques.recompute import Recompute, Recomputed, RecomputePolicy
 
-QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2",
-         "optimization=none"]  # fmt: skip
-GPT = [*QUICK, "data=synthetic", "data.form=tokens", "data.sequence=64", "data.vocab=64",
-       "data.samples=64", "model=gpt", "model.width=64", "model.dropout=0.1",
-       "training.batch_size=8"]  # fmt: skip
+QUICK = [
+    "training.steps=2",
+    "monitoring.progress=false",
+    "device=cpu",
+    "device.threads=2",
+    "optimization=none",
+]
+GPT = [
+    *QUICK,
+    "data=synthetic",
+    "data.form=tokens",
+    "data.sequence=64",
+    "data.vocab=64",
+    "data.samples=64",
+    "model=gpt",
+    "model.width=64",
+    "model.dropout=0.1",
+    "training.batch_size=8",
+]
 CNN = [*QUICK, "data=digits", "model=cnn", "model.width=8", "training.batch_size=16"]
-CLASSIFIER = [*QUICK, "data=stdlib_parts", "model=classifier", "model.width=16", "model.heads=2",
-              "training.batch_size=4"]  # fmt: skip
+CLASSIFIER = [
+    *QUICK,
+    "data=stdlib_parts",
+    "model=classifier",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch_size=4",
+]
 
 
 def recomputing(what: str, *more: str) -> list[str]:
@@ -220,8 +240,12 @@ def test_a_third_partys_gpt_is_bit_equal(tmp_path: Path, monkeypatch: pytest.Mon
         "        return self.inner(input_ids).logits\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = [*[k for k in GPT if not k.startswith("model")], "model=gpt",
-           "model._target_=third_party.Net", "security.trusted=[third_party]"]  # fmt: skip
+    own = [
+        *[k for k in GPT if not k.startswith("model")],
+        "model=gpt",
+        "model._target_=third_party.Net",
+        "security.trusted=[third_party]",
+    ]
     plain, _ = step(own)
     same, run = step([*own, *recomputing("full")])
     assert run.recompute is not None and len(run.recompute.again) == 2
@@ -248,9 +272,13 @@ def test_a_compiled_graph_holds_less_and_counts_batchnorm_once(what: str) -> Non
 
 @pytest.mark.parametrize(
     ("knobs", "key"),
-    [({"every": 0}, "every"), ({"budget": 1.5}, "budget"), ({"budget": float("nan")}, "budget"),
-     ({"share": 0.0}, "share")],
-)  # fmt: skip
+    [
+        ({"every": 0}, "every"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": float("nan")}, "budget"),
+        ({"share": 0.0}, "share"),
+    ],
+)
 def test_knobs_are_checked(knobs: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimization\.recompute\.{key}"):
         Recompute(**knobs)

@@ -22,9 +22,12 @@ from runner.technique import Evidence
 from runner.techniques.system import WAITING
 
 QUICK = [
-    "training.steps=2", "monitoring.progress=false", "device=cpu", "optimization=custom",
+    "training.steps=2",
+    "monitoring.progress=false",
+    "device=cpu",
+    "optimization=custom",
     "optimization.system.enabled=true",
-]  # fmt: skip
+]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own count is Linux's")
 
 
@@ -101,9 +104,12 @@ def test_what_this_process_does_itself_is_no_neighbour() -> None:
             "done.append(1)\nspinning.join()\nprint(own - quiet)\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
             preexec_fn=lambda: os.sched_setaffinity(0, [core]),
-        )  # fmt: skip
+        )
     assert float(done.stdout) < 0.3  # one core: what it takes itself, the neighbour does without
 
 
@@ -124,8 +130,15 @@ def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() 
         "import sys\nfrom tests.techniques.test_system import evidence\n"
         "print(evidence(*sys.argv[1:]).facts['page_faults_per_step'])\n"
     )
-    cnn = ["model=cnn", "data=synthetic", "data.samples=256", "training.batch_size=64",
-           "model.width=16", "device.threads=1", "training.validate_every=100"]  # fmt: skip
+    cnn = [
+        "model=cnn",
+        "data=synthetic",
+        "data.samples=256",
+        "training.batch_size=64",
+        "model.width=16",
+        "device.threads=1",
+        "training.validate_every=100",
+    ]
     seen = {}
     for keep in ("false", "true"):
         command = [sys.executable, "-c", code, *cnn, f"optimization.system.keep_memory={keep}"]

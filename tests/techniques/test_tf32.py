@@ -12,9 +12,13 @@ from runner.device.numerics import set_tf32
 from runner.techniques.tf32 import rounds_to_tf32
 
 TF32 = [
-    "training.steps=4", "monitoring.progress=false", "device=cuda", "optimization=custom",
-    "optimization.tf32.enabled=true", "model.width=256",
-]  # fmt: skip
+    "training.steps=4",
+    "monitoring.progress=false",
+    "device=cuda",
+    "optimization=custom",
+    "optimization.tf32.enabled=true",
+    "model.width=256",
+]
 
 
 def test_a_whole_mantissa_is_told_from_a_short_one() -> None:

@@ -22,9 +22,12 @@ from runner.outcome import look
 from runner.run import Run
 
 QUICK = [
-    "data=digits", "training.batch_size=32", "training.steps=4", "monitoring.progress=false",
+    "data=digits",
+    "training.batch_size=32",
+    "training.steps=4",
+    "monitoring.progress=false",
     "device=cpu",
-]  # fmt: skip
+]
 LEVELS = {
     "default": [],
     "ultra": [
@@ -52,8 +55,7 @@ class Large(nn.Module):
 
 
 def test_a_trial_that_runs_out_of_memory_does_not_end_the_run() -> None:
-    with build(compose([*QUICK, "optimization=advanced"]),
-               given=Given(model=Large())) as run:  # fmt: skip
+    with build(compose([*QUICK, "optimization=advanced"]), given=Given(model=Large())) as run:
         (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
         assert "a copy of it and a step do not fit in memory" in choice.reason
         train(run)
@@ -133,13 +135,17 @@ class Busy(nn.Module):
             "class": (type(self).total, len(self.shapes)),
             "attributes": (self.forwards, len(self.outputs), self.cache, sorted(vars(self))),
             "objects": (self.numbers.forwards, self.slots.count, repr(self.position)),
-            "hooks": (self.times(), self.seen, len(self.extractor.outputs),
-                      self.tied.weight._backward_hooks),
+            "hooks": (
+                self.times(),
+                self.seen,
+                len(self.extractor.outputs),
+                self.tied.weight._backward_hooks,
+            ),
             "tensors": {name: value.tolist() for name, value in self.state_dict().items()},
             "modes": [(module.training, len(module._forward_hooks)) for module in self.modules()],
             "gradients": [(p.requires_grad, p.grad) for p in self.parameters()],
             "tied": self.tied.weight is self.layers[1].weight,
-        }  # fmt: skip
+        }
 
 
 def counted(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -171,13 +177,25 @@ def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(leve
 
 
 GPT = [
-    "data=stdlib_text", "data.sequence=16", "data.validation_samples=8", "training.batch_size=4",
-    "training.steps=2", "model=gpt", "model.width=32", "model.heads=2", "model.depth=2",
-    "monitoring.progress=false", "device=cpu", "optimization=ultra", "optimization.amp.dtype=bf16",
-    "optimization.compile.min_steps=null", "optimization.whole_step.enabled=false",
-    "optimization.accumulation.enabled=true", "optimization.recompute.enabled=true",
+    "data=stdlib_text",
+    "data.sequence=16",
+    "data.validation_samples=8",
+    "training.batch_size=4",
+    "training.steps=2",
+    "model=gpt",
+    "model.width=32",
+    "model.heads=2",
+    "model.depth=2",
+    "monitoring.progress=false",
+    "device=cpu",
+    "optimization=ultra",
+    "optimization.amp.dtype=bf16",
+    "optimization.compile.min_steps=null",
+    "optimization.whole_step.enabled=false",
+    "optimization.accumulation.enabled=true",
+    "optimization.recompute.enabled=true",
     "optimization.system.small_mflop=0",
-]  # fmt: skip
+]
 PINS = {
     "device.threads": 1,
     "optimization.compile.min_steps": 1_000_000,

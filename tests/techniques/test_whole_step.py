@@ -23,12 +23,19 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 
 QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
 TABLE = [
-    *QUIET, "data=synthetic", "data.form=tabular", "data.features=16", "data.samples=390",
+    *QUIET,
+    "data=synthetic",
+    "data.form=tabular",
+    "data.features=16",
+    "data.samples=390",
     "training.batch_size=32",
-]  # fmt: skip
+]
 TINY = [*TABLE, "model.width=16", "model.depth=1"]
-WHOLE = ["optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true",
-         "optimization.whole_step.cpp_wrapper=false"]  # fmt: skip
+WHOLE = [
+    "optimization.whole_step.enabled=true",
+    "optimization.fused_optimizer.enabled=true",
+    "optimization.whole_step.cpp_wrapper=false",
+]
 
 
 class Losses(Hook):
@@ -60,11 +67,10 @@ def weights(run: Run) -> dict[str, Tensor]:
     [
         ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
         ["optimizer.name=Adam", "optimizer.weight_decay=0.1"],
-        ["optimizer.name=SGD", "optimizer=sgd",
-         "optimizer.weight_decay=0.01", "optimizer.lr=0.05"],
+        ["optimizer.name=SGD", "optimizer=sgd", "optimizer.weight_decay=0.01", "optimizer.lr=0.05"],
     ],
     ids=["adamw", "adam", "sgd"],
-)  # fmt: skip
+)
 def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
     eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)
     whole, summary, losses = trained(*TINY, "training.steps=200", *WHOLE, *optimizer)
@@ -130,9 +136,13 @@ def test_limits_that_change_are_seen_and_nothing_is_compiled_anew() -> None:
 @pytest.mark.parametrize("per_group", [False, True])
 def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside(per_group: bool) -> None:
     kinds = [
-        "stability.clip_value=0.01", "stability.clip_adaptive=0.05", "stability.clip_norm=0.1",
-        f"stability.clip_per_group={per_group}", "optimizer=sgd", "optimizer.lr=1.0",
-    ]  # fmt: skip
+        "stability.clip_value=0.01",
+        "stability.clip_adaptive=0.05",
+        "stability.clip_norm=0.1",
+        f"stability.clip_per_group={per_group}",
+        "optimizer=sgd",
+        "optimizer.lr=1.0",
+    ]
     eager, _, expected = trained(*TINY, "training.steps=9", *kinds)
     whole, summary, losses = trained(*TINY, "training.steps=9", *WHOLE, *kinds)
     plain, _, _ = trained(*TINY, "training.steps=9", "optimizer=sgd", "optimizer.lr=1.0")
@@ -262,9 +272,13 @@ def test_a_loss_of_ones_own_may_ignore_what_it_likes_and_is_told_what_is_no_clas
     model = torch.nn.Linear(8, 3)
     quiet = ["training.epochs=2", "monitoring=quiet", "training.batch_size=16"]
     with create_training_pipeline(
-        model, (inputs, target), loss_fn=lambda o, t: F.cross_entropy(o, t, ignore_index=-1),
-        level="ultra", overrides=[*quiet, "data.shuffle=false"], folder=None,
-    ) as pipeline:  # fmt: skip
+        model,
+        (inputs, target),
+        loss_fn=lambda o, t: F.cross_entropy(o, t, ignore_index=-1),
+        level="ultra",
+        overrides=[*quiet, "data.shuffle=false"],
+        folder=None,
+    ) as pipeline:
         assert pipeline.train().skipped_steps == 0
 
 
