@@ -10,15 +10,31 @@ from typing import Any
 Scalar = bool | int | float | str
 
 COLUMNS = (
-    "seed", "data.kind", "model.kind", "model.width", "model.depth", "model.dropout",
-    "optimization.level", "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
-    "optimizer.ema", "schedule.kind", "schedule.warmup", "stability.clip_norm",
-    "training.batch_size", "training.micro_batch",
-)  # fmt: skip
+    "seed",
+    "data.kind",
+    "model.kind",
+    "model.width",
+    "model.depth",
+    "model.dropout",
+    "optimization.level",
+    "optimizer.name",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.ema",
+    "schedule.kind",
+    "schedule.warmup",
+    "stability.clip_norm",
+    "training.batch_size",
+    "training.micro_batch",
+)
 """Of the whole config, what gets a column; the rest is in the Text tab."""
 SHOWN_FIRST = (
-    "data.kind", "model.kind", "optimization.level", "optimizer.lr", "training.batch_size",
-)  # fmt: skip
+    "data.kind",
+    "model.kind",
+    "optimization.level",
+    "optimizer.lr",
+    "training.batch_size",
+)
 NULL = "null"
 
 

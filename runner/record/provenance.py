@@ -27,14 +27,26 @@ from typing import Any, final
 from runner.storage import read_record, replace_text
 
 PACKAGES = (
-    "runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard", "triton",
-)  # fmt: skip
+    "runner",
+    "torch",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "tensorboard",
+    "triton",
+)
 GIT_TIMEOUT_S = 3.0  # for all questions: a repository on a slow disk must not hold up the run
 LINKED_FOLDERS = ("objects", "refs", "reftable", "info")
 KEYS = (
-    "core.autocrlf", "core.eol", "core.filemode", "core.ignorecase", "core.symlinks",
-    "extensions.objectformat", "extensions.refstorage",
-)  # fmt: skip
+    "core.autocrlf",
+    "core.eol",
+    "core.filemode",
+    "core.ignorecase",
+    "core.symlinks",
+    "extensions.objectformat",
+    "extensions.refstorage",
+)
 """The settings that decide how data are read and compared; their values are words, not programs."""
 
 
@@ -165,9 +177,12 @@ class _Git:
         self.deadline = time.monotonic() + GIT_TIMEOUT_S
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         self.environment |= {
-            "PATH": os.pathsep.join(places), "GIT_DIR": str(folder), "GIT_WORK_TREE": str(root),
-            "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C",
-        }  # fmt: skip
+            "PATH": os.pathsep.join(places),
+            "GIT_DIR": str(folder),
+            "GIT_WORK_TREE": str(root),
+            "GIT_OPTIONAL_LOCKS": "0",
+            "LC_ALL": "C",
+        }
 
     def ask(self, *arguments: str, standard_input: str = "") -> str:
         """What git prints, "" if it fails. Raises SubprocessError when the time is up."""
@@ -189,9 +204,14 @@ def _ask_about(git: _Git, folder: Path) -> dict[str, Any] | None:
     commit = git.ask("rev-parse", "--verify", "--quiet", "HEAD").strip() or None
     try:
         status = git.ask(
-            "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal",
-            "--no-renames", "--ignore-submodules=all",
-        )  # fmt: skip
+            "status",
+            "--porcelain=v2",
+            "--branch",
+            "-z",
+            "--untracked-files=normal",
+            "--no-renames",
+            "--ignore-submodules=all",
+        )
         return {"commit": commit, **_parse(status, git)}
     except subprocess.SubprocessError:
         return {"commit": commit}

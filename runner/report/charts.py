@@ -15,6 +15,8 @@ from markupsafe import Markup, escape
 
 from runner.record.text import CONTROL
 from runner.report.curves import clip_curve
+from runner.report.format import tick_label
+from runner.report.naming import shorten_middle
 
 BAR_HEIGHT = 34  # pixels, with the room around it
 PLOT_HEIGHT = 260
@@ -143,17 +145,6 @@ class Scale:
         return inside[:: max(1, math.ceil(len(inside) / most))]
 
 
-def tick_label(value: float) -> str:
-    """A tick's label."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    if abs(value) >= 10_000:
-        return f"{value / 1000:,.6g}k"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def draw_bars(
     bars: Sequence[Bar], start: float, described: str, floor: float = 0.0, unit: str = "×"
 ) -> Markup:
@@ -239,13 +230,6 @@ def group_near(places: Sequence[tuple[float, float]], near: float) -> list[list[
         else:
             groups.append([i])
     return groups
-
-
-def shorten_middle(name: str, most: int) -> str:
-    """A name with its middle left out where it is longer than that."""
-    if len(name) <= most:
-        return name
-    return f"{name[: most // 2]}…{name[len(name) - (most - most // 2 - 1) :]}"
 
 
 def _name_beside(

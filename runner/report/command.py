@@ -49,13 +49,18 @@ def _arguments(typed: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR",
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
         help="a run's folder, a sweep's, a benchmark's, or one that holds several",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR",
+        "--out",
+        type=Path,
+        metavar="DIR",
         help="where to write (default: DIR where there is one, else outputs/comparisons/<time>)",
-    )  # fmt: skip
+    )
     return parser.parse_args(typed)
 
 

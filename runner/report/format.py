@@ -88,6 +88,17 @@ def share(value: float | None) -> str:
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
+def tick_label(value: float) -> str:
+    """A tick's label."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.6g}k"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def when(moment: str) -> str:
     """An ISO 8601 time, to the minute."""
     try:

@@ -66,6 +66,13 @@ def labels(names: Sequence[str], most: int) -> list[str]:
     return made
 
 
+def shorten_middle(name: str, most: int) -> str:
+    """A name with its middle left out where it is longer than that."""
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 2]}…{name[len(name) - (most - most // 2 - 1) :]}"
+
+
 def _of_leaves(names: Sequence[str]) -> list[str]:
     """`optimizer.lr=0.1` as `lr=0.1`."""
     return [re.sub(r"(^| )[\w.]*\.(?=\w+=)", r"\1", name) for name in names]

@@ -30,9 +30,15 @@ KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs
 LONG_SENTENCE = 160  # letters, from which on it is set smaller
 LONG_NAME = 20
 EFFECTS = (
-    "technique", "added alone", "within the level", "interaction", "memory, added",
-    "memory, within", "numbers", "note",
-)  # fmt: skip
+    "technique",
+    "added alone",
+    "within the level",
+    "interaction",
+    "memory, added",
+    "memory, within",
+    "numbers",
+    "note",
+)
 STATISTICS = (
     "In each block every arm had one turn, in an order drawn by lot, and what is compared is the "
     "time per sample of its median step (with data workers the mean one) as a ratio to the "

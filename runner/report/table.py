@@ -24,9 +24,17 @@ NAME = 24  # characters of a row's name; longer ones are folded
 REASON = 300  # characters of a failure's reason: the page has all of it
 
 WANTED = (
-    "speedup", "interval", "best", "step_ms", "rate", "memory", "parity", "device_memory",
-    "compile_seconds", "break_even",
-)  # fmt: skip
+    "speedup",
+    "interval",
+    "best",
+    "step_ms",
+    "rate",
+    "memory",
+    "parity",
+    "device_memory",
+    "compile_seconds",
+    "break_even",
+)
 """The columns by what they are worth: where there is no room, the last ones go."""
 FIRST = ("best", "step_ms", "rate")
 """Those worth more where the rows are to differ in what they learn, and not in how they compute."""

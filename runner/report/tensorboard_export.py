@@ -260,11 +260,14 @@ def _draw_bars(
     colours = {"slower": plots.ORANGE, "fail": plots.RED, "reference": plots.GREY}
     ratios = [
         plots.RatioBar(
-            name, bar.value, bar.ends, escape_control_chars(bar.text),
+            name,
+            bar.value,
+            bar.ends,
+            escape_control_chars(bar.text),
             colours.get(bar.kind, plots.BLUE),
         )
         for bar, name in zip(shown, _short_names([bar.label for bar in shown]), strict=True)
-    ]  # fmt: skip
+    ]
     return plots.ratio_bars(_heading(title, len(shown), len(bars)), ratios, floor, start)
 
 

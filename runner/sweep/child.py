@@ -66,9 +66,13 @@ class Child:
             with open(folder / LOG, "ab", opener=for_owners) as sink:
                 logged = sink.tell()
                 process = subprocess.Popen(  # noqa: S603  # our own interpreter, no shell
-                    command, stdin=reads, stdout=sink, stderr=sink, start_new_session=True,
+                    command,
+                    stdin=reads,
+                    stdout=sink,
+                    stderr=sink,
+                    start_new_session=True,
                     env={**environment, **variables},
-                )  # fmt: skip
+                )
         except OSError:
             os.close(writes)
             raise

@@ -17,8 +17,15 @@ from runner.overrides.groups import as_typed
 from runner.overrides.spelling import Typed, read
 from runner.record.text import quote_for_hydra
 
-NOT_OF_A_JOB = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper",
-                "hydra.sweep", "hydra.mode", "hydra.run")  # fmt: skip
+NOT_OF_A_JOB = (
+    "hydra/launcher",
+    "hydra/sweeper",
+    "hydra.launcher",
+    "hydra.sweeper",
+    "hydra.sweep",
+    "hydra.mode",
+    "hydra.run",
+)
 MOST_VALUES = 64  # of a key, that are worth check boxes
 KEY = re.compile(r"[\w.]+", re.ASCII)
 

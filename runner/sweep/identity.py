@@ -120,8 +120,10 @@ def stamp(path: Path) -> str:
         if count == MOST_FILES:
             log.warning(
                 "%s: changes of files beyond the first %d go unnoticed; after one, use "
-                "sweep.resume=none", path, MOST_FILES,
-            )  # fmt: skip
+                "sweep.resume=none",
+                path,
+                MOST_FILES,
+            )
             break
         entry = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(entry.encode("utf-8", "surrogatepass"))

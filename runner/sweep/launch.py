@@ -109,9 +109,15 @@ def _wanted(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
         return JobSpec(number, overrides, subdir, error=secrets.named(str(error)))
     kind = checked.job.kind
     return JobSpec(
-        number, overrides, subdir, job_hash(checked, environment), config_hash(checked),
-        kind is JobKind.train, kind in (JobKind.train, JobKind.evaluate), settings=flat(checked),
-    )  # fmt: skip
+        number,
+        overrides,
+        subdir,
+        job_hash(checked, environment),
+        config_hash(checked),
+        kind is JobKind.train,
+        kind in (JobKind.train, JobKind.evaluate),
+        settings=flat(checked),
+    )
 
 
 def _planned(session: Session, wanted: list[JobSpec]) -> list[JobPlan]:
@@ -157,9 +163,14 @@ def _run(
         told = [where if one.continues else f"hydra.run.dir={quote_for_hydra(str(place))}"]
         told += [values] if values else []
         return Child.start(
-            command.process(arguments), command.environment(settings.jobs), place,
-            settings.timeout_s, told, one.wanted.records, chosen=not session.resumed,
-        )  # fmt: skip
+            command.process(arguments),
+            command.environment(settings.jobs),
+            place,
+            settings.timeout_s,
+            told,
+            one.wanted.records,
+            chosen=not session.resumed,
+        )
 
     for one in planned:
         arguments = command.typed(session.flags, hydras, one.wanted.overrides)
@@ -173,9 +184,11 @@ def _return(one: JobPlan, folder: Path, config: DictConfig, puts_up: bool) -> Jo
     """What the sweeper is told: the value that the run monitors."""
     job = one.job
     told = JobReturn(
-        overrides=job.overrides, cfg=config, working_dir=str(folder / job.folder),
+        overrides=job.overrides,
+        cfg=config,
+        working_dir=str(folder / job.folder),
         task_name="runner",
-    )  # fmt: skip
+    )
     if job.status in WELL:
         told.status, told.return_value = JobStatus.COMPLETED, _value(folder / job.folder)
     elif puts_up:

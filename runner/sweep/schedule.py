@@ -213,9 +213,14 @@ class Display:
         reason = f": {job.reason}" if job.reason else ""
         level = logging.INFO if job.status in WELL else logging.ERROR
         log.log(
-            level, "%s: %s in %.1f s%s%s", self.names[job.number], job.status, seconds, reason,
+            level,
+            "%s: %s in %.1f s%s%s",
+            self.names[job.number],
+            job.status,
+            seconds,
+            reason,
             again,
-        )  # fmt: skip
+        )
 
     def refresh(self, running: Iterable[tuple[Job, Child]]) -> None:
         """Draw the rows anew, or say a line, if it is time."""

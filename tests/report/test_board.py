@@ -1,4 +1,4 @@
-"""What is written for TensorBoard; what it shows of that is in test_browser_board.py."""
+"""What is written for TensorBoard; what it shows of that is in test_tensorboard_server.py."""
 
 from __future__ import annotations
 
