@@ -17,11 +17,11 @@ from runner.captures.taking import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config
+from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader, make_loader, mover
 from runner.data.open import open_data
 from runner.data.order import permutation
 from runner.data.paths import existing
-from runner.data.source import Source
 from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
@@ -64,7 +64,7 @@ class Given:
     """What the caller has made already, in place of what the config names."""
 
     model: nn.Module | None = None
-    data: Source | None = None
+    data: Dataset | None = None
     objective: Objective | None = None
     optimizer: Optimizer | None = None  # its learning rates stay the caller's to set
     choices: Mapping[str, Any] = field(default_factory=dict)  # made automatically, by another run

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from runner.checks.config import TableConfig
 from runner.checks.table import Table, TableFindings, check_table
-from runner.data.bad import KEY
-from runner.data.source import Source
+from runner.data.dataset import KEY, Dataset
 from runner.data.tensors import Tensors
 from runner.hook import Hook
 from runner.record import markdown
@@ -25,7 +24,7 @@ log = logging.getLogger("runner")
 FILE = "debug/table.json"
 
 
-def check_data_table(data: Source, config: TableConfig) -> tuple[Source, list[TableReport]]:
+def check_data_table(data: Dataset, config: TableConfig) -> tuple[Dataset, list[TableReport]]:
     """The data without what `config` leaves out, and the hook that records it, if there is one.
 
     Data that are no table pass unchanged. Raises DataError where a finding stops the run.

@@ -117,9 +117,15 @@ def sanitise(
 
 
 def _cleaned(
-    x: Tensor, kind: OutputKind, nan: float, inf: float | None, low: float | None,
-    high: float | None, classes: int | None, dim: int | None,
-) -> tuple[Tensor, Changes]:  # fmt: skip
+    x: Tensor,
+    kind: OutputKind,
+    nan: float,
+    inf: float | None,
+    low: float | None,
+    high: float | None,
+    classes: int | None,
+    dim: int | None,
+) -> tuple[Tensor, Changes]:
     if kind not in NESTS or x.is_floating_point() or x.is_complex():
         check_dense(x)
     if kind is OutputKind.probabilities:
@@ -162,8 +168,12 @@ class Watched:
 
 def described(changes: Mapping[str, int]) -> str:
     """In words, such as `2 NaN, 1 beyond its limits`; empty where nothing was changed."""
-    words = {"nan": "NaN", "inf": "Inf", "limited": "beyond their limits",
-             "rescaled": "rows that did not sum to one"}  # fmt: skip
+    words = {
+        "nan": "NaN",
+        "inf": "Inf",
+        "limited": "beyond their limits",
+        "rescaled": "rows that did not sum to one",
+    }
     return ", ".join(f"{changes[name]:,} {words[name]}" for name in COUNTED if changes.get(name))
 
 
@@ -176,9 +186,13 @@ def _known(kind: str | OutputKind) -> OutputKind:
 
 
 def _check(
-    kind: OutputKind, nan: float, inf: float | None, low: float | None, high: float | None,
+    kind: OutputKind,
+    nan: float,
+    inf: float | None,
+    low: float | None,
+    high: float | None,
     classes: int | None,
-) -> None:  # fmt: skip
+) -> None:
     for name, value in (("nan", nan), ("inf", inf), ("low", low), ("high", high)):
         if value is not None and not math.isfinite(value):
             raise UsageError(f"{WHO}: {name}={value} is no number that could stand for another")

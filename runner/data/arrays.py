@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from runner.batch import RowNames, Sizes
-from runner.data.bad import dropping, left_out
 from runner.data.config import Arrays
+from runner.data.dataset import drops_bad_samples, report_bad_samples
 from runner.data.labels import check_classes, check_count, check_task, guess_task
 from runner.data.order import split
 from runner.data.paths import existing, suggestion
@@ -57,10 +57,10 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
         )
     choices: tuple[Choice, ...] = ()
     rows = RowNames()
-    if dropping(config):
+    if drops_bad_samples(config):
         bad = _bad_rows(x, config.inputs) | _bad_rows(y, config.target)
         problems = [f"sample {row}: {bad[row]}" for row in sorted(bad)]
-        choices = left_out(problems, len(x), config, str(path))
+        choices = report_bad_samples(problems, len(x), config, str(path))
         stay = np.delete(np.arange(len(x)), sorted(bad))
         x, y, rows = x[stay], y[stay], RowNames(numbers=stay)
     for key, array in ((config.inputs, x), (config.target, y)):
@@ -73,8 +73,11 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
         if sizes.task == "regression" and (labels := _labels_as_floats(y)):
             log.warning(
                 "%s: array %r: %s, and floats are quantities, so this is a regression; if "
-                "they are classes, use data.task=classification", path, config.target, labels,
-            )  # fmt: skip
+                "they are classes, use data.task=classification",
+                path,
+                config.target,
+                labels,
+            )
             reason += "; for classes data.task=classification"
         choices = (*choices, Choice("data.task", sizes.task, reason))
     parts = split(len(x), config.validation, config.split_seed, str(path))

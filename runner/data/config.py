@@ -12,9 +12,9 @@ from omegaconf import MISSING
 from runner.errors import ConfigError
 
 LOADING = (
-    "workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch", "timeout_s",
-    "validation_samples", "default_epochs", "default_steps",
-)  # fmt: skip
+    *("workers", "prefetch", "pin_memory", "persistent_workers", "device_prefetch"),
+    *("timeout_s", "validation_samples", "default_epochs", "default_steps"),
+)
 """Keys of `data` that leave the samples that are trained on as they are."""
 
 AS_INTEGERS = "return each target as a whole number (an int, int64)"
@@ -202,9 +202,5 @@ class Arrays(DataConfig):
     asks_task: ClassVar[bool] = True
 
 
-OPTIONS: dict[str, type[DataConfig]] = {
-    cls.kind: cls
-    for cls in (
-        Digits, Cancer, StdlibText, StdlibParts, Synthetic, Tabular, Images, Text, Tokens, Arrays,
-    )
-}  # fmt: skip
+_ALL = (Digits, Cancer, StdlibText, StdlibParts, Synthetic, Tabular, Images, Text, Tokens, Arrays)
+OPTIONS: dict[str, type[DataConfig]] = {cls.kind: cls for cls in _ALL}

@@ -14,9 +14,9 @@ from runner.data.tensors import Tensors, standardised
 
 FILES = Path(__file__).parent / "files"
 MEASURED = (
-    "radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity",
-    "concave points", "symmetry", "fractal dimension",
-)  # fmt: skip
+    *("radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity"),
+    *("concave points", "symmetry", "fractal dimension"),
+)
 
 
 def digits(config: Digits) -> Tensors:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from runner.batch import Batch, Sizes
-from runner.data.bad import dropping, left_out
 from runner.data.config import Images
+from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
 from runner.data.order import split
 from runner.data.paths import class_files, class_folders, existing
-from runner.data.source import Source
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
 from runner.technique import Choice
@@ -33,7 +32,7 @@ GLANCED_AT = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop
 
 
-class ImageFolder(Source):
+class ImageFolder(Dataset):
     """Batches of float32 [batch, channels, size, size] from 0 to 1, and labels.
 
     The centre of an image is cut out and scaled. Augmentation
@@ -68,7 +67,7 @@ class ImageFolder(Source):
                 )
             self.files += images
             labels += [label] * len(images)
-        if dropping(config):
+        if drops_bad_samples(config):
             labels = self._leave_out(labels, config, root)
             for label, folder in enumerate(folders):
                 if label not in labels:
@@ -104,7 +103,7 @@ class ImageFolder(Source):
                 if wrong is not None:
                     problems[number] = wrong
         told = [f"{self.files[number]}: {problems[number]}" for number in problems]
-        self.choices = left_out(told, len(self.files), config, str(root))
+        self.choices = report_bad_samples(told, len(self.files), config, str(root))
         stay = [number for number in range(len(self.files)) if number not in problems]
         self.files = [self.files[number] for number in stay]
         return [labels[number] for number in stay]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from runner.batch import Batch
 from runner.data.config import DataConfig
-from runner.data.order import Order
-from runner.data.source import Source
+from runner.data.dataset import Dataset
+from runner.data.order import BatchSampler
 from runner.data.workers import Key, Workers
 from runner.errors import ConfigError, DataError
 from runner.technique import Choice
@@ -43,7 +43,7 @@ class Inspector(Protocol):
 
 
 def make_loader(
-    source: Source,
+    source: Dataset,
     indices: np.ndarray,
     *,
     batch_size: int,
@@ -73,7 +73,7 @@ def make_loader(
             f"{batch_size} is more than the {n} training samples, and data.drop_last=true",
             "use a smaller batch or data.drop_last=false",
         )
-    order = Order(
+    order = BatchSampler(
         np.asarray(indices, np.int64),
         batch_size=batch_size,
         batches=batches,
@@ -103,7 +103,7 @@ def make_loader(
 class Fetch:
     """The batch of a key, on the CPU; what a worker process runs."""
 
-    def __init__(self, source: Source, order: Order) -> None:
+    def __init__(self, source: Dataset, order: BatchSampler) -> None:
         self.source, self.order = source, order
 
     def __call__(self, key: Key) -> Batch:
@@ -192,7 +192,7 @@ class BatchLoader:
             pool.close()
 
 
-def _workers(source: Source, config: DataConfig, batch_size: int, choices: list[Choice]) -> int:
+def _workers(source: Dataset, config: DataConfig, batch_size: int, choices: list[Choice]) -> int:
     if config.workers is not None:
         return config.workers
     cores = _cores()

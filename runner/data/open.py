@@ -7,9 +7,8 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from runner.data.bad import dropping
 from runner.data.config import DataConfig
-from runner.data.source import Source
+from runner.data.dataset import Dataset, drops_bad_samples
 from runner.errors import ConfigError
 from runner.security.files.policy import Policy
 from runner.security.registry import assembled, construct
@@ -32,7 +31,7 @@ WITH_POLICY = ("images", "text", "tokens", "arrays")
 
 def open_data(
     config: DataConfig, resolve: Callable[[str, str], Any], policy: Policy | None = None
-) -> Source:
+) -> Dataset:
     """The data set that `config` names: one of ours, or the user's own by `_target_`.
 
     `policy` decides about files of arrays and links out of a folder; None is the standard one.
@@ -41,11 +40,11 @@ def open_data(
     that is on disk, and SecurityError for a `_target_` that is not trusted.
     """
     if config._target_ is not None:
-        from runner.data.foreign import Foreign
+        from runner.data.user_dataset import UserDataset
 
         factory = resolve(config._target_, "data._target_")
         dataset = construct(factory, assembled(config.arguments, resolve, "data"), {}, "data")
-        return Foreign(dataset, config._target_, config.validation, config.split_seed, config)
+        return UserDataset(dataset, config._target_, config.validation, config.split_seed, config)
     for field in fields(config):
         if getattr(config, field.name) == "???":
             example = {"path": "folder/file", "vocab": "50257"}.get(field.name, "name")
@@ -54,12 +53,13 @@ def open_data(
             )
     if config.kind not in OPENERS:
         raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
-    if config.kind == "tokens" and dropping(config):
+    if config.kind == "tokens" and drops_bad_samples(config):
         raise ConfigError(
-            "data.bad_samples", "windows over token ids move from epoch to epoch: none can be left "
-            "out", "use stop, and mend the file",
-        )  # fmt: skip
+            "data.bad_samples",
+            "windows over token ids move from epoch to epoch: none can be left out",
+            "use stop, and mend the file",
+        )
     module, function = OPENERS[config.kind]
     opener = getattr(import_module(f"runner.data.{module}"), function)
-    source: Source = opener(config, policy) if config.kind in WITH_POLICY else opener(config)
+    source: Dataset = opener(config, policy) if config.kind in WITH_POLICY else opener(config)
     return source

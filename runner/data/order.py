@@ -61,7 +61,7 @@ def _hash(start: int, positions: np.ndarray) -> np.ndarray:
     return state
 
 
-class Order:
+class BatchSampler:
     """The batches of a part of a data set: which samples, with which seeds, epoch after epoch."""
 
     def __init__(

@@ -11,30 +11,30 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from runner.data.config import StdlibParts, StdlibText
-from runner.data.passages import Passages, cut
-from runner.data.windows import Stream, Windows
+from runner.data.text import TextClassificationDataset, cut
+from runner.data.tokens import TokenStream, TokenWindows
 from runner.errors import ConfigError, DataError
 
 # What is installed beside the library, and tests, which some systems leave out.
 LEFT_OUT = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
-def stdlib_text(config: StdlibText) -> Windows:
+def stdlib_text(config: StdlibText) -> TokenWindows:
     """The bytes of every file, one after the other; a file is wholly in one part."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for path, text in read_stdlib():
         parts[_rank(path, config.split_seed) < config.validation].append(text)
     train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    return Windows(
-        Stream(train, "the standard library's training files"),
-        Stream(validation, "the standard library's validation files"),
+    return TokenWindows(
+        TokenStream(train, "the standard library's training files"),
+        TokenStream(validation, "the standard library's validation files"),
         vocab=256,
         sequence=config.sequence,
         checked=True,  # a byte is below 256
     )
 
 
-def stdlib_parts(config: StdlibParts) -> Passages:
+def stdlib_parts(config: StdlibParts) -> TextClassificationDataset:
     """Passages of `config.sequence` bytes, labelled by the part they are from."""
     if len(config.parts) < 2 or len(set(config.parts)) < len(config.parts):
         raise ConfigError("data.parts", f"{config.parts} are not two or more different parts")
@@ -61,7 +61,7 @@ def stdlib_parts(config: StdlibParts) -> Passages:
             labels += [label] * len(passages)
             held_out += [number < validation] * len(passages)
     where = np.array(held_out)
-    return Passages(
+    return TextClassificationDataset(
         texts,
         np.array(labels),
         tuple(config.parts),

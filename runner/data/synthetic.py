@@ -31,9 +31,10 @@ def synthetic(config: Synthetic) -> Tensors:
     size = config.samples * values.get(config.form.name, 2 * config.sequence) * 4
     if size > (there := memory.available_bytes()):
         raise ConfigError(
-            "data.samples", f"{config.samples:,} of that size take {size / 1e9:,.1f} GB",
+            "data.samples",
+            f"{config.samples:,} of that size take {size / 1e9:,.1f} GB",
             f"use less than the {there / 1e9:,.1f} GB that are available",
-        )  # fmt: skip
+        )
     return _FORMS[config.form](config, np.random.default_rng(config.split_seed))
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from runner.batch import Column, Sizes
-from runner.data.bad import dropping, left_out
 from runner.data.config import Tabular
+from runner.data.dataset import drops_bad_samples, report_bad_samples
 from runner.data.labels import check_classes, check_task, class_name, guess_task
 from runner.data.order import split
 from runner.data.paths import suggestion
@@ -38,17 +38,17 @@ DECIMAL_COMMA = re.compile(r"-?[0-9.]*[0-9],[0-9]+")
 def tabular(config: Tabular) -> Tensors:
     """Rows float32 [features], and the target: int64 label or float32 value."""
     check_task(config.task, ("classification", "regression"))
-    table = read_table(config.path, dropping(config))
+    table = read_table(config.path, drops_bad_samples(config))
     table.column(config.target, "data.target")
     for name in config.ignore:
         table.column(name, "data.ignore")
     used = [n for n in table.columns if n != config.target and n not in config.ignore]
     if not used:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
-    if dropping(config):
+    if drops_bad_samples(config):
         table = table.without(bad_cells(table, [*used, config.target], config.most_bad))
     total = len(table) + len(table.problems)
-    choices = left_out(table.problems, total, config, str(table.path))
+    choices = report_bad_samples(table.problems, total, config, str(table.path))
     parts = split(len(table), config.validation, config.split_seed, str(table.path))
     inputs, columns = _inputs(table, used, parts[0])
     features = inputs.shape[1]
@@ -82,9 +82,11 @@ def _inputs(
     rows, width = np.arange(len(table)), sum(column.width for _, column in read)
     widest = max((column for _, column in read), key=lambda column: column.width)
     check_memory(
-        table.path, FEATURE * len(rows) * width, f"{width:,} numbers a row, {widest.width:,} of "
-        f"them for column {widest.name!r},", f"leave it out with data.ignore=[{widest.name}]",
-    )  # fmt: skip
+        table.path,
+        FEATURE * len(rows) * width,
+        f"{width:,} numbers a row, {widest.width:,} of them for column {widest.name!r},",
+        f"leave it out with data.ignore=[{widest.name}]",
+    )
     inputs = np.zeros((len(rows), width), np.float32)
     at = 0
     for values, column in read:

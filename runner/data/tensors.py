@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from runner.batch import Batch, Column, RowNames, Sizes
-from runner.data.source import Source
+from runner.data.dataset import Dataset
 from runner.technique import Choice
 
 
-class Tensors(Source):
+class Tensors(Dataset):
     """Inputs and targets as two tensors, the sample first. What can be checked was, at opening."""
 
     def __init__(

@@ -1,19 +1,89 @@
-"""A user's token ids in `.bin` files, memory-mapped: no more of them is read than is used."""
+"""Windows over long rows of token ids, and a user's ids in memory-mapped `.bin` files."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from runner.batch import Batch, Sizes
 from runner.data.config import Tokens
+from runner.data.dataset import Dataset
 from runner.data.paths import check_link, existing, suggestion
-from runner.data.windows import Stream, Windows
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
 
 
-def tokens(config: Tokens, policy: Policy | None = None) -> Windows:
+@dataclass(frozen=True)
+class TokenStream:
+    """One part's ids; `name` is what a message calls it, `start` where in the file it begins."""
+
+    ids: np.ndarray
+    name: str
+    start: int = 0
+
+
+class TokenWindows(Dataset):
+    """Batches of (ids, next ids), int64 [batch, sequence].
+
+    An epoch of training is consecutive windows, from an offset that is another one each epoch, so
+    that a model does not see the same window borders again. Validation windows are fixed.
+    """
+
+    augments = True  # the epoch's offset comes with the seeds
+
+    def __init__(
+        self,
+        train: TokenStream,
+        validation: TokenStream,
+        *,
+        vocab: int,
+        sequence: int,
+        checked: bool,
+    ) -> None:
+        if sequence < 1:
+            raise ConfigError("data.sequence", f"{sequence} is no length", "use 1 or more")
+        self.streams = (train, validation)
+        self.vocab, self.sequence, self.checked = vocab, sequence, checked
+        self.sizes = Sizes("language_modelling", classes=vocab, vocab=vocab, sequence=sequence)
+        # up to `sequence - 1` ids before the first window are left out, for the offset
+        counts = ((len(train.ids) - sequence) // sequence, (len(validation.ids) - 1) // sequence)
+        for stream, count in zip(self.streams, counts, strict=True):
+            if count < 1:
+                raise DataError(
+                    f"{stream.name}: {len(stream.ids):,} tokens hold no window of data.sequence="
+                    f"{sequence}; use a shorter one (training needs twice its length)"
+                )
+        self.train = np.arange(counts[0])
+        self.validation = np.arange(counts[0], sum(counts))
+
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """The windows with these numbers; numbers from both parts are not mixed."""
+        held_out = bool(indices[0] >= len(self.train))
+        stream = self.streams[held_out]
+        starts = (indices - len(self.train) * held_out) * self.sequence
+        if seeds is not None and not held_out:
+            starts += int(seeds[0] >> np.uint64(32)) % self.sequence
+        windows = stream.ids[starts[:, None] + np.arange(self.sequence + 1)].astype(np.int64)
+        if not self.checked:
+            self._check(windows, starts, stream)
+        ids = torch.from_numpy(windows)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def _check(self, windows: np.ndarray, starts: np.ndarray, stream: TokenStream) -> None:
+        if windows.max() < self.vocab and windows.min() >= 0:
+            return
+        row, column = np.argwhere((windows >= self.vocab) | (windows < 0))[0]
+        position = stream.start + int(starts[row] + column)
+        raise DataError(
+            f"{stream.name}: the id at position {position:,} is {windows[row, column]}, and "
+            f"data.vocab={self.vocab}; is it the right data.vocab, and the right data.dtype?"
+        )
+
+
+def tokens(config: Tokens, policy: Policy | None = None) -> TokenWindows:
     """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
     if config.vocab < 2:
         raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")
@@ -30,14 +100,19 @@ def tokens(config: Tokens, policy: Policy | None = None) -> Windows:
         files = [_inside(path, name) for name in ("train.bin", "val.bin")]
         parts = tuple(_map(check_link(file, path, policy), kind) for file in files)
         train, validation = (
-            Stream(ids, str(path / n))
+            TokenStream(ids, str(path / n))
             for ids, n in zip(parts, ("train.bin", "val.bin"), strict=True)
         )
     else:
         ids = _map(path, kind)
         cut = len(ids) - round(len(ids) * config.validation)
-        train, validation = Stream(ids[:cut], str(path)), Stream(ids[cut:], str(path), cut)
-    return Windows(train, validation, vocab=config.vocab, sequence=config.sequence, checked=False)
+        train, validation = (
+            TokenStream(ids[:cut], str(path)),
+            TokenStream(ids[cut:], str(path), cut),
+        )
+    return TokenWindows(
+        train, validation, vocab=config.vocab, sequence=config.sequence, checked=False
+    )
 
 
 def _inside(folder: Path, name: str) -> Path:

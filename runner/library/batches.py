@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
-from runner.data.source import Source
+from runner.data.dataset import Dataset
 from runner.errors import UsageError
 from runner.nest import mapped, tensors
 from runner.technique import Choice
@@ -58,7 +58,7 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-class InMemory(Source):
+class InMemory(Dataset):
     """Inputs and target as nests of tensors, the sample first."""
 
     def __init__(

@@ -31,8 +31,8 @@ from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.pool import Unguarded, leave_if_imported
 from runner.build import Given
-from runner.data.foreign import Foreign
-from runner.data.source import Source
+from runner.data.dataset import Dataset
+from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError, UsageError
 from runner.library import batches
 from runner.library.lazy_run import (
@@ -154,7 +154,7 @@ def _check(model: Any, arms: Any, loss_fn: Any, optimizer: Any, overrides: Any) 
 
 
 def _try_out(
-    model: nn.Module, source: Source, objective: Objective | None, arms: Sequence[Arm]
+    model: nn.Module, source: Dataset, objective: Objective | None, arms: Sequence[Arm]
 ) -> None:
     """Take the loss of two samples, if all arms take it so: what fits none of them is said once.
 
@@ -184,12 +184,12 @@ def _about(model: nn.Module, data: Any, arm: Arm) -> Arm:
     return replace(arm, command="", config=config)
 
 
-def _refuse_interactive(model: nn.Module, source: Source, *others: Any) -> None:
+def _refuse_interactive(model: nn.Module, source: Dataset, *others: Any) -> None:
     """What was typed into a notebook or a shell is in no file that another process could import."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is not None and Path(file).is_file():
         return
-    data = source.dataset if isinstance(source, Foreign) else None
+    data = source.dataset if isinstance(source, UserDataset) else None
     for thing in (*model.modules(), data, *others):
         kind = thing if isinstance(thing, FunctionType) else type(thing)
         if kind.__module__ == "__main__" or str(thing).startswith("__main__."):

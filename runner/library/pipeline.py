@@ -20,10 +20,10 @@ from runner.build import Given, build
 from runner.composing import compose
 from runner.config import RunConfig
 from runner.data.config import DataConfig
-from runner.data.foreign import Foreign
+from runner.data.dataset import Dataset
 from runner.data.infer import infer_sizes
 from runner.data.order import split
-from runner.data.source import Source
+from runner.data.user_dataset import UserDataset
 from runner.errors import DataError, UsageError
 from runner.evaluation import evaluate
 from runner.hook import Hook
@@ -163,7 +163,7 @@ def name_of(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def source_of(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Source:
+def source_of(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Dataset:
     """A map-style data set or tensors, in two parts. Raises UsageError or DataError."""
     if isinstance(data, DataLoader):
         raise UsageError(
@@ -185,13 +185,13 @@ def source_of(who: str, data: Any, validation: Any, config: RunConfig, own_loss:
             if getattr(data, name, None) is not None:
                 setattr(whole, name, getattr(data, name))
         parts = _two_parts(len(data), len(validation))
-    source = Foreign(whole, name_of(data), config.data.validation, config.data.split_seed)
+    source = UserDataset(whole, name_of(data), config.data.validation, config.data.split_seed)
     if parts is not None:
         source.train, source.validation = parts
     return source
 
 
-def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Source:
+def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Dataset:
     inputs, target = _tensors(who, data, "data")
     n = batches.samples(inputs, f"{who}: data")
     if validation is None:

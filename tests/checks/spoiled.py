@@ -13,7 +13,7 @@ from torch import Tensor
 from runner import build, compose
 from runner.batch import Batch, Sizes
 from runner.build import Given
-from runner.data.source import Source
+from runner.data.dataset import Dataset
 from runner.run import Run
 
 SAMPLES, TRAIN, FEATURES, CLASSES, BATCH = 400, 320, 12, 4, 16
@@ -23,7 +23,7 @@ QUIET = ["device.threads=1", "monitoring.progress=false", "optimization=basic", 
          "data.workers=0"]  # fmt: skip
 
 
-class Spoiled(Source):
+class Spoiled(Dataset):
     """Four clouds; `change` may spoil them. Unshuffled, so step n has samples 16(n-1) to 16n."""
 
     sizes = Sizes("classification", in_features=FEATURES, classes=CLASSES)

@@ -16,9 +16,9 @@ from runner.batch import Column, Sizes
 from runner.checks.config import Policy, TableConfig
 from runner.checks.table import Table, TableFindings, check_table
 from runner.data.config import Cancer, Tabular
+from runner.data.dataset import Dataset
 from runner.data.embedded import cancer
 from runner.data.order import split
-from runner.data.source import Source
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ from runner.summary import Summary
 from runner.tables import check_data_table
 
 
-def looked_at(source: Tensors, **policies: Any) -> tuple[Source, TableFindings]:
+def looked_at(source: Tensors, **policies: Any) -> tuple[Dataset, TableFindings]:
     found, (report,) = check_data_table(source, TableConfig(**policies))
     assert report.findings is not None
     return found, report.findings

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from runner.data.config import DataConfig
+from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader, make_loader
-from runner.data.source import Source
 
 
 @dataclass
@@ -43,7 +43,7 @@ def load() -> Iterator[Callable[..., BatchLoader]]:
     """A loader of the training part, closed when the test ends."""
     made: list[BatchLoader] = []
 
-    def make(source: Source, config: DataConfig | None = None, **changes: Any) -> BatchLoader:
+    def make(source: Dataset, config: DataConfig | None = None, **changes: Any) -> BatchLoader:
         options: dict[str, Any] = {
             "batch_size": 8, "seed": 3, "shuffle": True, "repeat": True, "augment": True,
         } | changes  # fmt: skip

@@ -16,12 +16,12 @@ from pyarrow import parquet
 from runner import build, compose
 from runner.data.arrays import arrays
 from runner.data.config import Arrays, BadSamples, DataConfig, Images, Tabular, Text, Tokens
-from runner.data.foreign import Foreign
 from runner.data.images import ImageFolder
 from runner.data.open import open_data
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.data.text import text
+from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
 
@@ -218,7 +218,7 @@ class Flawed:
 
 def test_samples_of_a_users_data_set_that_fail_are_left_out() -> None:
     config = DataConfig(kind="any", **DROP)
-    source = Foreign(Flawed(), "my.Flawed", 0.2, 0, config)
+    source = UserDataset(Flawed(), "my.Flawed", 0.2, 0, config)
     assert source.choices[0].value == "3 of 40 left out"
     assert "sample 9: OSError: no file 9" in source.choices[0].reason
     assert "sample 20: a value is not finite" in source.choices[0].reason
@@ -228,7 +228,7 @@ def test_samples_of_a_users_data_set_that_fail_are_left_out() -> None:
         i for i in range(40) if i not in (0, 9, 20)
     ]
     with pytest.raises(DataError, match="sample 0: OSError"):
-        Foreign(Flawed(), "my.Flawed", 0.2, 0)
+        UserDataset(Flawed(), "my.Flawed", 0.2, 0)
 
 
 def test_token_files_have_no_samples_to_leave_out(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from runner.data.config import DataConfig, Images, Text, Tokens
+from runner.data.dataset import Dataset
 from runner.data.open import open_data
-from runner.data.source import Source
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
@@ -19,7 +19,7 @@ from runner.security.files.policy import Policy
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs symbolic links")
 
 
-def opened(config: DataConfig, level: SecurityLevel = SecurityLevel.standard) -> Source:
+def opened(config: DataConfig, level: SecurityLevel = SecurityLevel.standard) -> Dataset:
     return open_data(config, lambda name, key: name, Policy(level))
 
 

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from runner.data.config import DataConfig, Digits, Images, StdlibText
+from runner.data.dataset import Dataset
 from runner.data.embedded import digits
 from runner.data.images import ImageFolder
 from runner.data.loader import BatchLoader
-from runner.data.source import Source
 from runner.data.stdlib import stdlib_text
 from runner.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ Load = Callable[..., BatchLoader]
 Same = Callable[[Any, Any], bool]
 
 
-def pictures(folder: Path) -> Source:
+def pictures(folder: Path) -> Dataset:
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
         (folder / label).mkdir()
@@ -35,7 +35,7 @@ def pictures(folder: Path) -> Source:
 
 
 @pytest.fixture(params=["digits", "stdlib_text", "images"])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Dataset:
     if request.param == "digits":
         return digits(Digits())
     return stdlib_text(StdlibText()) if request.param == "stdlib_text" else pictures(tmp_path)
@@ -47,7 +47,7 @@ def config(**changes: Any) -> DataConfig:
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_workers_change_nothing_about_the_batches(
-    source: Source, load: Load, same: Same, persistent: bool
+    source: Dataset, load: Load, same: Same, persistent: bool
 ) -> None:
     few = source.train[:30]  # several epochs
     alone = load(source, indices=few).batches(0)
@@ -60,7 +60,7 @@ def test_workers_change_nothing_about_the_batches(
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("start", [1, 4, 9])
 def test_starting_at_a_step_is_skipping_up_to_it(
-    source: Source, load: Load, same: Same, start: int, workers: int
+    source: Dataset, load: Load, same: Same, start: int, workers: int
 ) -> None:
     few = source.train[:30]
     skipped = islice(load(source, indices=few).batches(0), start, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runner.data.order import Order, permutation, sample_seeds, split
+from runner.data.order import BatchSampler, permutation, sample_seeds, split
 from runner.errors import DataError
 
 
@@ -78,8 +78,10 @@ def test_the_lower_half_differs_between_epochs() -> None:
 
 
 def test_an_order_gives_any_batch_of_any_epoch_without_those_before() -> None:
-    def order() -> Order:
-        return Order(np.arange(20), batch_size=3, batches=7, seed=1, shuffle=True, seeds=True)
+    def order() -> BatchSampler:
+        return BatchSampler(
+            np.arange(20), batch_size=3, batches=7, seed=1, shuffle=True, seeds=True
+        )
 
     walked = order()
     visited = {(e, b): walked.batch(e, b) for e in range(3) for b in range(7)}

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from runner.data.config import DataConfig
-from runner.data.foreign import Foreign
 from runner.data.loader import BatchLoader
+from runner.data.user_dataset import UserDataset
 from runner.errors import DataError
 
 Load = Callable[..., BatchLoader]
@@ -59,7 +59,7 @@ def stop_iteration(index: int) -> Any:
 
 
 def workers(load: Load, at: Callable[[int], Any], count: int = 2, **changes: Any) -> BatchLoader:
-    source = Foreign(Faulty(at), "Faulty", 0.2, 0)
+    source = UserDataset(Faulty(at), "Faulty", 0.2, 0)
     return load(source, DataConfig(kind="any", workers=count, **changes), batch_size=4)
 
 

@@ -14,10 +14,10 @@ import torch
 from runner.batch import Sizes
 from runner.data import infer
 from runner.data.config import DataConfig, Digits
-from runner.data.foreign import Foreign
 from runner.data.loader import BatchLoader
 from runner.data.open import open_data
 from runner.data.order import sample_seeds
+from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError
 
 Load = Callable[..., BatchLoader]
@@ -40,8 +40,8 @@ class Made:
         return self.make(index)
 
 
-def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> Foreign:
-    return Foreign(Made(make, samples, **attributes), "my_package.Made", 0.2, 0)
+def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> UserDataset:
+    return UserDataset(Made(make, samples, **attributes), "my_package.Made", 0.2, 0)
 
 
 def features(index: int) -> tuple[torch.Tensor, int]:
@@ -83,13 +83,13 @@ def test_what_the_data_set_states_goes_first() -> None:
 
 def test_a_data_set_that_states_its_task_is_not_looked_into() -> None:
     dataset = Made(features, sizes={"task": "classification", "in_features": 3, "classes": 4})
-    Foreign(dataset, "my_package.Made", 0.2, 0)
+    UserDataset(dataset, "my_package.Made", 0.2, 0)
     assert dataset.asked == []
 
 
 def test_labels_in_an_attribute_save_the_scan() -> None:
     dataset = Made(features, targets=[0, 6] * 10)
-    source = Foreign(dataset, "my_package.Made", 0.2, 0)
+    source = UserDataset(dataset, "my_package.Made", 0.2, 0)
     assert (source.sizes.classes, dataset.asked) == (7, [0, 1, 2, 3])  # which are timed
     assert "largest of my_package.Made.targets" in source.choices[0].reason
 
@@ -192,7 +192,7 @@ def test_a_class_that_is_no_data_set_is_refused() -> None:
             return iter(())
 
     with pytest.raises(ConfigError, match=r"data._target_: my_package.Stream has no __len__"):
-        Foreign(Stream(), "my_package.Stream", 0.2, 0)
+        UserDataset(Stream(), "my_package.Stream", 0.2, 0)
     with pytest.raises(DataError, match="my_package.Made: 0 samples"):
         opened(features, samples=0)
 

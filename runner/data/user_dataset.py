@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from runner.batch import Batch
-from runner.data.bad import dropping, left_out
 from runner.data.collate import Nest, as_pair, main_leaf, stack
 from runner.data.config import DataConfig
+from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.order import sample_seeds, split
-from runner.data.source import Source
 from runner.errors import ConfigError, DataError, RunnerError
 from runner.technique import Choice
 
@@ -27,7 +26,7 @@ MORE = 3  # samples that are timed besides the first
 SLOW_S = 0.5  # of a first sample, after which nobody waits for more
 
 
-class Foreign(Source):
+class UserDataset(Dataset):
     """Samples of a user's data set.
 
     Python's, NumPy's and torch's global generators are seeded before each sample, so that random
@@ -54,7 +53,7 @@ class Foreign(Source):
                 )
         self.dataset = dataset
         choices: tuple[Choice, ...] = ()
-        if config is not None and dropping(config):
+        if config is not None and drops_bad_samples(config):
             self.dataset, choices = self._sound(dataset, target, config)
         self.train, self.validation = split(len(self.dataset), validation, split_seed, target)
         self.sizes, inferred = infer_sizes(self.dataset, target, self._look_at)
@@ -63,7 +62,7 @@ class Foreign(Source):
 
     def _sound(
         self, dataset: Any, target: str, config: DataConfig
-    ) -> tuple[Kept, tuple[Choice, ...]]:
+    ) -> tuple[Subset, tuple[Choice, ...]]:
         """The samples that can be fetched and are finite, each fetched once to see: one epoch."""
         problems: dict[int, str] = {}
         for index in range(len(dataset)):
@@ -74,8 +73,8 @@ class Foreign(Source):
                 continue
             if not all(bool(torch.isfinite(leaf).all()) for leaf in _floats(sample)):
                 problems[index] = f"sample {index}: a value is not finite"
-        choices = left_out(list(problems.values()), len(dataset), config, target)
-        return Kept(dataset, [i for i in range(len(dataset)) if i not in problems]), choices
+        choices = report_bad_samples(list(problems.values()), len(dataset), config, target)
+        return Subset(dataset, [i for i in range(len(dataset)) if i not in problems]), choices
 
     def _time_more(self) -> None:
         """How long a sample takes once the first one has opened, imported and begun everything."""
@@ -140,7 +139,7 @@ class Foreign(Source):
         return f"correct it, or what the data set's attribute `{name}` says"
 
 
-class Kept:
+class Subset:
     """A data set without some of its samples; all else that is asked of it is its own."""
 
     def __init__(self, dataset: Any, indices: list[int]) -> None:

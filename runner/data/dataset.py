@@ -1,0 +1,70 @@
+"""What a data set is to the loader: samples by index, and what it says about itself.
+
+Samples that cannot be used (cells that are no number, files that are no image) are found when the
+data are opened, before the split into training and validation, so that the set of samples never
+changes during a run and is the same when it is resumed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from runner.batch import Batch, Sizes
+from runner.data.config import BadSamples, DataConfig
+from runner.errors import DataError
+from runner.technique import Choice
+
+KEY = "data.bad_samples"
+NAMED = 5
+
+
+class Dataset(ABC):
+    """Samples by index. `fetch` must depend on nothing but its arguments.
+
+    `train` and `validation` are the indices of the two parts; `in_memory` says that a fetch
+    is a copy and nothing more, so that worker processes would only add copies.
+    """
+
+    sizes: Sizes
+    train: np.ndarray  # int64 indices
+    validation: np.ndarray
+    in_memory: bool = True
+    augments: bool = False  # fetch reads the seeds it is given
+    sample_seconds: float | None = None  # what one sample took to fetch, where it was measured
+    choices: tuple[Choice, ...] = ()  # what was inferred about the data, and from what
+
+    @abstractmethod
+    def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """A batch on the CPU. `seeds` (uint64, one per sample) drive augmentation; None: none.
+
+        The upper 32 bits of the seeds are the same for a whole epoch (see `order.sample_seeds`).
+        Raises DataError naming the file, row or key of a bad sample.
+        """
+
+
+def drops_bad_samples(config: DataConfig) -> bool:
+    """Whether samples that cannot be used are left out, where else the first one is an error."""
+    return config.bad_samples is BadSamples.drop
+
+
+def report_bad_samples(
+    problems: Sequence[str], total: int, config: DataConfig, what: str
+) -> tuple[Choice, ...]:
+    """What is said of the bad ones among `total` samples; `problems` has a line for each.
+
+    Raises DataError where they are more than the share `data.most_bad`: something else is wrong.
+    """
+    if not problems:
+        return ()
+    more = len(problems) - NAMED
+    named = "; ".join(problems[:NAMED]) + (f"; and {more:,} more" if more > 0 else "")
+    share = len(problems) / total
+    if share > config.most_bad:
+        raise DataError(
+            f"{what}: {len(problems):,} of {total:,} samples cannot be used, more than "
+            f"data.most_bad={config.most_bad:g}: {named}"
+        )
+    return (Choice(KEY, f"{len(problems):,} of {total:,} left out", named),)
