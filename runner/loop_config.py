@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 
@@ -12,20 +12,16 @@ from runner.errors import ConfigError
 class TrainingConfig:
     """How long to train, in what portions, and how often to look at the validation set."""
 
-    steps: int | None = None  # batches tried; None: see epochs
-    epochs: float | None = None  # None with steps None: the data's own suggestion
-    batch_size: int = 32  # samples per update
-    micro_batch: int | None = None  # samples per backward; None: the accumulation technique decides
-    validate_every: int | None = None  # steps; None: once an epoch, at least five times a run
-    patience: int | None = None  # validations without improvement before stopping early
+    steps: int | None = bounded(None, min=1)  # batches tried; None: see epochs
+    epochs: float | None = bounded(None, above=0)  # None with steps None: the data's own suggestion
+    batch_size: int = bounded(32, min=1)  # samples per update
+    micro_batch: int | None = bounded(None, min=1)  # samples per backward; None: chosen
+    validate_every: int | None = bounded(None, min=1)  # steps; None: each epoch, five at least
+    patience: int | None = bounded(None, min=1)  # validations without improvement, then stop
     monitor: str | None = None  # metric that decides `best`; None: the objective's own
 
     def __post_init__(self) -> None:
-        for key in ("steps", "epochs", "batch_size", "micro_batch", "validate_every", "patience"):
-            value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:  # NaN is neither
-                fix = "use more than 0; 0.5 is half of one" if key == "epochs" else "use 1 or more"
-                raise ConfigError(f"training.{key}", f"{value} is not positive", fix)
+        check_bounds(self, "training")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 "training.steps", "is given together with training.epochs", "name one"

@@ -31,7 +31,7 @@ CONFIGS = (
 )
 LAYERS = f"""
 errors masking module_path
-count_limits
+bounds count_limits
 loop_config {" ".join(f"{package}.config" for package in CONFIGS)}
 interrupts optimizer_origin random_state seeds storage untouched
 device record
@@ -62,7 +62,8 @@ __main__ __init__
 
 # A mistake in the config is answered before torch is imported, so these do without it.
 TORCH_FREE = """
-errors count_limits *_config batch objective hook technique run summary overrides.* config composing
+errors bounds count_limits *_config batch objective hook technique run summary overrides.* config
+composing
 cli.* __main__ __init__ *.__init__ *.config module_path security.config_* security.cli_overrides
 security.registry security.plain sweep.* benchmark.result benchmark.arms report.*
 """.split()

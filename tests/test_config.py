@@ -111,7 +111,7 @@ def test_the_name_tells_data_and_model_also_when_the_model_is_foreign() -> None:
         (["checkpoint=off", "checkpoint.resume=auto"], r"^checkpoint\.resume: "),
         (["name=../away"], "^name: "),
         (["seed=-1"], "^seed: "),
-        (["checkpoint.every=0"], r"^checkpoint\.every: 0 is not a count"),
+        (["checkpoint.every=0"], r"^checkpoint\.every: must be ≥ 1, got 0"),
         (["training.steps=1", "training.epochs=1"], r"^training\.steps: .*name one"),
         (["+training.stpes=3"], r"^training\.stpes: .*did you mean training\.steps=3\?"),
         (["+optimization.amp.dtpye=bf16"], r"did you mean optimization\.amp\.dtype=bf16\?"),

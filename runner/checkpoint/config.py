@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runner.errors import ConfigError
+from runner.bounds import bounded, check_bounds
 
 
 @dataclass
@@ -12,14 +12,9 @@ class CheckpointConfig:
     """When to save, how many to keep, and what to continue from."""
 
     enabled: bool = True
-    every: int | None = None  # steps; None: at each validation
-    keep: int = 3  # newest ones kept, besides the best
+    every: int | None = bounded(None, min=1)  # steps; None: at each validation
+    keep: int = bounded(3, min=1)  # newest ones kept, besides the best
     resume: str = "none"  # none | auto | a run's folder or one of its step folders
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError("checkpoint.every", f"{self.every} is not a count", "use 1 or more")
-        if self.keep < 1:
-            raise ConfigError(
-                "checkpoint.keep", "would keep nothing to resume from", "use 1 or more"
-            )
+        check_bounds(self, "checkpoint")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 
@@ -20,22 +21,20 @@ class TableKind(Enum):
 class MonitoringConfig:
     """What is written down and shown while the run goes on."""
 
-    every: int = 10  # steps per row of metrics.jsonl; the device is asked once per row
-    system_every_s: float = 5.0  # seconds between readings of CPU, memory and disk
+    every: int = bounded(10, min=1)  # steps per row of metrics.jsonl
+    system_every_s: float = bounded(
+        5.0, above=0
+    )  # seconds between readings of CPU, memory and disk
     tensorboard: bool = True
     progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
-    line_every_s: float = 5.0  # seconds between plain lines
+    line_every_s: float = bounded(5.0, above=0)  # seconds between plain lines
     log_level: str = "info"
     export: list[TableKind] = field(default_factory=list)  # the record also as tables, at the end
     # every value that a key has in the jobs of a sweep, for check boxes; the launcher fills it in
     domains: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError("monitoring.every", f"{self.every} is not a count", "use 1 or more")
-        for key in ("system_every_s", "line_every_s"):
-            if getattr(self, key) <= 0:
-                raise ConfigError(f"monitoring.{key}", "is not a time", "use more than 0")
+        check_bounds(self, "monitoring")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
                 "monitoring.log_level", f"no level {self.log_level!r}", "debug|info|warning|error"

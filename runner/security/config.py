@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError, SecurityError
 
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -24,17 +24,13 @@ class SecurityLevel(Enum):
 class LimitsConfig:
     """What a run may take before it is stopped, a checkpoint written; None: as much as there is."""
 
-    memory_mb: float | None = None  # of this process and its workers
-    device_memory_mb: float | None = None  # of the accelerator
-    disk_mb: float | None = None  # written to the run's folder
-    hours: float | None = None  # of wall time, since the run was started or resumed
+    memory_mb: float | None = bounded(None, above=0)  # of this process and its workers
+    device_memory_mb: float | None = bounded(None, above=0)  # of the accelerator
+    disk_mb: float | None = bounded(None, above=0)  # written to the run's folder
+    hours: float | None = bounded(None, above=0)  # of wall time, since started or resumed
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(
-                    f"security.limits.{name}", f"{value} is no limit", "use more than 0, or null"
-                )
+        check_bounds(self, "security.limits")
 
 
 @dataclass

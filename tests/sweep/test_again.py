@@ -89,7 +89,7 @@ def test_two_processes_do_not_write_into_one_sweep(folder: Path) -> None:
     [
         ("sweep.resume=nowhere", "sweep.resume: there is no folder nowhere"),
         ("sweep.resume=outputs", "outputs is no sweep's folder"),
-        ("hydra.launcher.jobs=0", "hydra.launcher.jobs: 0 is too few; use 1 or more"),
+        ("hydra.launcher.jobs=0", "hydra.launcher.jobs: must be ≥ 1, got 0"),
         ("hydra.launcher.job=2", "did you mean hydra.launcher.jobs"),
         ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: 'soon' is not a number"),
     ],
