@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.security.configs.case import Case
-from tests.security.configs.hostile import HOSTILE
-from tests.security.configs.ordinary import ORDINARY
+import yaml  # type: ignore[import-untyped]
 
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
@@ -29,12 +28,38 @@ from tests.security.files.mutants import Mutant, mutated_text
 REFUSED, UNCHANGED, SAME, CAUGHT = "refused", "unchanged", "same content", "caught by its digest"
 PASSED, WRONG = "passed", "found wrong"
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
-# Not those whose size is their point: many jobs take long to look at, and are not a hang.
-CASES = [
-    case
-    for case in [*ORDINARY, *HOSTILE]
-    if sum(map(len, case.files.values())) < 20_000 and not any("range(" in w for w in case.typed)
-]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is typed in a folder with these files."""
+
+    typed: list[str]
+    files: dict[str, str]
+
+
+def _cases() -> list[Case]:
+    """Hostile configs, and a few ordinary ones. Not those whose size is their point: many jobs take
+    long to look at, and are not a hang.
+    """
+    found = [Case(typed, {}) for typed in ORDINARY]
+    for row in yaml.safe_load((Path(__file__).parents[1] / "hostile_configs.yaml").read_text()):
+        typed, files = row.get("typed", []), row.get("files", {})
+        if "file" in row:
+            typed = ["--config-dir=theirs", "experiment=own", *typed]
+            files = {"theirs/experiment/own.yaml": f"# @package _global_\n{row['file']}\n"}
+        if sum(map(len, files.values())) < 20_000 and not any("range(" in word for word in typed):
+            found.append(Case(typed, files))
+    return found
+
+
+ORDINARY = (
+    ["training.steps=3", "optimizer.lr=0.01", "model.width=32", "seed=7"],
+    ["data=cancer", "optimizer=sgd", "schedule=constant", "optimization=none"],
+    ["security=strict", "hydra.run.dir=outputs/mine"],
+    ["objective._target_=torch.nn.functional.mse_loss"],
+)
+CASES = _cases()
 
 
 class Violation(Exception):
@@ -80,7 +105,7 @@ def mutated_case(seed: int, number: int) -> Case:
         typed[place] = mutated_text(draw, typed[place])
     else:
         typed = [mutated_text(draw, "training.steps=3")]
-    return Case(case.name, typed, files)
+    return Case(typed, files)
 
 
 def set_traps(folder: Path) -> Path:
