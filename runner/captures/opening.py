@@ -66,7 +66,7 @@ def open_capture(path: Path, policy: Policy | None = None) -> Capture:
 
     With a policy, one from outside this run tree is looked at as a foreign one first. Raises
     CheckpointError naming the file that is damaged or missing, and SecurityError for one that
-    holds more than plain data, or that nobody vouches for where somebody must.
+    holds more than plain data, or whose digests are unknown under security=strict.
     """
     admitted = None if policy is None else admit_folder(path, policy)
     manifest = read_manifest(path)

@@ -32,7 +32,7 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     """Inputs as they are, but for these: floats become float32, and uint8 images 0 to 1.
 
     Images are [samples, channels, height, width] or [samples, height, width]; whole numbers
-    [samples, length] are token ids. The file goes through the gate for files: SecurityError for
+    [samples, length] are token ids. The file is examined first: SecurityError for
     one that is malformed, or holds objects, which are a pickle.
     """
     check_task(config.task, TASKS)

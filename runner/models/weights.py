@@ -55,7 +55,7 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Polic
     """Load the weights at `path` into the model, but for what `fresh` names; say what was done.
 
     Parameters and buffers, in the model's own types, wherever it lies. All of them or, with
-    ConfigError, none. Also raises SecurityError and CheckpointError for what the gate refuses.
+    ConfigError, none. Also raises SecurityError and CheckpointError for a refused file.
     """
     weights = read_weights(path, policy)
     fit = fit_to(model, weights, fresh)

@@ -16,7 +16,7 @@ class SecurityLevel(Enum):
     """How much is taken on trust."""
 
     off = "off"  # nothing is looked at; said loudly
-    standard = "standard"  # unknown files load in a limited process, with a warning
+    standard = "standard"  # unknown files are examined in a sandbox, with a warning
     strict = "strict"  # files are this run's own or pinned; no pickle; no foreign config
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 from runner.errors import SecurityError
-from runner.record.text import escape_control_chars, json_safe
+from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
-from runner.storage import replace_text
 
 log = logging.getLogger("runner")
 
@@ -40,7 +37,7 @@ class Trust(IntEnum):
     """How far a file may be trusted; the order is that of the names."""
 
     REFUSED = 0  # hostile, malformed, or of a kind that is code
-    UNTRUSTED = 1  # nothing is wrong with it, and nobody vouches for it
+    UNTRUSTED = 1  # nothing is wrong with it, and its digest is unknown
     CHECKED = 2  # its digest is in a manifest that this runner wrote
     PINNED = 3  # its digest is in security.pinned
 
@@ -66,7 +63,7 @@ class FileFacts:
 
     sha256: str
     size: int
-    format: str  # by magic and name: safetensors | torch_zip | torch_legacy | npy | npz | …
+    format: str  # by magic and name: safetensors | torch_zip | pickle | npy | npz | …
 
 
 @dataclass
@@ -112,10 +109,6 @@ class Assessment:
             row["severity"] = reason.severity.name
         return found
 
-    def write(self, path: Path) -> None:
-        """As JSON, whole. Raises OSError."""
-        replace_text(path, json.dumps(json_safe(self.as_dict()), indent=2, allow_nan=False) + "\n")
-
 
 def enough(found: Assessment, level: SecurityLevel) -> bool:
     """Whether it may be loaded at that level; CHECKED is only ever what this run tree wrote."""
@@ -125,7 +118,7 @@ def enough(found: Assessment, level: SecurityLevel) -> bool:
 
 
 def require(found: Assessment, policy: Policy) -> None:
-    """Raise SecurityError where the policy does not let it in; one warning where nobody vouches."""
+    """Raise SecurityError where the policy does not let it in; one warning for an unknown file."""
     path = escape_control_chars(found.path)
     if enough(found, policy.level):
         if found.trust is Trust.UNTRUSTED and policy.level is SecurityLevel.standard:

@@ -61,7 +61,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def saved(path: Path, content: Any) -> str:
-    """Write it; the digest that vouches for it, so that no limited process is started."""
+    """Write it; its digest, to be pinned, so that no sandbox is started."""
     (save_file if path.suffix == ".safetensors" else torch.save)(content, str(path))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
