@@ -27,10 +27,23 @@ CHECKPOINT = "checkpoint"  # the folder of the linked one
 STEP = re.compile(r"step_\d{8,}", re.ASCII)
 FORMAT = 1
 KINDS: dict[str, Any] = {
-    "step": int, "seed": int, "micro_batch": int, "threads": int, "checkpoint": int | None,
-    "kind": str, "message": str, "name": str, "config_hash": str, "loss": str, "grad_norm": str,
-    "config": dict, "choices": dict, "device": dict, "versions": dict, "given": list,
-}  # fmt: skip
+    "step": int,
+    "seed": int,
+    "micro_batch": int,
+    "threads": int,
+    "checkpoint": int | None,
+    "kind": str,
+    "message": str,
+    "name": str,
+    "config_hash": str,
+    "loss": str,
+    "grad_norm": str,
+    "config": dict,
+    "choices": dict,
+    "device": dict,
+    "versions": dict,
+    "given": list,
+}
 """Of what type a field is: a forged one must not become text elsewhere."""
 
 

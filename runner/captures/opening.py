@@ -85,9 +85,12 @@ def open_capture(path: Path, policy: Policy | None = None) -> Capture:
         if len(state["batch"]) != 2 or not _is_plain(state):
             raise ValueError
         return Capture(
-            path, manifest, model=model, policy=policy,
+            path,
+            manifest,
+            model=model,
+            policy=policy,
             **{**state, "batch": tuple(state["batch"])},
-        )  # fmt: skip
+        )
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{path / STATE}: not written by the runner") from None
 

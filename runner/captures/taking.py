@@ -95,9 +95,10 @@ class Captures:
         """Say what `take` has kept, once; after the line about the step itself."""
         if self.untold is not None:
             log.info(
-                "step %d is kept; to look into it: job=replay replay.path=%s", *self.untold,
+                "step %d is kept; to look into it: job=replay replay.path=%s",
+                *self.untold,
                 extra={"live": self.told},  # on the screen the first is enough
-            )  # fmt: skip
+            )
             self.told = True
         self.untold = None
 
@@ -147,14 +148,24 @@ class Captures:
             overflows = sum(not np.isfinite(row[1]) for row in rows or ()) if untouched else 0
             state["update"] = _scale_before(update, overflows)
         manifest = Manifest(
-            step=step, kind=kind, message=message, weights=weights, checkpoint=checkpoint,
-            seed=run.seed, name=run.name, config_hash=run.config_hash,
-            config=dict(self.settings), given=self.given,
+            step=step,
+            kind=kind,
+            message=message,
+            weights=weights,
+            checkpoint=checkpoint,
+            seed=run.seed,
+            name=run.name,
+            config_hash=run.config_hash,
+            config=dict(self.settings),
+            given=self.given,
             choices=_plain({choice.key: choice.value for choice in run.choices}),
-            micro_batch=run.micro_batch, threads=run.device.threads,
-            device=_plain(run.device.describe()), versions=versions(),
-            loss=str(loss), grad_norm=str(norm),
-        )  # fmt: skip
+            micro_batch=run.micro_batch,
+            threads=run.device.threads,
+            device=_plain(run.device.describe()),
+            versions=versions(),
+            loss=str(loss),
+            grad_norm=str(norm),
+        )
         fill(folder, manifest, {} if weights is Weights.again else model, state)
         return True
 

@@ -107,9 +107,9 @@ def _errors(
         parts = zip(weights, used, strict=True)
         return sum(_inner(w, ahead[i].detach() - behind[i].detach()) for w, i in parts)
 
-    size = sum(
-        _norm(w * outputs[i].detach()) ** 2 for w, i in zip(weights, used, strict=True)
-    ) ** 0.5  # fmt: skip
+    size = (
+        sum(_norm(w * outputs[i].detach()) ** 2 for w, i in zip(weights, used, strict=True)) ** 0.5
+    )
     with torch.no_grad():
         apart = abs(difference(outputs, list(evaluate())))
     if not size < float("inf"):

@@ -55,8 +55,18 @@ PHRASES = {
     State.NOT_OPTIMIZED: ("is in no optimizer", "parameters are in no optimizer"),
 }
 WORST_FIRST = [State.NOT_FINITE, State.EXPLODING, State.VANISHING, State.NO_GRADIENT]
-COLUMNS = ("layer", "norm", "mean", "std", "largest", "zeros", "not finite", "gradient/weight",
-           "update/weight", "")  # fmt: skip
+COLUMNS = (
+    "layer",
+    "norm",
+    "mean",
+    "std",
+    "largest",
+    "zeros",
+    "not finite",
+    "gradient/weight",
+    "update/weight",
+    "",
+)
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,13 @@ class Tool(Hook):
             return
         self.broken = said.partition("\n")[0]
         run.history.add(
-            "tool_failed", f"debug tool {self.name}: {self.broken}", step=run.progress.step,
-            category="code", action="it rests, the run goes on", error=error,
-        )  # fmt: skip
+            "tool_failed",
+            f"debug tool {self.name}: {self.broken}",
+            step=run.progress.step,
+            category="code",
+            action="it rests, the run goes on",
+            error=error,
+        )
 
 
 def _awake(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:

@@ -23,7 +23,7 @@ from runner.record.console import print_stdout
 from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.investigation import Investigation
-from runner.replay.reopen import config_of, settled
+from runner.replay.reopen import config_of, with_weights
 from runner.security.files.policy import Policy
 from runner.security.paths import own_trees
 from runner.storage import HashedFile
@@ -45,7 +45,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
     trusted = config.security.trusted
     config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:
-        capture = settled(capture, Path(temporary), trusted=trusted)
+        capture = with_weights(capture, Path(temporary), trusted=trusted)
         investigation = Investigation(
             capture, folder, trusted, config.replay.attribute, config.replay.timeout_s,
             origin=where.absolute(),

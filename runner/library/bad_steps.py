@@ -27,7 +27,7 @@ from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, check_module
 from runner.objectives.custom import Custom
 from runner.record.provenance import versions
 from runner.record.text import shorten
-from runner.replay.findings import Found
+from runner.replay.findings import Cause
 from runner.replay.trace import trace_step
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class StepCaptures:
         fill(folder, manifest, model, state)
 
 
-def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Found:
+def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
     """Make a captured step again, every operation watched: where it went bad, and in which line.
 
     `path` is its folder, `model` one of the same shape (a copy of it gets the step's weights),

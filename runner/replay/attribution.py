@@ -16,9 +16,19 @@ Make = Callable[[Collection[str], Mapping[str, str]], Attempt]
 MOST = 12  # tries
 RESERVE = 3  # of them, kept for sets of several
 SUSPICION = (
-    "amp", "whole_step", "compile", "chunked_loss", "attention", "recompute", "fused_optimizer",
-    "cuda_graphs", "tf32", "channels_last", "accumulation", "system",
-)  # fmt: skip
+    "amp",
+    "whole_step",
+    "compile",
+    "chunked_loss",
+    "attention",
+    "recompute",
+    "fused_optimizer",
+    "cuda_graphs",
+    "tf32",
+    "channels_last",
+    "accumulation",
+    "system",
+)
 """What is left out first."""
 HARMLESS = ("pipeline", "quantization")
 """What fetches batches, and what is for after the training: no part of a step."""
@@ -69,9 +79,9 @@ class Search:
             )
         return self._end(self._words(culprits, alone), culprits, alone)
 
-    def try_without(self, off: Collection[str], settings: Mapping[str, str] | None = None) -> (
-        Attempt
-    ):  # fmt: skip
+    def try_without(
+        self, off: Collection[str], settings: Mapping[str, str] | None = None
+    ) -> Attempt:
         """One try; raises _Spent where there may be no more."""
         key = frozenset(off)
         if not settings and key in self.known:

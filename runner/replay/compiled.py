@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from runner import compiler
 from runner.batch import Batch
 from runner.debug.source_line import FRAME, Place, is_shown
-from runner.replay.findings import Found, Phase
+from runner.replay.findings import Cause, Phase
 from runner.replay.statistics import level, state_of, stats, tensors
 from runner.replay.trace import label, leave, trace_step
 from runner.replay.tracer import Frame, Tracer
@@ -28,7 +28,7 @@ from runner.step import backward
 MOST = 8  # modules compiled alone
 
 
-def trace_compiled(run: Run, batch: Batch, most: int = MOST) -> Found:
+def trace_compiled(run: Run, batch: Batch, most: int = MOST) -> Cause:
     """The same as `trace_step`, for a run that computes without a compiler, and is bad with one.
 
     Compiles up to `most` modules where the traced graph is good.
@@ -39,7 +39,7 @@ def trace_compiled(run: Run, batch: Batch, most: int = MOST) -> Found:
         return _trace_compiled(run, batch, most)
 
 
-def _trace_compiled(run: Run, batch: Batch, most: int) -> Found:
+def _trace_compiled(run: Run, batch: Batch, most: int) -> Cause:
     eager = run.forward
     try:
         found = trace_step(run, batch, lambda tracer: _watched(run, eager, tracer))
@@ -116,7 +116,7 @@ def _place(n: fx.Node) -> Place | None:
     return shown[-1] if shown else None
 
 
-def _piece_by_piece(run: Run, batch: Batch, most: int) -> Found:
+def _piece_by_piece(run: Run, batch: Batch, most: int) -> Cause:
     """Down from the model to the smallest module that is bad when it alone is compiled."""
     left = most
 
@@ -136,7 +136,7 @@ def _piece_by_piece(run: Run, batch: Batch, most: int) -> Found:
 
     name, module = "", run.model
     if not is_bad(module):
-        return Found(
+        return Cause(
             Phase.nowhere,
             "the model compiled alone is good: it is in what the compiler made of loss, backward "
             "and update together",
@@ -148,11 +148,13 @@ def _piece_by_piece(run: Run, batch: Batch, most: int) -> Found:
             if left > 0 and is_bad(inner):
                 name, module, descending = f"{name}.{child}".lstrip("."), inner, True
                 break
-    found = Found(
+    found = Cause(
         Phase.forward,
         f"{label(name, module)} is bad when it alone is compiled, and good when it is not",
-        name, type(module).__name__, state=state_of(module),
-    )  # fmt: skip
+        name,
+        type(module).__name__,
+        state=state_of(module),
+    )
     if left <= 0:
         found.notes.append(f"after {most} modules compiled alone; the fault may lie deeper in it")
     return found

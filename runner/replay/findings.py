@@ -51,7 +51,7 @@ class Ratio:
 
 
 @dataclass
-class Found:
+class Cause:
     """Where a step went bad."""
 
     phase: Phase
@@ -121,7 +121,7 @@ class Replay:
     attempt: Attempt  # as it was, with every technique
     reproduced: bool
     same: bool  # in the same numbers too
-    found: Found
+    found: Cause
     seen: str = ""  # in which run that was looked at
     blame: Blame | None = None  # None: not looked for
     script: str = ""  # reproduce.py, relative to the folder of the replay

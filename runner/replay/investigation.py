@@ -20,7 +20,7 @@ from runner.masking import masked
 from runner.replay.attempt import attempt_apart, is_same, is_spike
 from runner.replay.attribution import COMPILING, Search
 from runner.replay.compiled import trace_compiled
-from runner.replay.findings import Attempt, Blame, Found, Phase, Replay
+from runner.replay.findings import Attempt, Blame, Cause, Phase, Replay
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
 from runner.replay.statistics import largest_weight
@@ -89,7 +89,7 @@ class Investigation:
             attempt=as_it_was,
             reproduced=as_it_was.bad,
             same=is_same(as_it_was, capture),
-            found=older or Found(Phase.nowhere, ""),
+            found=older or Cause(Phase.nowhere, ""),
             blame=blame,
         )
         without = self._trace(replay, older is not None)
@@ -151,7 +151,7 @@ class Investigation:
                 return without
         return []
 
-    def _find(self, run: Run, batch: Batch, compiled: bool) -> Found:
+    def _find(self, run: Run, batch: Batch, compiled: bool) -> Cause:
         log.info("replay: looking at every operation of the step")
         if is_spike(self.capture):
             return explain_spike(run, batch, self._healthy_batch(run))
@@ -284,7 +284,7 @@ def _by_technique(blame: Blame) -> list[str]:
     return steps
 
 
-def _by_phase(found: Found, samples: Sequence[int]) -> list[str]:
+def _by_phase(found: Cause, samples: Sequence[int]) -> list[str]:
     rows = ", ".join(map(str, samples[:10]))
     which = f" Samples {rows} of the data set." if rows else ""
     if found.grown and found.phase not in (Phase.input, Phase.weights):

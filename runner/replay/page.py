@@ -13,7 +13,7 @@ from rich.text import Text
 from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.text import json_value
-from runner.replay.findings import Found, Phase, Ratio, Replay, Stats
+from runner.replay.findings import Cause, Phase, Ratio, Replay, Stats
 
 SHOWN = 8  # rows of a table
 HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
@@ -75,8 +75,9 @@ def screen(replay: Replay) -> RenderableType:
     if rows:
         grid = Table(box=None, padding=(0, 1), pad_edge=False)
         for heading in HEADING:
-            grid.add_column(heading, justify="left" if heading == "what" else "right",
-                            overflow="fold")  # fmt: skip
+            grid.add_column(
+                heading, justify="left" if heading == "what" else "right", overflow="fold"
+            )
         for row in rows:
             grid.add_row(*map(plain_text, row))
         parts += [Text(), grid]
@@ -104,8 +105,10 @@ def markdown(replay: Replay) -> str:
     )
     for title, ratios in sizes:
         if ratios:
-            rows_ = [(r.name or "the model", _number(r.bad), _number(r.healthy), _number(r.times))
-                     for r in ratios]  # fmt: skip
+            rows_ = [
+                (r.name or "the model", _number(r.bad), _number(r.healthy), _number(r.times))
+                for r in ratios
+            ]
             parts += [f"## {title}", "", table(("", "this step", "healthy", "times"), rows_), ""]
     if blame is not None and blame.trials:
         tries = [
@@ -149,9 +152,11 @@ def _technique(replay: Replay) -> str:
     return "not looked for"
 
 
-def _rows(found: Found) -> list[tuple[str, ...]]:
-    inputs = [_row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
-              for s in found.inputs[:SHOWN]]  # fmt: skip
+def _rows(found: Cause) -> list[tuple[str, ...]]:
+    inputs = [
+        _row(s, s.name if s.name.startswith("input") else f"input: {s.name}")
+        for s in found.inputs[:SHOWN]
+    ]
     return inputs + [_row(s, s.name) for s in found.outputs[:SHOWN] + found.state[:SHOWN]]
 
 

@@ -1,4 +1,4 @@
-"""A run put together again from a capture, standing right before the bad step."""
+"""A run put together again from a capture, right before the bad step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("runner")
 
 
 @dataclass(frozen=True)
-class Standing:
+class StepState:
     """All that a step begins with, but for its batch."""
 
     model: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Standing:
     random: Mapping[str, Any]
 
 
-class _LeaveOut(Hook):
+class _SkipSteps(Hook):
     """Steps that the run did not make are not made again, whoever had asked for that."""
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -85,19 +85,19 @@ def reopened(
     """
     config = config_of(capture, trusted) if config is None else config
     _check_given(capture, given)
-    standing = _standing(capture, config, given)
+    start = _step_state(capture, config, given)
     if without:
         names = {name for name, technique in config.optimization.techniques() if technique.enabled}
         names |= {target.rpartition(".")[2] for target in config.optimization.extra}
         config = only(config, names - set(without))
-    with build(_still(config), given=_with_choices(capture, given)) as run:
+    with build(_quiet_config(config), given=_with_choices(capture, given)) as run:
         run.model.train()
         batch = _placed(run, capture.batch)
-        _stand(run, capture, standing)
+        _load_state(run, capture, start)
         yield run, batch
 
 
-def settled(
+def with_weights(
     capture: Capture,
     folder: Path,
     config: RunConfig | None = None,
@@ -112,7 +112,7 @@ def settled(
     """
     if capture.as_it_was or capture.manifest.checkpoint is None:
         return capture
-    standing = _standing(capture, config_of(capture, trusted) if config is None else config, given)
+    start = _step_state(capture, config_of(capture, trusted) if config is None else config, given)
     final = folder / step_name(capture.step)
     temporary = folder / f".tmp-{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -120,10 +120,8 @@ def settled(
     manifest = replace(capture.manifest, weights=Weights.then, checkpoint=None, files={})
     names = ("batch", "samples", "loss", "grad_norm", "progress", "remedy", "skipped")
     state = {name: getattr(capture, name) for name in names}
-    state.update(
-        buffers=standing.buffers, update=standing.update, random=standing.random, random_then=True
-    )
-    fill(temporary, manifest, standing.model, state)
+    state.update(buffers=start.buffers, update=start.update, random=start.random, random_then=True)
+    fill(temporary, manifest, start.model, state)
     storage.put_folder(temporary, final)
     return open_capture(final)
 
@@ -138,25 +136,25 @@ def _check_given(capture: Capture, given: Given | None) -> None:
         )
 
 
-def _standing(capture: Capture, config: RunConfig, given: Given | None) -> Standing:
+def _step_state(capture: Capture, config: RunConfig, given: Given | None) -> StepState:
     """From the capture itself where it has it all, else by making the steps before it again."""
     there = capture.model is not None and capture.update is not None
     if capture.as_it_was or (there and capture.manifest.checkpoint is None):
         if not capture.as_it_was:
-            log.warning("%s: %s", capture.path, _apart(capture))
+            log.warning("%s: %s", capture.path, _why_not_exact(capture))
         if capture.model is None or capture.update is None:
             raise CheckpointError(f"{capture.path}: has no weights")
-        return Standing(capture.model, capture.buffers, capture.update, capture.random)
-    return _again(capture, config, given)
+        return StepState(capture.model, capture.buffers, capture.update, capture.random)
+    return _rerun_steps(capture, config, given)
 
 
-def _apart(capture: Capture) -> str:
+def _why_not_exact(capture: Capture) -> str:
     if capture.manifest.weights is Weights.later:
         return "weights of a later step: there was no checkpoint before it to start from"
     return "the model draws from python's or numpy's generator, whose state is of a later step"
 
 
-def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing:
+def _rerun_steps(capture: Capture, config: RunConfig, given: Given | None) -> StepState:
     """What the steps after the linked checkpoint, made again as they were, lead to."""
     checkpoint = capture.checkpoint()
     if checkpoint is None:
@@ -165,9 +163,11 @@ def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing
     if checkpoint.step < capture.remedy < capture.step:
         log.warning(
             "%s: after step %d something was done about a fault (debug/history.json says what), "
-            "which running steps again leaves out", capture.path, capture.remedy,
-        )  # fmt: skip
-    with build(_still(config), given=_with_choices(capture, given)) as run:
+            "which running steps again leaves out",
+            capture.path,
+            capture.remedy,
+        )
+    with build(_quiet_config(config), given=_with_choices(capture, given)) as run:
         load_weights(run, checkpoint.path, checkpoint.model, state["update"])
         run.progress = Progress(**state["progress"])
         run.guardian.load(
@@ -178,7 +178,7 @@ def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing
         run.model.train()
         batches = run.train.batches(run.progress.step)
         set_random(state["random"])
-        hooks = [_LeaveOut(capture.skipped)]
+        hooks = [_SkipSteps(capture.skipped)]
         while run.progress.step < before:
             run.update.set_limits(math.inf, math.inf)  # what was a spike is among those left out
             make_step(run, next(batches), hooks)
@@ -192,31 +192,31 @@ def _again(capture: Capture, config: RunConfig, given: Given | None) -> Standing
             model,
             {"update": update, "buffers": _unsaved(run.model, model), "random": noise()},
         )
-        return Standing(snapshot.model, **snapshot.state)
+        return StepState(snapshot.model, **snapshot.state)
 
 
-def _stand(run: Run, capture: Capture, standing: Standing) -> None:
+def _load_state(run: Run, capture: Capture, start: StepState) -> None:
     """Weights, buffers, optimizer and random state as the step found them."""
     # copied, since an optimizer goes on in the tensors that it loads
-    own = Copier(reuse=False).take(dict(standing.model), {"update": dict(standing.update)})
+    own = Copier(reuse=False).take(dict(start.model), {"update": dict(start.update)})
     update = own.state["update"]
     if run.update.scale is None:  # without amp there is no loss scale
         update["scale"] = []
     elif not update["scale"]:  # a type is tried that needs one
         update["scale"] = [run.update.scale.value, run.update.scale.grown]
     load_weights(run, capture.path, own.model, update)
-    for name, buffer in _unsaved(run.model, standing.model).items():
-        if name in standing.buffers:
-            buffer.copy_(standing.buffers[name])
+    for name, buffer in _unsaved(run.model, start.model).items():
+        if name in start.buffers:
+            buffer.copy_(start.buffers[name])
     run.progress = Progress(**{**deepcopy(dict(capture.progress)), "step": capture.step - 1})
-    set_random(standing.random)
+    set_random(start.random)
 
 
 def _unsaved(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
-def _still(config: RunConfig) -> RunConfig:
+def _quiet_config(config: RunConfig) -> RunConfig:
     """Nothing to show or to write, nothing to continue or to start from, and no tool in the way."""
     config = quiet(config)
     config.checkpoint.resume = "none"

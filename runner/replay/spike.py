@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from runner import modes
 from runner.batch import Batch, call, count, rows
-from runner.replay.findings import Found, Phase, Ratio
+from runner.replay.findings import Cause, Phase, Ratio
 from runner.replay.statistics import size, state_of, stats, tensors
 from runner.replay.trace import batch_tensors, label, leave
 from runner.replay.tracer import named
@@ -29,7 +29,7 @@ LISTED = 10
 SAMPLES = 4096  # the most that are looked at one by one
 
 
-def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Found:
+def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
     """What is larger in `batch` than in `healthy`, and where that begins.
 
     Without a healthy batch parameters and samples are ranked, and no beginning is named.
@@ -37,7 +37,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Found:
     run.model.train()
     bad = _Sizes(run, batch)
     good = _Sizes(run, healthy) if healthy is not None else None
-    found = Found(Phase.spike, "loss and gradients are finite and large")
+    found = Cause(Phase.spike, "loss and gradients are finite and large")
     before = good.outputs if good else {}
     found.growth = [Ratio(n, x, before.get(n)) for n, x in bad.outputs.items()]
     slopes = good.gradients if good else {}
@@ -56,7 +56,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Found:
     return found
 
 
-def _name(run: Run, batch: Batch, healthy: Any, bad: _Sizes, good: _Sizes, found: Found) -> None:
+def _name(run: Run, batch: Batch, healthy: Any, bad: _Sizes, good: _Sizes, found: Cause) -> None:
     """Where it begins: the batch, a module's output, the loss, or a parameter's gradient."""
     theirs = dict(batch_tensors(healthy))
     for name, tensor in batch_tensors(batch):

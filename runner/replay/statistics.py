@@ -72,9 +72,11 @@ def bad_samples(tensor: Tensor) -> list[int]:
     if values is None or values.ndim == 0 or values.layout != torch.strided:
         return []
     bad = ~torch.isfinite(values)
-    return [int(i) for i in bad.flatten(1).any(1).nonzero()] if bad.ndim > 1 else [
-        int(i) for i in bad.nonzero()
-    ]  # fmt: skip
+    return (
+        [int(i) for i in bad.flatten(1).any(1).nonzero()]
+        if bad.ndim > 1
+        else [int(i) for i in bad.nonzero()]
+    )
 
 
 def bad_state(model: nn.Module) -> list[tuple[str, str, Stats]]:

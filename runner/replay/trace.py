@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from runner.batch import Batch, count
 from runner.debug.source_line import line_at, raising_line
 from runner.record.text import shorten
-from runner.replay.findings import Found, Phase
+from runner.replay.findings import Cause, Phase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors
 from runner.replay.tracer import Event, Frame, Tracer, named
 from runner.run import Run
 from runner.step import backward
 
 
-def trace_step(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Found:
+def trace_step(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Cause:
     """Make the step with every operation watched, and leave the run as it was.
 
     Phase `nowhere` where loss and gradients come out finite. With `prepare` given, that sees to it
@@ -57,7 +57,7 @@ def leave(run: Run) -> None:
         parameter.grad = None
 
 
-def bad_weights(model: nn.Module) -> Found | None:
+def bad_weights(model: nn.Module) -> Cause | None:
     """What was not finite before the step began, if anything was."""
     bad = bad_state(model)
     if not bad:
@@ -65,7 +65,7 @@ def bad_weights(model: nn.Module) -> Found | None:
     what, owner, numbers = bad[0]
     module = model.get_submodule(owner)
     values = math.prod(numbers.shape)
-    found = Found(
+    found = Cause(
         Phase.weights,
         f"{what} of {label(owner, module)} was not finite before the step: "
         f"{numbers.not_finite} of {values} values",
@@ -80,15 +80,15 @@ def bad_weights(model: nn.Module) -> Found | None:
     return found
 
 
-def exception(error: Exception, tracer: Tracer) -> Found:
+def exception(error: Exception, tracer: Tracer) -> Cause:
     """Where it was raised."""
     where = raising_line(error.__traceback__)
     said = shorten(f"{type(error).__name__}: {error}".strip().splitlines()[0], 300)
     frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
     if frame is None:
-        return Found(Phase.exception, f"outside the model: {said}", line=where)
+        return Cause(Phase.exception, f"outside the model: {said}", line=where)
     said += " in the backward" if tracer.raised is None else ""
-    found = _at(frame, Found(Phase.exception, f"{label(frame.name, frame.module)} raised {said}"))
+    found = _at(frame, Cause(Phase.exception, f"{label(frame.name, frame.module)} raised {said}"))
     found.line = where
     return found
 
@@ -127,13 +127,13 @@ def _noting(name: str, first: list[str]) -> object:
 
 def _found(
     run: Run, batch: Batch, tracer: Tracer, loss: Tensor, norm: Tensor, first: list[str]
-) -> Found:
+) -> Cause:
     """From what the loss or else a gradient ended up with, back to where that began."""
     named_parameters = dict(run.model.named_parameters())
     if level(loss):
         event = tracer.origin(loss)
         if event is None:
-            found = Found(Phase.loss, "the loss is not finite, and no operation made it so")
+            found = Cause(Phase.loss, "the loss is not finite, and no operation made it so")
         else:
             found = _from_event(batch, event)
     elif first:
@@ -141,11 +141,11 @@ def _found(
         events = [tracer.origin(gradient) for gradient in gradients if gradient is not None]
         event = next((event for event in events if event is not None), None)
         if event is None:
-            found = Found(Phase.backward, f"the gradient of {first[0]} is not finite")
+            found = Cause(Phase.backward, f"the gradient of {first[0]} is not finite")
         else:
             found = _from_event(batch, event)
     elif level(norm):
-        return Found(
+        return Cause(
             Phase.norm,
             "loss and gradients are finite, and the gradient norm is not: its squares overflow",
         )
@@ -161,14 +161,14 @@ def _found(
     return found
 
 
-def _buffers(model: nn.Module, tracer: Tracer) -> Found:
+def _buffers(model: nn.Module, tracer: Tracer) -> Cause:
     """What the forward left behind, where the loss says nothing."""
     bad = bad_state(model)
     if not bad:
-        return Found(Phase.nowhere, "loss and gradients are finite")
+        return Cause(Phase.nowhere, "loss and gradients are finite")
     what, owner, numbers = bad[0]
     module = model.get_submodule(owner)
-    found = Found(
+    found = Cause(
         Phase.forward,
         f"{what} of {label(owner, module)} is not finite after the forward, in "
         f"{numbers.not_finite} of {math.prod(numbers.shape)} values; loss and gradients are finite",
@@ -176,7 +176,7 @@ def _buffers(model: nn.Module, tracer: Tracer) -> Found:
     return _at(tracer.calls.get(owner, Frame(owner, module, [])), found)
 
 
-def _from_event(batch: Batch, event: Event) -> Found:
+def _from_event(batch: Batch, event: Event) -> Cause:
     if event.seed:
         return _of_input(batch, event.seed)
     if event.backward:
@@ -191,7 +191,7 @@ def _from_event(batch: Batch, event: Event) -> Found:
         cause = f"the gradient through {place} becomes {made} in the backward, of {event.of}"
     else:
         cause = f"{place} makes {made} of {event.of}"
-    found = Found(phase, cause, operation=event.operation, outputs=event.outputs)
+    found = Cause(phase, cause, operation=event.operation, outputs=event.outputs)
     if numbers.shape and numbers.shape[0] == count(batch[1]) > len(event.samples):
         found.samples = event.samples
     if event.place is not None:
@@ -199,19 +199,19 @@ def _from_event(batch: Batch, event: Event) -> Found:
     return found if event.frame is None else _at(event.frame, found)
 
 
-def _at(frame: Frame, found: Found) -> Found:
+def _at(frame: Frame, found: Cause) -> Cause:
     """The same with what is known of the module."""
     found.module, found.kind = frame.name, type(frame.module).__name__
     found.inputs, found.state = frame.inputs, state_of(frame.module)
     return found
 
 
-def _of_input(batch: Batch, name: str) -> Found:
+def _of_input(batch: Batch, name: str) -> Cause:
     tensor = dict(batch_tensors(batch))[name]
     samples = bad_samples(tensor)
     numbers = stats(name, tensor)
     rows = ", ".join(map(str, samples[:10])) + (" …" if len(samples) > 10 else "")
-    return Found(
+    return Cause(
         Phase.input,
         f"{name} is not finite in {len(samples)} of {len(tensor) if tensor.ndim else 1} samples: "
         f"number {rows} of the batch",

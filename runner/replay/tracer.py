@@ -188,9 +188,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             said, made = f"{said} in {node.name()}", "gradient"
             weak = weak or not backward
         return Event(
-            said, frame, place, made == "gradient", "", parent, [stats(made, output)],
-            _name(level(output)), of, bad_samples(output), weak,
-        )  # fmt: skip
+            said,
+            frame,
+            place,
+            made == "gradient",
+            "",
+            parent,
+            [stats(made, output)],
+            _name(level(output)),
+            of,
+            bad_samples(output),
+            weak,
+        )
 
     def _unseen(self, tensor: Tensor, said: str) -> Event:
         """The event of a tensor that no operation made; the host waits."""

@@ -15,10 +15,16 @@ from runner.summary import Summary
 
 TRUSTED = ["my_package", "captured_models"]
 OURS = [
-    f"security.trusted=[{','.join(TRUSTED)}]", "device.threads=2", "monitoring.progress=false",
-    "data._target_=my_package.Noisy", "model._target_=captured_models.Chancy",
-    "training.batch_size=20", "training.steps=24", "training.validate_every=8", "schedule=cosine",
-]  # fmt: skip
+    f"security.trusted=[{','.join(TRUSTED)}]",
+    "device.threads=2",
+    "monitoring.progress=false",
+    "data._target_=my_package.Noisy",
+    "model._target_=captured_models.Chancy",
+    "training.batch_size=20",
+    "training.steps=24",
+    "training.validate_every=8",
+    "schedule=cosine",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -71,11 +71,20 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Pat
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2}, {"step": 3}, {"step": "17"}, {"weights": "none"}, {"config": []},
-        {"files": {"../../x": {"size": 1, "sha256": ""}}}, {"files": {}}, {"surprise": 1},
-        {"weights": "again"}, {"threads": "2"}, {"micro_batch": [1]}, {"message": None},
+        {"format": 2},
+        {"step": 3},
+        {"step": "17"},
+        {"weights": "none"},
+        {"config": []},
+        {"files": {"../../x": {"size": 1, "sha256": ""}}},
+        {"files": {}},
+        {"surprise": 1},
+        {"weights": "again"},
+        {"threads": "2"},
+        {"micro_batch": [1]},
+        {"message": None},
     ],
-)  # fmt: skip
+)
 def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
     forge(folder, **changes)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):

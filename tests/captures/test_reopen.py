@@ -16,17 +16,19 @@ from runner.captures.manifest import Weights, captures
 from runner.captures.opening import Capture, open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
-from runner.replay.reopen import config_of, reopened, settled
+from runner.replay.reopen import config_of, reopened, with_weights
 from runner.step import backward
 
 CASES = {
     "average, accumulation": [
-        "optimization=basic", "optimizer.ema=0.9", "training.micro_batch=7",
+        "optimization=basic",
+        "optimizer.ema=0.9",
+        "training.micro_batch=7",
     ],
     "2 workers": ["optimization=basic", "optimizer.ema=0.9", "data.workers=2"],
     "python's generator in the model": ["+model.draws=true", "data.workers=2"],
     "fp16, momentum": ["optimization=amp", "optimization.amp.dtype=fp16", "optimizer=sgd"],
-}  # fmt: skip
+}
 
 
 def kept(kit: Any, folder: Path, *overrides: str) -> tuple[Capture, Capture, Any]:
@@ -75,9 +77,12 @@ def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(
 ) -> None:
     hook = kit.Taker([3])
     kit.trained(
-        tmp_path, hook, "optimization=amp", "optimization.amp.dtype=fp16",
+        tmp_path,
+        hook,
+        "optimization=amp",
+        "optimization.amp.dtype=fp16",
         f"optimization.amp.initial_scale={2.0**60}",
-    )  # fmt: skip
+    )
     capture = open_capture(captures(tmp_path)[0])
     assert (capture.step, capture.manifest.weights) == (3, Weights.then)
     with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
@@ -106,8 +111,8 @@ def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(
 
 def test_what_was_run_again_once_can_be_kept(kit: Any, made: Path, tmp_path: Path) -> None:
     moved, stayed = map(open_capture, captures(made))
-    assert settled(stayed, tmp_path, trusted=kit.TRUSTED) is stayed
-    once = settled(moved, tmp_path / "settled", trusted=kit.TRUSTED)
+    assert with_weights(stayed, tmp_path, trusted=kit.TRUSTED) is stayed
+    once = with_weights(moved, tmp_path / "settled", trusted=kit.TRUSTED)
     assert once.as_it_was and once.path == tmp_path / "settled" / "step_00000013"
     assert once.manifest.checkpoint is None
     with reopened(once, trusted=kit.TRUSTED) as (run, batch):

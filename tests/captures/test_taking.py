@@ -130,10 +130,19 @@ def test_a_full_disk_does_not_end_the_run_and_leaves_no_half_of_a_capture(
 ) -> None:
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path / "run"), str(here), str(here.parent),
-         str(here.parents[1])],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            FULL_DISK,
+            str(tmp_path / "run"),
+            str(here),
+            str(here.parent),
+            str(here.parents[1]),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
     assert done.stdout.splitlines() == ["done", "{3: None, 5: None}"], done.stderr
     assert not list((tmp_path / "run" / "debug" / "captures").iterdir())
 

@@ -23,8 +23,10 @@ from runner.objectives.custom import Custom
 from runner.run import Run
 from runner.summary import Summary
 
-DIGITS = ["data=digits", "device.threads=2", "monitoring.progress=false", "training.batch_size=32",
-          "training.steps=8", "training.validate_every=100"]  # fmt: skip
+DIGITS = (
+    "data=digits device.threads=2 monitoring.progress=false training.batch_size=32 "
+    "training.steps=8 training.validate_every=100"
+).split()
 ANOMALY = [*DIGITS, "debug=anomaly"]
 
 
@@ -252,8 +254,13 @@ def test_the_innermost_line_that_is_not_torchs_or_the_runners_machinery_is_named
     assert place_in_text("No forward pass information available.") is None
 
 
-POISONED = [*ANOMALY[1:], "model._target_=my_package.Net", "data._target_=my_package.Noisy",
-            "+data.poison=[7]", "security.trusted=[my_package]", "data.workers=0"]  # fmt: skip
+POISONED = [
+    *ANOMALY[1:],
+    *(
+        "model._target_=my_package.Net data._target_=my_package.Noisy +data.poison=[7] "
+        "security.trusted=[my_package] data.workers=0"
+    ).split(),
+]
 
 
 def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
@@ -326,8 +333,13 @@ def test_the_module_whose_backward_is_under_way() -> None:
 
 @pytest.mark.slow
 def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "model=mlp", "optimization=ultra", "debug.anomaly.every=5",
-                 "optimization.compile.min_steps=0", "training.steps=20"]  # fmt: skip
+    overrides = [
+        *ANOMALY,
+        *(
+            "model=mlp optimization=ultra debug.anomaly.every=5 "
+            "optimization.compile.min_steps=0 training.steps=20"
+        ).split(),
+    ]
 
     class Bad(nn.Module):
         """A weight whose gradient is NaN at each step: it starts at the root of 0."""

@@ -20,9 +20,11 @@ from runner.debug.gradcheck import Check, gradcheck_model
 from runner.errors import ConfigError, NotVerified
 from runner.objectives.custom import Custom
 
-RUN = ["data=digits", "device=cpu", "device.threads=2", "monitoring.progress=false",
-       "optimization=none", "training.steps=4", "training.batch_size=16",
-       "debug.gradcheck.enabled=true"]  # fmt: skip
+RUN = (
+    "data=digits device=cpu device.threads=2 monitoring.progress=false "
+    "optimization=none training.steps=4 training.batch_size=16 "
+    "debug.gradcheck.enabled=true"
+).split()
 cross_entropy = nn.functional.cross_entropy
 
 
@@ -304,16 +306,23 @@ def finished(overrides: list[str], folder: Path | None = None, given: Given | No
 
 @pytest.mark.parametrize(
     "overrides",
-    [["model=mlp", "model.width=16"], ["model=cnn", "model.width=4"],
-     ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2"],
-     ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2",
-      "optimization.chunked_loss.enabled=true", "optimization.chunked_loss.min_mb=0",
-      "optimization.chunked_loss.chunk=16"],
-     ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2",
-      "optimization.recompute.enabled=true", "optimization.recompute.what=full"],
-     ["data=stdlib_parts", "model=classifier", "model.width=16", "model.heads=2"]],
+    [
+        ["model=mlp", "model.width=16"],
+        ["model=cnn", "model.width=4"],
+        ["data=stdlib_text", "model=gpt", "model.width=16", "model.heads=2", "model.depth=2"],
+        (
+            "data=stdlib_text model=gpt model.width=16 model.heads=2 model.depth=2 "
+            "optimization.chunked_loss.enabled=true optimization.chunked_loss.min_mb=0 "
+            "optimization.chunked_loss.chunk=16"
+        ).split(),
+        (
+            "data=stdlib_text model=gpt model.width=16 model.heads=2 model.depth=2 "
+            "optimization.recompute.enabled=true optimization.recompute.what=full"
+        ).split(),
+        ["data=stdlib_parts", "model=classifier", "model.width=16", "model.heads=2"],
+    ],
     ids=["mlp", "cnn", "gpt", "gpt, chunked loss", "gpt, recomputed", "classifier"],
-)  # fmt: skip
+)
 def test_our_own_models_and_objectives_pass(overrides: list[str], tmp_path: Path) -> None:
     finished([*overrides, "training.steps=1", "data.validation_samples=8"], tmp_path)
     checks = json.loads((tmp_path / "debug/gradcheck.json").read_text())["checks"]

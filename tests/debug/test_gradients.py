@@ -134,9 +134,11 @@ def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
     model(torch.randn(8, 64)).sum().backward()
     report = check_gradients(model, optimizer)
     assert report.problems == [
-        "layers.3.weight: in no optimizer", "layers.3.bias: in no optimizer",
-        "left_out.weight: no gradient", "left_out.bias: no gradient",
-    ]  # fmt: skip
+        "layers.3.weight: in no optimizer",
+        "layers.3.bias: in no optimizer",
+        "left_out.weight: no gradient",
+        "left_out.bias: no gradient",
+    ]
     assert "2 parameters get no gradient; 2 parameters are in no optimizer" in str(report)
 
 
@@ -178,9 +180,14 @@ def test_trained_weights_are_bit_equal_with_and_without(overrides: list[str]) ->
 
 
 def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path: Path) -> None:
-    overrides = [*LOOKING, "optimization=none", "optimizer.name=SGD", "optimizer.lr=0.1",
-                 "optimizer.weight_decay=0", "stability.clip_norm=null", "schedule=constant",
-                 "training.steps=2"]  # fmt: skip
+    overrides = [
+        *LOOKING,
+        *(
+            "optimization=none optimizer.name=SGD optimizer.lr=0.1 "
+            "optimizer.weight_decay=0 stability.clip_norm=null schedule=constant "
+            "training.steps=2"
+        ).split(),
+    ]
     run_of([*overrides, "model=mlp"], tmp_path)
     for row in rows(tmp_path):
         rate = row["update_ratio"] / row["ratio"]
@@ -260,8 +267,11 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
         "step 6: no gradient at any of 3 looks: left_out.weight, left_out.bias",
     ]
     assert rows(tmp_path, "units")[-1] == {
-        "step": 12, "layer": "layers.1", "dead": 20, "units": 32,
-    }  # fmt: skip
+        "step": 12,
+        "layer": "layers.1",
+        "dead": 20,
+        "units": 32,
+    }
 
 
 def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path: Path) -> None:
@@ -362,12 +372,16 @@ def test_the_folder_and_tensorboard_have_it_all(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
     assert "gradients/flow" in {*tags["images"], *tags["tensors"]}
-    assert {"gradients/norm/layers.0", "gradients/update_ratio/layers.0",
-            "gradients/dead_units/layers.0"} <= set(tags["scalars"])  # fmt: skip
+    assert {
+        "gradients/norm/layers.0",
+        "gradients/update_ratio/layers.0",
+        "gradients/dead_units/layers.0",
+    } <= set(tags["scalars"])
     assert "gradients/layers" in tags["tensors"] or any("layers" in t for t in tags["tensors"])
     assert {"weights/layers.0.weight", "gradients/layers.0.weight"} <= {
-        *tags["histograms"], *tags["tensors"],
-    }  # fmt: skip
+        *tags["histograms"],
+        *tags["tensors"],
+    }
     assert len(events.Scalars("gradients/norm/layers.0")) == 6
 
 

@@ -28,8 +28,13 @@ from runner.run import Run
 QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=1", "optimization=none"]
 CNN = [*QUICK, "data=digits", "model=cnn", "model.width=4", "training.steps=12"]
 MLP = [*QUICK, "data=cancer", "training.steps=30"]
-GPT = [*QUICK, "data=synthetic", "data.form=tokens", "data.sequence=32", "data.samples=64",
-       "model=gpt", "model.width=32", "model.depth=2", "training.batch_size=16"]  # fmt: skip
+GPT = [
+    *QUICK,
+    *(
+        "data=synthetic data.form=tokens data.sequence=32 data.samples=64 model=gpt "
+        "model.width=32 model.depth=2 training.batch_size=16"
+    ).split(),
+]
 LOOK = ["debug=memory", "debug.every=5"]
 
 
@@ -50,10 +55,13 @@ def weights(overrides: list[str], folder: Path | None = None) -> dict[str, Tenso
 
 @pytest.mark.parametrize(
     "overrides",
-    [CNN, [*GPT, "training.steps=12", "model.dropout=0.1", "optimizer.ema=0.9"],
-     [*CNN, "optimization=basic", "training.micro_batch=8"]],
+    [
+        CNN,
+        [*GPT, "training.steps=12", "model.dropout=0.1", "optimizer.ema=0.9"],
+        [*CNN, "optimization=basic", "training.micro_batch=8"],
+    ],
     ids=["cnn", "gpt", "basic"],
-)  # fmt: skip
+)
 def test_weights_and_moments_are_bit_equal_with_and_without(
     overrides: list[str], tmp_path: Path
 ) -> None:
@@ -212,11 +220,13 @@ RAGGED = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memor
 
 @pytest.mark.parametrize(
     ("more", "step", "rows"),
-    [(["training.steps=40", "debug.every=4"], 5, 32),  # each look would be at a small batch
-     (["training.steps=2"], 1, 32),  # the run ends with one
-     (["training.steps=9", "debug.memory.every=50"], 9, 32)],
+    [
+        (["training.steps=40", "debug.every=4"], 5, 32),  # each look would be at a small batch
+        (["training.steps=2"], 1, 32),  # the run ends with one
+        (["training.steps=9", "debug.memory.every=50"], 9, 32),
+    ],
     ids=["paced", "last", "unreached"],
-)  # fmt: skip
+)
 def test_the_account_is_of_a_full_batch(
     more: list[str], step: int, rows: int, tmp_path: Path
 ) -> None:

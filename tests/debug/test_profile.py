@@ -23,8 +23,10 @@ from runner.run import Run
 from runner.summary import Summary
 
 QUIET = ["device.threads=2", "monitoring.progress=false", "debug=profile"]
-SMALL = [*QUIET, "data=cancer", "optimization=none", "training.steps=40",
-         "training.validate_every=1000"]  # fmt: skip
+SMALL = [
+    *QUIET,
+    *"data=cancer optimization=none training.steps=40 training.validate_every=1000".split(),
+]
 OWN = ["security.trusted=[my_package]", "data._target_=my_package.Noisy"]
 pytestmark = pytest.mark.usefixtures("my_package")
 
@@ -49,22 +51,27 @@ class Dawdling(Hook):
 
 
 UNFUSED = ["model=mlp", "model.depth=12", "model.width=128", "training.batch_size=4"]
-WIDE = ["model=mlp", "model.width=1536", "training.batch_size=256", "optimizer=sgd",
-        "optimization.fused_optimizer.enabled=true"]  # fmt: skip
+WIDE = (
+    "model=mlp model.width=1536 training.batch_size=256 optimizer=sgd "
+    "optimization.fused_optimizer.enabled=true"
+).split()
 
 
 @pytest.mark.parametrize(
     ("shape", "hook", "expected"),
     [
-        ([*OWN, "data.workers=0", "+data.seconds=0.0005"], None,
-         "step time waits for data: raise data.workers (now 0)"),
+        (
+            [*OWN, "data.workers=0", "+data.seconds=0.0005"],
+            None,
+            "step time waits for data: raise data.workers (now 0)",
+        ),
         (UNFUSED, None, "of a step: optimization.fused_optimizer.enabled=true"),
         (["model.width=8"], Dawdling(), "of step time is spent between steps"),
         (["model.width=8", "model.depth=12", "device.threads=1"], None, "host-bound: "),
         (WIDE, None, "compute-bound: "),
     ],
     ids=["data", "optimizer", "between", "host", "compute"],
-)  # fmt: skip
+)
 def test_a_run_is_told_what_keeps_it_from_being_faster(
     shape: list[str], hook: Hook | None, expected: str
 ) -> None:
@@ -168,12 +175,22 @@ def paused(longest: float) -> Iterator[dict[str, Any]]:
     for step in range(3):
         began = at
         for module, took in (("heavy", 10_000.0), ("light", longest if step == 1 else 1000.0)):
-            yield {**host, "cat": "user_annotation", "name": f"module {module}", "ts": at,
-                   "dur": took}  # fmt: skip
+            yield {
+                **host,
+                "cat": "user_annotation",
+                "name": f"module {module}",
+                "ts": at,
+                "dur": took,
+            }
             yield {**host, "cat": "cpu_op", "name": "aten::mm", "ts": at, "dur": took}
             at += took
-        yield {**host, "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": began,
-               "dur": at - began}  # fmt: skip
+        yield {
+            **host,
+            "cat": "user_annotation",
+            "name": f"ProfilerStep#{step}",
+            "ts": began,
+            "dur": at - began,
+        }
 
 
 def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
@@ -205,11 +222,16 @@ def test_time_in_compiled_graphs_is_stated_with_the_module_of_uncompiled_steps()
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
-     ("aten::convolution_backward", "convolutions"), ("aten::mkldnn_convolution", "convolutions"),
-     ("aten::addmm", "matrix products"), ("aten::resolve_conj", ""), ("aten::relu", ""),
-     ("## Call CompiledFxGraph fhr6rbnwwefn7wij ##", "compiled graphs")],
-)  # fmt: skip
+    [
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::convolution_backward", "convolutions"),
+        ("aten::mkldnn_convolution", "convolutions"),
+        ("aten::addmm", "matrix products"),
+        ("aten::resolve_conj", ""),
+        ("aten::relu", ""),
+        ("## Call CompiledFxGraph fhr6rbnwwefn7wij ##", "compiled graphs"),
+    ],
+)
 def test_operators_are_told_apart_by_their_names(name: str, what: str) -> None:
     assert operator_kind(name) == what
     assert "#" not in operator_name(name)
@@ -276,8 +298,13 @@ def test_sections_are_in_the_totals_the_tables_and_the_trace(tmp_path: Path) -> 
     assert sum(event.get("name") == "section light" for event in events) == 5
     assert sum(str(event.get("name")).startswith("ProfilerStep#") for event in events) == 5
     shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
-    for tag in (b"profile/operators", b"profile/modules", b"profile/verdict", b"profile/sections",
-                b"profile/step_ms"):  # fmt: skip
+    for tag in (
+        b"profile/operators",
+        b"profile/modules",
+        b"profile/verdict",
+        b"profile/sections",
+        b"profile/step_ms",
+    ):
         assert tag in shown
 
 
@@ -300,8 +327,13 @@ def test_the_handler_says_what_is_made(
 
 
 def test_windows_come_again_and_old_traces_make_room(tmp_path: Path) -> None:
-    often = [*SMALL, "debug.profile.start=5", "debug.profile.repeat_every=8",
-             "debug.profile.at_most=4", "debug.profile.steps=2"]  # fmt: skip
+    often = [
+        *SMALL,
+        *(
+            "debug.profile.start=5 debug.profile.repeat_every=8 debug.profile.at_most=4 "
+            "debug.profile.steps=2"
+        ).split(),
+    ]
     tool, _, _ = profiled(often, tmp_path / "all")
     assert [row["first"] for row in tool.windows] == [7, 18, 29, 40]
     kept = sorted((tmp_path / "all/debug/traces").iterdir())
@@ -348,8 +380,11 @@ def test_a_tool_that_may_not_look_any_more_opens_no_window() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", ["whole_step", "compile"])
 def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
-    overrides = [*SMALL, f"optimization.{technique}.enabled=true",
-                 f"optimization.{technique}.min_steps=0"]  # fmt: skip
+    overrides = [
+        *SMALL,
+        f"optimization.{technique}.enabled=true",
+        f"optimization.{technique}.min_steps=0",
+    ]
     overrides = overrides[: -1 if technique == "whole_step" else None]
     tool, summary, run = profiled(overrides)
     engaged = {row.name: row.engaged for row in summary.techniques}
@@ -381,18 +416,48 @@ def cuda_trace() -> Iterator[dict[str, Any]]:
     """A step of 1,000 µs: a product on tensor cores, another kernel beside it, two copies."""
     host = {"ph": "X", "pid": 1, "tid": 1}
     yield {**host, "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1000}
-    yield {**host, "cat": "cpu_op", "name": "aten::mm", "ts": 10, "dur": 20,
-           "args": {"External id": 7}}  # fmt: skip
-    yield {**host, "cat": "cpu_op", "name": "aten::relu", "ts": 40, "dur": 10,
-           "args": {"External id": 8}}  # fmt: skip
+    yield {
+        **host,
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "ts": 10,
+        "dur": 20,
+        "args": {"External id": 7},
+    }
+    yield {
+        **host,
+        "cat": "cpu_op",
+        "name": "aten::relu",
+        "ts": 40,
+        "dur": 10,
+        "args": {"External id": 8},
+    }
     stream = {"ph": "X", "pid": 0, "tid": 7}
-    yield {**stream, "cat": "kernel", "name": "sm90_xmma_gemm_bf16bf16_tn", "ts": 100, "dur": 300,
-           "args": {"External id": 7}}  # fmt: skip
-    yield {**stream, "cat": "kernel", "name": "elementwise_kernel", "ts": 350, "dur": 100,
-           "args": {"External id": 8}}  # fmt: skip
+    yield {
+        **stream,
+        "cat": "kernel",
+        "name": "sm90_xmma_gemm_bf16bf16_tn",
+        "ts": 100,
+        "dur": 300,
+        "args": {"External id": 7},
+    }
+    yield {
+        **stream,
+        "cat": "kernel",
+        "name": "elementwise_kernel",
+        "ts": 350,
+        "dur": 100,
+        "args": {"External id": 8},
+    }
     for way, start, size in (("HtoD", 600, 4_000_000), ("DtoH", 700, 1_000_000)):
-        yield {**stream, "cat": "gpu_memcpy", "name": f"Memcpy {way} (Pinned -> Device)",
-               "ts": start, "dur": 100, "args": {"bytes": size}}  # fmt: skip
+        yield {
+            **stream,
+            "cat": "gpu_memcpy",
+            "name": f"Memcpy {way} (Pinned -> Device)",
+            "ts": start,
+            "dur": 100,
+            "args": {"bytes": size},
+        }
 
 
 def test_a_gpus_trace_tells_how_busy_it_was_and_what_was_copied() -> None:

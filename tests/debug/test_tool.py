@@ -17,8 +17,10 @@ from runner.run import Run
 from runner.summary import Summary
 from runner.watchers import load_tools
 
-SMALL = ["data=cancer", "optimization=none", "device.threads=1", "monitoring.progress=false",
-         "training.steps=8", "training.batch_size=32"]  # fmt: skip
+SMALL = (
+    "data=cancer optimization=none device.threads=1 monitoring.progress=false "
+    "training.steps=8 training.batch_size=32"
+).split()
 PLACES = ["session", "before", "gradients", "after", "report", "end"]
 
 

@@ -17,11 +17,12 @@ from runner.run import Run
 
 HERE = Path(__file__).parent
 TRUSTED = ["faulty_models"]
-OVERRIDES = [
-    "security.trusted=[faulty_models]", "device.threads=2", "monitoring.progress=false",
-    "data._target_=faulty_models.Poisoned", "data.workers=0", "model._target_=faulty_models.Net",
-    "training.batch_size=8", "training.steps=6", "training.validate_every=6", "optimization=none",
-]  # fmt: skip
+OVERRIDES = (
+    "security.trusted=[faulty_models] device.threads=2 monitoring.progress=false "
+    "data._target_=faulty_models.Poisoned data.workers=0 "
+    "model._target_=faulty_models.Net training.batch_size=8 training.steps=6 "
+    "training.validate_every=6 optimization=none"
+).split()
 POISON = "+data.poison=[3,17,20,33,41,50]"
 
 Make = Callable[..., Path]

@@ -139,10 +139,17 @@ class Through(nn.Module):
 
 
 PARTS: dict[str, Any] = {
-    "": Through, "cancels": Cancels, "overflows": Overflows, "compiled": OnlyCompiled, "log": Log,
-    "root": Root, "raises": Raises, "masks": Masks, "grows": Grows,
+    "": Through,
+    "cancels": Cancels,
+    "overflows": Overflows,
+    "compiled": OnlyCompiled,
+    "log": Log,
+    "root": Root,
+    "raises": Raises,
+    "masks": Masks,
+    "grows": Grows,
     "hangs": Hangs,
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):

@@ -8,19 +8,27 @@ from typing import Any
 from runner import compose
 from runner.captures.manifest import FOLDER
 from runner.jobs.replay import main
-from runner.replay.findings import Attempt, Found, Phase, Replay
+from runner.replay.findings import Attempt, Cause, Phase, Replay
 from runner.replay.investigation import advice
 from runner.replay.spike import explain_spike
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 
 
-def a_replay(found: Found, **more: Any) -> Replay:
+def a_replay(found: Cause, **more: Any) -> Replay:
     known: dict[str, Any] = {"capture": "", "kind": "non_finite", "samples": found.samples, **more}
     return Replay(
-        run="mine", step=44, message="", loss=1.0, grad_norm=2.0, attempt=Attempt(loss=1.0),
-        reproduced=True, same=True, found=found, **known,
-    )  # fmt: skip
+        run="mine",
+        step=44,
+        message="",
+        loss=1.0,
+        grad_norm=2.0,
+        attempt=Attempt(loss=1.0),
+        reproduced=True,
+        same=True,
+        found=found,
+        **known,
+    )
 
 
 def test_weights_that_have_grown_are_what_is_to_be_mended(captured: Any, tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     for step in (43, 44):
         (run / FOLDER / f"step_{step:08d}").mkdir(parents=True)
         (run / FOLDER / f"step_{step:08d}" / "manifest.json").touch()
-    found = Found(Phase.weights, "first.weight was not finite before the step")
+    found = Cause(Phase.weights, "first.weight was not finite before the step")
     first, second = (str(run / FOLDER / f"step_{step:08d}") for step in (43, 44))
     steps = advice(a_replay(found, capture=second))
     assert steps[0] == f"Step 43 of this run is captured too, and is earlier: replay.path={first}"

@@ -9,10 +9,10 @@ import pytest
 from runner.replay.attribution import MOST, Search
 from runner.replay.findings import Attempt, Blame
 
-ULTRA = [
-    "system", "tf32", "channels_last", "amp", "attention", "chunked_loss", "accumulation",
-    "recompute", "whole_step", "compile", "fused_optimizer", "pipeline",
-]  # fmt: skip
+ULTRA = (
+    "system tf32 channels_last amp attention chunked_loss accumulation recompute "
+    "whole_step compile fused_optimizer pipeline"
+).split()
 Rule = Callable[[set[str]], bool]
 
 

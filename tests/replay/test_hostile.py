@@ -22,10 +22,10 @@ from runner.jobs.replay import main
 from runner.replay.investigation import write_script
 
 ROOT = Path(__file__).parents[2]
-PLAIN = [
-    "data=cancer", "model._target_=torch.nn.Linear", "+model.out_features=2",
-    "optimization=none", "device.threads=2", "monitoring.progress=false",
-]  # fmt: skip
+PLAIN = (
+    "data=cancer model._target_=torch.nn.Linear +model.out_features=2 "
+    "optimization=none device.threads=2 monitoring.progress=false"
+).split()
 CODE = "x=__import__('os').mkdir('ran'), y"  # as the name of an argument that any class takes
 CALLED = {"_target_": "torch.nn.Identity", CODE: 1}
 
@@ -88,8 +88,11 @@ def test_text_that_would_be_code_in_the_script_is_refused_before_anything_runs(
         replay(capture)
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-m", "runner", "job=replay", f"replay.path={capture}"],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == code, done.stderr
     assert sorted(Path().rglob("*")) == before
 

@@ -35,9 +35,13 @@ def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
     """reproduce.py in a process of its own, in an empty environment of modules."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(  # noqa: S603  # what was just written
-        [sys.executable, "reproduce.py"], cwd=folder, capture_output=True, text=True,
-        check=False, env=env,
-    )  # fmt: skip
+        [sys.executable, "reproduce.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+    )
 
 
 @pytest.mark.slow  # test_seeded_faults has it without the command line

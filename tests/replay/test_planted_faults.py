@@ -31,11 +31,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run whose model has a place for a fault, `block.2`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
-        config = compose([
-            TRUSTED, NET, "data._target_=faulty_models.Poisoned", "data.workers=0",
-            "optimization=none", "device.threads=1", "training.batch_size=8",
-            "monitoring.progress=false",
-        ])  # fmt: skip
+        config = compose(
+            [
+                TRUSTED,
+                NET,
+                "data._target_=faulty_models.Poisoned",
+                "data.workers=0",
+                "optimization=none",
+                "device.threads=1",
+                "training.batch_size=8",
+                "monitoring.progress=false",
+            ]
+        )
         with build(config, tmp_path_factory.mktemp("run")) as run:
             yield run
 

@@ -23,11 +23,18 @@ from runner.summary import Summary
 
 TRUSTED = "security.trusted=[faulty_models,seeded_models]"
 RUN = [
-    TRUSTED, "device.threads=2", "monitoring.progress=false", "data.workers=0",
-    "data._target_=faulty_models.Poisoned", "model._target_=faulty_models.Net",
-    "training.batch_size=8", "training.steps=40", "monitoring.every=5", "training.validate_every=5",
+    TRUSTED,
+    "device.threads=2",
+    "monitoring.progress=false",
+    "data.workers=0",
+    "data._target_=faulty_models.Poisoned",
+    "model._target_=faulty_models.Net",
+    "training.batch_size=8",
+    "training.steps=40",
+    "monitoring.every=5",
+    "training.validate_every=5",
     "optimization=none",
-]  # fmt: skip
+]
 ONE = "+data.poison=[21]"  # sample 21 sets the fault off, once an epoch
 SEEDED = "model._target_=seeded_models.Seeded"
 
@@ -53,52 +60,101 @@ FAULTS = {
     ),
     "Inf loss": Seeded(
         [ONE, "+model.part=grows", "objective._target_=seeded_models.infinite_loss"],
-        "non_finite", "skipped", "loss", module="", phase="loss",
+        "non_finite",
+        "skipped",
+        "loss",
+        module="",
+        phase="loss",
     ),
     "NaN weights": Seeded(
-        ["debug.hooks=[{_target_: seeded_models.Ruin, at: 12}]"], "weights", "rolling back",
-        module="first", phase="weights", technique="",
+        ["debug.hooks=[{_target_: seeded_models.Ruin, at: 12}]"],
+        "weights",
+        "rolling back",
+        module="first",
+        phase="weights",
+        technique="",
     ),
     "exploding gradient": Seeded(
-        [ONE, "+model.part=grows", "training.steps=80", "stability.spike.at_least=10",
-         "stability.spike.floor=0", "stability.spike.watch=grad_norm", "data.shuffle=false"],
-        "spike", "skipped", "gradient", module="part", phase="spike",
+        [
+            ONE,
+            "+model.part=grows",
+            "training.steps=80",
+            "stability.spike.at_least=10",
+            "stability.spike.floor=0",
+            "stability.spike.watch=grad_norm",
+            "data.shuffle=false",
+        ],
+        "spike",
+        "skipped",
+        "gradient",
+        module="part",
+        phase="spike",
     ),
     "dying ReLU": Seeded(
         [SEEDED, "+model.fault=dead", "debug=gradients", "debug.every=2", "training.steps=200"],
-        "dead_units", "", "last.0",
+        "dead_units",
+        "",
+        "last.0",
     ),
     "fp16 overflow": Seeded(
-        [ONE, "+model.part=overflows", "optimization.amp.enabled=true",
-         "optimization.amp.dtype=fp16"],
-        "overflow", "skipped", module="part", phase="forward", technique="amp",
+        [
+            ONE,
+            "+model.part=overflows",
+            "optimization.amp.enabled=true",
+            "optimization.amp.dtype=fp16",
+        ],
+        "overflow",
+        "skipped",
+        module="part",
+        phase="forward",
+        technique="amp",
     ),
     "a wrong backward": Seeded(
         [SEEDED, "+model.fault=wrong", "debug=gradcheck"], "wrong_gradient", "", "part"
     ),
     "NaN only in bfloat16": Seeded(
-        [ONE, "+model.part=cancels", "optimization.amp.enabled=true",
-         "optimization.amp.dtype=bf16"],
-        "non_finite", "skipped", module="part", phase="forward", technique="amp",
+        [
+            ONE,
+            "+model.part=cancels",
+            "optimization.amp.enabled=true",
+            "optimization.amp.dtype=bf16",
+        ],
+        "non_finite",
+        "skipped",
+        module="part",
+        phase="forward",
+        technique="amp",
     ),
     "NaN only when compiled": Seeded(
         [ONE, "+model.part=compiled", "optimization.compile.enabled=true"],
-        "non_finite", "skipped", module="part", phase="forward", technique="compile",
+        "non_finite",
+        "skipped",
+        module="part",
+        phase="forward",
+        technique="compile",
         marks=[pytest.mark.slow],
     ),
     "BatchNorm's buffers": Seeded(
-        [ONE, "model._target_=seeded_models.Normalised"], "buffers", "skipped", "buffer",
-        module="norm", phase="forward",
+        [ONE, "model._target_=seeded_models.Normalised"],
+        "buffers",
+        "skipped",
+        "buffer",
+        module="norm",
+        phase="forward",
     ),
     "a leak": Seeded(
         ["debug.hooks=[seeded_models.Hoard]", "training.steps=500", "training.validate_every=500"],
-        "leak", "", apart=True,
+        "leak",
+        "",
+        apart=True,
     ),
     "an unused parameter": Seeded(
         [SEEDED, "+model.fault=unused", "debug=gradients", "debug.every=5"],
-        "no_gradient", "", "left_out.weight",
+        "no_gradient",
+        "",
+        "left_out.weight",
     ),
-}  # fmt: skip
+}
 CASES = [pytest.param(fault, id=name, marks=fault.marks) for name, fault in FAULTS.items()]
 
 
@@ -139,9 +195,12 @@ def _apart(overrides: list[str], folder: Path) -> Summary:
     path = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     done = subprocess.run(  # noqa: S603  # our own overrides
         [sys.executable, "-m", "runner", *overrides, f"hydra.run.dir={folder}"],
-        cwd=folder.parent, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder.parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return Summary.read(folder)
 

@@ -28,18 +28,37 @@ AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
         (["+model.part=root"], Phase.backward, "part", "Root", "ROOT"),
         (["+model.part=masks"], Phase.forward, "part", "Masks", "MASKS"),
         (["+model.part=cancels", *AMP], Phase.forward, "part", "Cancels", "CANCELS"),
-        (["+model.part=cancels", *AMP, "optimization.amp.pure=true"],
-         Phase.forward, "part", "Cancels", "CANCELS"),
+        (
+            ["+model.part=cancels", *AMP, "optimization.amp.pure=true"],
+            Phase.forward,
+            "part",
+            "Cancels",
+            "CANCELS",
+        ),
         (["+model.part=raises"], Phase.exception, "part", "Raises", "RAISES"),
         (["objective._target_=faulty_models.broken_loss"], Phase.loss, "", "", "LOSS"),
     ],
-    ids=["log of 0", "in micro-batches", "slope of a root", "masked row", "bf16", "pure bf16",
-         "exception", "loss"],
-)  # fmt: skip
+    ids=[
+        "log of 0",
+        "in micro-batches",
+        "slope of a root",
+        "masked row",
+        "bf16",
+        "pure bf16",
+        "exception",
+        "loss",
+    ],
+)
 def test_a_fault_is_traced_to_module_and_line(
-    overrides: list[str], phase: Phase, module: str, kind: str, mark: str,
-    captured: Any, standing: Any, marked: Any,
-) -> None:  # fmt: skip
+    overrides: list[str],
+    phase: Phase,
+    module: str,
+    kind: str,
+    mark: str,
+    captured: Any,
+    standing: Any,
+    marked: Any,
+) -> None:
     with standing(captured(POISON, *overrides)) as (run, batch, _):
         found = trace_step(run, batch)
     assert (found.phase, found.module, found.kind) == (phase, module, kind)
@@ -134,9 +153,14 @@ def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(
     captured: Any, standing: Any
 ) -> None:
     path = captured(
-        POISON, "+model.part=grows", "training.steps=40", "+data.samples=200",
-        "stability.spike.at_least=5", "stability.spike.floor=0", "training.validate_every=40",
-    )  # fmt: skip
+        POISON,
+        "+model.part=grows",
+        "training.steps=40",
+        "+data.samples=200",
+        "stability.spike.at_least=5",
+        "stability.spike.floor=0",
+        "training.validate_every=40",
+    )
     with standing(path) as (run, batch, capture):
         before = run.train.at(capture.step - 2)
         found = explain_spike(run, batch, before)
