@@ -241,18 +241,19 @@ def gradient_flow(
     """
     with rc_context(STYLE | {"font.size": 11}):
         picture = _Picture(170 + 32 * len(names), f"gradient flow, step {step:,}", 2, sharey=True)
-        panels = (("gradient norm", norms), ("update / weight", updates))
-        for axes, (title, values) in zip(picture.axes, panels, strict=True):
+        panels = (("gradient norm", norms, None), ("update / weight", updates, 1e-3))
+        for axes, (title, values, mark) in zip(picture.axes, panels, strict=True):
             axes.set_title(title, fontsize=12, color=GREY)
-            _logarithmic_bars(axes, values, colours)
+            _logarithmic_bars(axes, values, colours, mark)
         _rows(picture.axes[0], names)
-        picture.axes[1].axvline(1e-3, color=GREEN, linestyle="--")
         picture.legend({**legend, "0.001: a rule of thumb": GREEN})
         return picture.pixels()
 
 
-def _logarithmic_bars(axes: Axes, values: Sequence[float | None], colours: Sequence[str]) -> None:
-    finite = [value for value in values if value is not None and 0 < value < math.inf]
+def _logarithmic_bars(
+    axes: Axes, values: Sequence[float | None], colours: Sequence[str], mark: float | None
+) -> None:
+    finite = [value for value in (*values, mark) if value is not None and 0 < value < math.inf]
     low, high = min(finite, default=0.1) / 10, max(finite, default=1.0)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(numticks=4))
@@ -265,6 +266,8 @@ def _logarithmic_bars(axes: Axes, values: Sequence[float | None], colours: Seque
         axes.barh(i, (value if value < math.inf else high) - low, 0.6, low, color=colour)
         if not math.isfinite(value):
             axes.text(low, i, " not finite", color="white", va="center", fontsize=9)
+    if mark is not None:
+        axes.axvline(mark, color=GREEN, linestyle="--")
     axes.set_xlim(low, 2 * high)
     axes.grid(axis="y", visible=False)
 
@@ -285,8 +288,9 @@ def memory_timeline(
             axes.plot(*_columns(line), color=legend[name], linewidth=width, marker=mark)
         for name, line in dots.items():
             axes.scatter(*_columns(line), 30, legend[name], zorder=3)
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(0, max(last, 1))
+        values = [value for line in (*lines.values(), *dots.values()) for _, value in line]
+        axes.set_ylim(0, 1.1 * max(values, default=0.0) or 1.0)
+        axes.set_xlim(0, 1.02 * max(last, 1))
         axes.set_xlabel("step")
         picture.legend(legend)
         return picture.pixels()
@@ -310,7 +314,7 @@ def memory_modules(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -
             start += held
         for i, total in enumerate(start):
             axes.text(total, i, f" {total:,.3g}", va="center")
-        axes.margins(x=0.15)
+        axes.set_xlim(0, 1.15 * max(start, default=0.0) or 1.0)
         picture.legend(legend)
         return picture.pixels()
 
