@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from runner.captures.taking import Captures
+from runner.captures.writer import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config

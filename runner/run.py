@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from runner.batch import Loader
-    from runner.captures.taking import Captures
+    from runner.captures.writer import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.batch_validator import BatchValidator
     from runner.device.leaks import LeakDetector

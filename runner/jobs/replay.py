@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runner import storage
 from runner.captures.manifest import FOLDER, find
-from runner.captures.opening import open_capture
+from runner.captures.reader import open_capture
 from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
 from runner.masking import masked, masked_all

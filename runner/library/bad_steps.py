@@ -18,8 +18,8 @@ from torch import nn
 from runner import storage
 from runner.batch import count
 from runner.captures.manifest import FOLDER, Manifest, Weights, captures
-from runner.captures.opening import open_capture
-from runner.captures.taking import fill, noise
+from runner.captures.reader import open_capture
+from runner.captures.writer import fill, noise
 from runner.checkpoint.folder import step_name
 from runner.errors import CheckpointError
 from runner.library import batches

@@ -12,7 +12,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from runner.captures.taking import noise
+from runner.captures.writer import noise
 from runner.composing import compose
 from runner.errors import GaveUp, UsageError
 from runner.hook import Step

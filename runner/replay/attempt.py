@@ -26,7 +26,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from runner.batch import Batch
-from runner.captures.opening import Capture, open_capture
+from runner.captures.reader import Capture, open_capture
 from runner.config import RunConfig
 from runner.record.text import shorten
 from runner.replay.findings import Attempt

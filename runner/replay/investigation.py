@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runner.batch import Batch
 from runner.captures.manifest import captures
-from runner.captures.opening import Capture
+from runner.captures.reader import Capture
 from runner.config import RunConfig
 from runner.errors import CheckpointError
 from runner.masking import masked
@@ -41,7 +41,7 @@ from pathlib import Path
 
 sys.path += {paths!r}
 
-from runner.captures.opening import open_capture
+from runner.captures.reader import open_capture
 from runner.replay.attempt import make_attempt
 from runner.replay.reopen import reopened
 

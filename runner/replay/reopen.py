@@ -18,8 +18,8 @@ from runner import storage
 from runner.batch import Batch
 from runner.build import Given, build
 from runner.captures.manifest import Weights
-from runner.captures.opening import Capture, open_capture
-from runner.captures.taking import fill, noise
+from runner.captures.reader import Capture, open_capture
+from runner.captures.writer import fill, noise
 from runner.checkpoint.folder import step_name
 from runner.checkpoint.snapshot import Copier
 from runner.composing import from_plain

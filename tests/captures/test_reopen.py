@@ -13,7 +13,7 @@ import torch
 
 from runner import compose
 from runner.captures.manifest import Weights, captures
-from runner.captures.opening import Capture, open_capture
+from runner.captures.reader import Capture, open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
 from runner.replay.reopen import config_of, reopened, with_weights

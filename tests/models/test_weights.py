@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from runner import build, compose, create_training_pipeline, train
-from runner.captures.opening import open_capture
+from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.jobs.evaluate import main as evaluate
 from runner.models.stored import KEY, Shard, Weights

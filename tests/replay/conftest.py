@@ -11,7 +11,7 @@ import pytest
 from runner import build, compose, train
 from runner.batch import Batch
 from runner.captures.manifest import captures
-from runner.captures.opening import Capture, open_capture
+from runner.captures.reader import Capture, open_capture
 from runner.replay.reopen import reopened
 from runner.run import Run
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner import build, compose
-from runner.captures.opening import open_capture
+from runner.captures.reader import open_capture
 from runner.errors import NotVerified
 from runner.jobs.replay import main
 from runner.replay.findings import Replay

@@ -15,7 +15,7 @@ import torch
 
 from runner import build, compose, train
 from runner.captures.manifest import Weights, captures
-from runner.captures.opening import open_capture
+from runner.captures.reader import open_capture
 
 POISON = "+data.poison=[50,90]"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.captures.manifest import captures
-from runner.captures.opening import open_capture
+from runner.captures.reader import open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import CheckpointError, SecurityError
 
