@@ -256,6 +256,7 @@ def _logarithmic_bars(
     finite = [value for value in (*values, mark) if value is not None and 0 < value < math.inf]
     low, high = min(finite, default=0.1) / 10, max(finite, default=1.0)
     axes.set_xscale("log")
+    axes.set_xlim(low, 2 * high)
     axes.xaxis.set_major_locator(LogLocator(numticks=4))
     axes.xaxis.set_major_formatter(_power)
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -268,7 +269,6 @@ def _logarithmic_bars(
             axes.text(low, i, " not finite", color="white", va="center", fontsize=9)
     if mark is not None:
         axes.axvline(mark, color=GREEN, linestyle="--")
-    axes.set_xlim(low, 2 * high)
     axes.grid(axis="y", visible=False)
 
 
