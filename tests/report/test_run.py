@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from runner.build import build
+from runner.composing import compose
 from runner.errors import StorageError
+from runner.loop import train
+from runner.outcome import engagements
 from runner.record import markdown
 from runner.record.history import History
 from runner.report import run as report
+from runner.report.format import technique_status
 from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
 from runner.technique import Choice, Engagement
 
@@ -76,6 +81,41 @@ def test_the_table_holds_what_one_wants_to_know_and_fits(
     assert max(map(len, text.splitlines())) <= width
     assert "tf32" not in text  # nobody asked for it
     assert "rollback" not in text  # it happened no times
+
+
+def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        Engagement("tf32", True, False, "no TF32 here", status="not applicable"),
+        Engagement("amp", True, False, "casting costs more", status="skipped"),
+        Engagement("channels_last", True, False, "no convolution", status="skipped"),
+        Engagement(
+            "compile", True, False, "mode default failed, eager instead", status="fell back"
+        ),
+        Engagement("system", True, True, "", {"threads": 1}, status="engaged"),
+    ]
+    summary = replace(SUMMARY, techniques=rows)
+    lines = [line.split() for line in shown(summary, tmp_path, 120).splitlines()]
+    names = [line[0] for line in lines if line and line[0] in ("system", "compile", "not")]
+    assert names == ["system", "compile", "not"]
+    text = shown(summary, tmp_path, 120)
+    assert "tf32, amp, channels_last (reasons in report.md)" in text
+    assert text.count("fell back") == 1
+    document = report.markdown(summary, tmp_path)
+    for row in rows[:4]:
+        assert f"{row.status}: {row.reason}" in document
+
+
+def test_the_status_of_a_technique_says_whether_it_ran() -> None:
+    names = ("channels_last", "cuda_graphs", "fused_optimizer")
+    asked = [f"optimization.{name}.enabled=true" for name in names]
+    small = ["model=mlp", "model.width=8", "training.steps=2", "device=cpu"]
+    with build(compose([*asked, *small, "optimization=none"]), None) as run:
+        train(run)
+        status = {row.name: technique_status(vars(row)) for row in engagements(run)}
+    assert [status[name] for name in names] == ["skipped", "not applicable", "engaged"]
+    assert status["amp"] == "not requested"
 
 
 def test_a_narrow_terminal_gets_it_all_the_same(tmp_path: Path) -> None:
