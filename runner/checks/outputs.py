@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.checks.containers import as_array, rebuilt
-from runner.checks.held import WHO, check_dense, inside, wide_of
+from runner.checks.containers import WHO, as_array, check_dense, inside, rebuilt, wide_of
 from runner.errors import UsageError
 
 COUNTED = ("nan", "inf", "limited", "rescaled")

@@ -78,7 +78,10 @@ def _inputs(
     table: Table, used: Sequence[str], train: np.ndarray
 ) -> tuple[np.ndarray, tuple[Column, ...]]:
     """The columns as float32 [rows, features], and what was made of each."""
-    read = [_column(table, name, train) for name in used]
+    read = []
+    for name in used:
+        read.append(_column(table, name, train))
+        del table.columns[name]  # frees its memory; the target stays
     rows, width = np.arange(len(table)), sum(column.width for _, column in read)
     widest = max((column for _, column in read), key=lambda column: column.width)
     check_memory(
