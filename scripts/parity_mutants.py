@@ -2,8 +2,8 @@
 
     python scripts/parity_mutants.py [mutant or model …]
 
-A mutant is a technique with one fault (tests/measure/parity_mutants.py). What is right are the
-levels of `tests/measure/test_mutants.py` on nine models, those of transformers among them. Exit
+A mutant is a technique with one fault (tests/parity/parity_mutants.py). What is right are the
+levels of `tests/parity/test_mutants.py` on nine models, those of transformers among them. Exit
 code 1 where a fault is missed or an alarm is false. All of them take some 15 minutes.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "measure")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "parity")]
 
-from runner.measure.parity import Agreement, Parity  # noqa: E402
-from tests.measure.test_mutants import FAULTS, MODELS, judged_fault, judged_right  # noqa: E402
+from runner.parity.parity import Agreement, Parity  # noqa: E402
+from tests.parity.test_mutants import FAULTS, MODELS, judged_fault, judged_right  # noqa: E402
 
 
 def described(found: Parity) -> str:

@@ -50,7 +50,7 @@ config
 composing
 length tables watchers
 build
-doctor measure
+doctor parity
 replay benchmark
 report
 sweep

@@ -29,7 +29,7 @@ from runner.errors import UsageError
 from runner.security.parcel import opened, packed
 
 if TYPE_CHECKING:
-    from runner.measure.parity import Yardstick
+    from runner.parity.reference import ParityReference
 
 PLAIN = "is the plain run: no technique was asked for"
 TAIL = 300  # characters of the output of a process that ended without an answer
@@ -170,13 +170,14 @@ def _main(pipe: Connection, parcel: bytes, output: str, start_method: str) -> No
     threading.Thread(target=_receive, args=(pipe, requests), daemon=True).start()
     sys.argv[:] = ["runner-parity"]
 
-    from runner.measure.parity import Yardstick, without_techniques  # once output is redirected
+    from runner.parity.candidates import without_techniques  # once output is redirected
+    from runner.parity.reference import ParityReference
 
-    references: list[Yardstick] = []
+    references: list[ParityReference] = []
     while (request := requests.get()) != END:
         try:
             config, choices = opened(request).values()
-            new = Yardstick(without_techniques(config), given=opened(parcel)["given"])
+            new = ParityReference(without_techniques(config), given=opened(parcel)["given"])
             known = next((one for one in references if one.baseline == new.baseline), None)
             if known is None:
                 references.append(new)
@@ -186,7 +187,9 @@ def _main(pipe: Connection, parcel: bytes, output: str, start_method: str) -> No
         pipe.send(answer)
 
 
-def _check(reference: Yardstick, config: RunConfig, choices: Mapping[str, Any]) -> tuple[str, str]:
+def _check(
+    reference: ParityReference, config: RunConfig, choices: Mapping[str, Any]
+) -> tuple[str, str]:
     started = time.monotonic()
     result = reference.judge(config, choices)
     reason = f"in {result.precision}, held against {result.reference} over {result.steps} steps"

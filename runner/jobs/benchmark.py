@@ -23,7 +23,7 @@ from runner.benchmark.rounds import INTERRUPTED, MeasureOptions
 from runner.benchmark.statistics import Estimate
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
-from runner.measure.candidates import without_techniques
+from runner.parity.candidates import without_techniques
 from runner.record import provenance
 from runner.record.config import MonitoringConfig
 from runner.record.console import console, print_stdout

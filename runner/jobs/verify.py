@@ -14,9 +14,11 @@ from rich.text import Text
 from runner.config import RunConfig
 from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
-from runner.measure import continuation as resuming
-from runner.measure.continuation import Continuation, continuation
-from runner.measure.parity import Agreement, Parity, Row, parity, without_techniques
+from runner.parity import continuation as resuming
+from runner.parity.candidates import without_techniques
+from runner.parity.continuation import Continuation, continuation
+from runner.parity.parity import Agreement, Parity, Row
+from runner.parity.reference import check_parity
 from runner.record.console import plain_text, print_stdout
 from runner.record.text import json_value
 from runner.storage import replace_text
@@ -53,7 +55,7 @@ def main(config: RunConfig, folder: Path) -> Parity | Continuation:
 
 def _parity(config: RunConfig) -> Parity:
     steps, attribute = config.verify.steps, config.verify.attribute
-    return parity(config, without_techniques(config), steps, attribute=attribute)
+    return check_parity(config, without_techniques(config), steps, attribute=attribute)
 
 
 def _complaint(found: Parity) -> str:

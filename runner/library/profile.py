@@ -31,9 +31,8 @@ from runner.library.lazy_run import (
 )
 from runner.library.memory import size_text
 from runner.library.optimize import Optimized
-from runner.measure import flops as counted
-from runner.measure.peaks import NAMES, Peak, peak
 from runner.nest import tensors
+from runner.parity.flops import NAMES, Peak, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
 from runner.record.console import plain_text
 from runner.record.text import shorten
@@ -152,7 +151,7 @@ def profile_model(
         operators = measure_operators(subject, device)
         memory = measure_memory(subject, device)
         forward, all_of_it = count_flops(subject)
-        ceiling = peak(device, dtype)
+        ceiling = peak_flops(device, dtype)
     latency = Latency(
         float(seconds.mean() * 1e3), *np.percentile(seconds * 1e3, [50, 90, 95, 99]).tolist()
     )
@@ -289,8 +288,8 @@ def measure_operators(subject: Subject, device: Device) -> list[Operator]:
 
 def count_flops(subject: Subject) -> tuple[int, int]:
     """Of a forward, and of the call."""
-    forward = counted.flops(subject.forward, grad=False)
-    return forward, counted.flops(subject) if subject.backward else forward
+    forward = call_flops(subject.forward, grad=False)
+    return forward, call_flops(subject) if subject.backward else forward
 
 
 def measure_memory(subject: Subject, device: Device) -> Memory:

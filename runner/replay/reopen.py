@@ -28,7 +28,7 @@ from runner.data.loader import mover
 from runner.errors import CheckpointError, UsageError
 from runner.evaluation import evaluate
 from runner.hook import Hook, Step, Verdict
-from runner.measure.candidates import only, quiet
+from runner.parity.candidates import only, quiet
 from runner.resume import load_weights, set_random
 from runner.run import Progress, Run
 from runner.step import make_step

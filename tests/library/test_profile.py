@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner import optimize, profile_model, system_info
 from runner.errors import UsageError
-from runner.measure.peaks import peak
+from runner.parity.flops import peak_flops
 
 
 class Attends(nn.Module):
@@ -94,12 +94,12 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
         ("NVIDIA L40S", torch.bfloat16, 362),
         ("Tesla T4", torch.float16, 65),
     ):
-        found = peak(replace(device, kind="cuda", name=name), dtype)
+        found = peak_flops(replace(device, kind="cuda", name=name), dtype)
         assert found is not None
         assert found.flops_per_second == pytest.approx(tera * 1e12)
         assert "data sheet" in found.source
     for name, dtype in (("Tesla T4", torch.bfloat16), ("NVIDIA Unheard-of", torch.float16)):
-        assert peak(replace(device, kind="cuda", name=name), dtype) is None
+        assert peak_flops(replace(device, kind="cuda", name=name), dtype) is None
 
 
 def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None:

@@ -26,9 +26,9 @@ from runner.benchmark.auto.candidates import enable_techniques
 from runner.build import Given
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader
-from runner.measure.candidates import fresh, opened, quiet
-from runner.measure.trace import one_step
 from runner.optim.whole_step import WholeStep
+from runner.parity.candidates import fresh, opened, quiet
+from runner.parity.trajectory import one_step
 from runner.record import provenance
 from runner.run import Run
 from runner.techniques import kernels

@@ -19,8 +19,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.messages import Finished
 from runner.errors import OutOfMemory, StorageError
 from runner.hook import Report
-from runner.measure.flops import flops
-from runner.measure.peaks import peak
+from runner.parity.flops import call_flops, peak_flops
 from runner.record.text import shorten
 from runner.recovery import is_out_of_memory
 from runner.run import Run
@@ -132,7 +131,7 @@ def _work(run: Run, hook: TurnHook, notes: list[str]) -> tuple[int | None, float
         notes.append("no MFU: what is computed twice would count twice")
         return None, None
     try:
-        counted = flops(lambda: backward(run, run.train.at(0)))
+        counted = call_flops(lambda: backward(run, run.train.at(0)))
     except Exception as error:  # such as memory, for attention that is written out
         notes.append(f"no MFU: a step could not be counted ({type(error).__name__})")
         return None, None
@@ -140,7 +139,7 @@ def _work(run: Run, hook: TurnHook, notes: list[str]) -> tuple[int | None, float
         run.update.abandon()
     if not counted:
         return None, None
-    ceiling = peak(run.device, _dtype(run), measure=False)
+    ceiling = peak_flops(run.device, _dtype(run), measure=False)
     if ceiling is None:
         return counted, None
     step_s = median(hook.turns[1:] or hook.turns) / 1e3

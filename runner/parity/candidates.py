@@ -13,7 +13,7 @@ from torch import nn
 from runner.build import Given, build
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
-from runner.measure import chance
+from runner.parity.dropout import silence
 from runner.run import Run
 from runner.techniques.config import Optimization
 
@@ -84,7 +84,7 @@ def opened(
     """A run; with `dropout` at that one site only, or nowhere (`NOWHERE`)."""
     with build(config, given=given) as run:
         if dropout is not None:
-            chance.silence(run.model, dropout)
+            silence(run.model, dropout)
         yield run
 
 

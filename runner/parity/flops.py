@@ -1,17 +1,37 @@
-"""How fast a device could be at best: from its maker's data sheet, or on a CPU by measuring."""
+"""FLOPs: of a call, by torch's own counter, and the peak of a device, by its data sheet."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from runner.device.device import Device
 
 T = 1e12
 SIZE, TRIES = 2048, 5
+
+
+def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
+    """Of matmul, convolution and attention in a call; a multiply-add is two.
+
+    It runs eagerly, with attention written out in products: torch's counter sees neither inside a
+    compiled graph nor a CPU's flash attention.
+    """
+    with (
+        torch.set_grad_enabled(grad),
+        torch.compiler.set_stance("force_eager"),
+        sdpa_kernel([SDPBackend.MATH]),
+        FlopCounterMode(display=False) as counter,
+    ):
+        what()
+    return int(counter.get_total_flops())
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,7 @@ SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def peak(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak | None:
+def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak | None:
     """The device's peak in products of `dtype`, or None where it is not known.
 
     On a CPU it can be measured, once for each type and number of threads: half a second on a
@@ -57,7 +77,7 @@ def peak(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak | Non
     if name is None:
         return None
     if device.kind == "cpu":
-        return _measured(dtype, torch.get_num_threads()) if measure else None
+        return _measure_peak(dtype, torch.get_num_threads()) if measure else None
     if name == "fp32" and device.kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         name = "tf32"
     for part, rates, sheet in SHEETS if device.kind == "cuda" else ():
@@ -68,7 +88,7 @@ def peak(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak | Non
 
 
 @cache
-def _measured(dtype: torch.dtype, threads: int) -> Peak:
+def _measure_peak(dtype: torch.dtype, threads: int) -> Peak:
     """The fastest of a few large products: what nothing on this CPU gets beyond."""
     noise = torch.Generator().manual_seed(0)
     a = torch.randn(SIZE, SIZE, generator=noise).to(dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner import build, compose
-from runner.measure import trace
+from runner.parity import trace
 
 SMALL = ["device=cpu", "device.threads=1", "model.width=8", "optimization=none"]
 

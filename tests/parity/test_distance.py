@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.measure.chance import mean_differs, spread_differs
-from runner.measure.distance import (
+from runner.optim.config import ScheduleConfig, ScheduleKind
+from runner.optim.schedule import factors
+from runner.parity.distance import (
     KINK,
     Distances,
     Key,
@@ -20,10 +21,8 @@ from runner.measure.distance import (
     judge,
     same,
 )
-from runner.measure.stretch import first_update
-from runner.measure.trace import State, StepRecord
-from runner.optim.config import ScheduleConfig, ScheduleKind
-from runner.optim.schedule import factors
+from runner.parity.dropout import mean_differs, spread_differs
+from runner.parity.trajectory import State, StepRecord, first_update
 
 STEPS = 40
 GRADIENT, LOSS = Key(Kind.gradient, "w"), Key(Kind.loss, "loss")

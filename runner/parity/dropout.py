@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from runner.errors import UsageError
-from runner.measure.distance import dense, norm
-from runner.measure.stretch import Stretch
-from runner.measure.trace import Capture, Tensors, load, one_step, place, snapshot
+from runner.parity.distance import dense, norm
+from runner.parity.trajectory import Capture, Stretch, Tensors, load, one_step, place, snapshot
 from runner.run import Run
 from runner.step import backward
 
@@ -47,7 +46,7 @@ def _gradient(gradients: Tensors, name: str, like: Tensor) -> Tensor:
     return dense(like).double() * 0.0 if found is None else dense(found).double()
 
 
-def draws(run: Run, stretch: Stretch, silent: Tensors, count: int = DRAWS) -> Draws:
+def repeat_draws(run: Run, stretch: Stretch, silent: Tensors, count: int = DRAWS) -> Draws:
     """Steps from the same weights on the same batch, each with its own random numbers.
 
     `silent` are the gradients of that batch without dropout.

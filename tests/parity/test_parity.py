@@ -12,8 +12,10 @@ import torch
 
 from runner import compose
 from runner.config import RunConfig
-from runner.measure import stretch
-from runner.measure.parity import Agreement, Parity, Row, Yardstick, parity, without_techniques
+from runner.parity import stretch
+from runner.parity.candidates import without_techniques
+from runner.parity.parity import Agreement, Parity, Row
+from runner.parity.reference import ParityReference, check_parity
 
 QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
 MODELS = {
@@ -36,7 +38,7 @@ FUSED = ["optimization.fused_optimizer.enabled=true"]
 NHWC = ["optimization.channels_last.enabled=true"]
 COMPILED = ["optimization.compile.enabled=true"]
 ONE_GRAPH = ["optimization.whole_step.enabled=true", *FUSED]
-STEPS = 8  # enough for what is wrong at once; tests/measure/test_mutants.py makes all 40
+STEPS = 8  # enough for what is wrong at once; tests/parity/test_mutants.py makes all 40
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++ here")
 
 
@@ -48,7 +50,7 @@ def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
 def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
     extra = [f"optimization.extra=[parity_mutants.{mutant}]", "security.trusted=[parity_mutants]"]
     overrides = [*QUIET, *model, *technique, *(extra if mutant else [])]
-    return parity(compose(overrides), compose([*QUIET, *model]), STEPS, attribute=True)
+    return check_parity(compose(overrides), compose([*QUIET, *model]), STEPS, attribute=True)
 
 
 # -- what is right passes --------------------------------------------------------------------------
@@ -56,9 +58,9 @@ def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
-    yardstick = Yardstick(compose([*QUIET, *MODELS[model]]), STEPS)
+    reference = ParityReference(compose([*QUIET, *MODELS[model]]), STEPS)
     for technique in (BF16, [*BF16, "optimization.amp.pure=true"], FUSED, PARTS, NHWC):
-        found = yardstick.judge(compose([*QUIET, *MODELS[model], *technique]))
+        found = reference.judge(compose([*QUIET, *MODELS[model], *technique]))
         assert found.verdict is not Agreement.fail, (technique, found.first)
         assert found.techniques or "no 2-d convolution" in found.refused["channels_last"]
         assert found.reference == "fp64"
@@ -66,12 +68,12 @@ def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -
 
 
 def test_levels_and_fp16_with_its_loss_scale_are_explained() -> None:
-    yardstick = Yardstick(compose([*QUIET, *MODELS["cnn"]]), STEPS)
+    reference = ParityReference(compose([*QUIET, *MODELS["cnn"]]), STEPS)
     for level in ("basic", "advanced"):
         overrides = [*QUIET, *MODELS["cnn"], f"optimization={level}"]
-        found = yardstick.judge(compose(overrides))
+        found = reference.judge(compose(overrides))
         assert found.verdict is Agreement.explained, found.first
-    found = yardstick.judge(compose([*QUIET, *MODELS["cnn"], *FP16]))
+    found = reference.judge(compose([*QUIET, *MODELS["cnn"], *FP16]))
     assert found.verdict is Agreement.explained
     assert found.precision == "fp32, fp16 products"
 
@@ -106,20 +108,20 @@ def test_compiled_models_and_steps_are_explained(model: str, technique: list[str
 def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
     monkeypatch: pytest.MonkeyPatch, seeds: list[int], verdict: str
 ) -> None:
-    honest = Yardstick.judge_once
+    honest = ParityReference.judge_once
 
-    def judged_once(self: Yardstick, config: RunConfig, choices: Any = None) -> Parity:
+    def judged_once(self: ParityReference, config: RunConfig, choices: Any = None) -> Parity:
         found = honest(self, config, choices)
         if config.seed not in seeds:
             return found
         off = Row(1, "gradient", "layers.0.bias", 0.05, 1e-4)
         return replace(found, verdict=Agreement.fail, first=off)
 
-    monkeypatch.setattr(Yardstick, "judge_once", judged_once)
-    yardstick = Yardstick(compose([*QUIET, *MODELS["mlp"]]), STEPS)
-    found = yardstick.judge(compose([*QUIET, *MODELS["mlp"], *FUSED]))
+    monkeypatch.setattr(ParityReference, "judge_once", judged_once)
+    reference = ParityReference(compose([*QUIET, *MODELS["mlp"]]), STEPS)
+    found = reference.judge(compose([*QUIET, *MODELS["mlp"], *FUSED]))
     assert found.verdict is Agreement[verdict]
-    assert len(yardstick._others) == (1 if verdict == "explained" else 2)
+    assert len(reference._others) == (1 if verdict == "explained" else 2)
     note = "seed=0 was off in layers.0.bias, which did not repeat with seed=1"
     assert (note in found.notes) is (verdict == "explained")
 
@@ -170,7 +172,7 @@ def test_a_gradient_next_to_zero_may_have_either_sign(seed: int) -> None:
     names = ("system", "channels_last", "amp", "fused_optimizer")
     on = [f"optimization.{name}.enabled=true" for name in names]
     config = compose(["model=cnn", f"seed={seed}", "optimization=custom", *on])
-    found = parity(config, without_techniques(config))
+    found = check_parity(config, without_techniques(config))
     assert found.verdict is Agreement.explained, found.first
 
 
@@ -213,11 +215,11 @@ def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.Monkey
     ):
         with monkeypatch.context() as patch:
             patch.setattr(stretch, name, value)
-            found = parity(small, without_techniques(small))
+            found = check_parity(small, without_techniques(small))
         assert found.verdict is Agreement.explained
         assert 6 <= found.steps <= 12
         assert f"what begins after {found.steps} steps: {reason}" in found.not_judged
-    assert parity(small, without_techniques(small)).steps == 40
+    assert check_parity(small, without_techniques(small)).steps == 40
 
 
 def test_rounding_to_16_bits_is_named_as_a_place_for_faults_to_hide_in() -> None:

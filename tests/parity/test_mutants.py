@@ -12,7 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from runner import compose
-from runner.measure.parity import Agreement, Parity, Yardstick, parity, without_techniques
+from runner.parity.candidates import without_techniques
+from runner.parity.parity import Agreement, Parity
+from runner.parity.reference import ParityReference, check_parity
 
 QUIET = ["device=cpu", "device.threads=1", "monitoring.progress=false"]
 TEXT = ["data=stdlib_text", "data.sequence=32", "training.batch_size=8"]
@@ -101,18 +103,18 @@ def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
 def judged_fault(fault: Fault) -> Parity:
     extra = f"optimization.extra=[parity_mutants.{fault.mutant}]"
     config = compose([*QUIET, *MODELS[fault.model], *fault.overrides.split(), extra])
-    return parity(config, without_techniques(config))
+    return check_parity(config, without_techniques(config))
 
 
 def judged_right(model: str, levels: Sequence[str] = LEVELS) -> dict[str, Parity]:
-    """All levels by one yardstick, with amp in 16 bits where a level chooses none."""
-    yardstick, amp = None, ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
+    """All levels by one reference, with amp in 16 bits where a level chooses none."""
+    reference, amp = None, ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
     found = {}
     for level in levels:
         more = amp if level == "advanced" else []
         config = compose([*QUIET, *MODELS[model], f"optimization={level}", *more])
-        yardstick = yardstick or Yardstick(without_techniques(config))
-        found[level] = yardstick.judge(config)
+        reference = reference or ParityReference(without_techniques(config))
+        found[level] = reference.judge(config)
     return found
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.measure.numerics import ROUNDOFF
-from runner.measure.trace import EvaluationRecord, StepRecord, Tensors
+from runner.parity.numerics import ROUNDOFF
+from runner.parity.trajectory import EvaluationRecord, StepRecord, Tensors
 
 OFTEN = 8.0
 """Times the error that the plain run has at one step in ten: the same roundings, differently

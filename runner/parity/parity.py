@@ -1,4 +1,4 @@
-"""What comparing techniques with the plain run found."""
+"""The result of comparing techniques with the plain run."""
 
 from __future__ import annotations
 

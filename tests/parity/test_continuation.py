@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner import compose
-from runner.measure.continuation import continuation
+from runner.parity.continuation import continuation
 
 QUIET = ["device=cpu", "device.threads=1", "monitoring.progress=false"]
 

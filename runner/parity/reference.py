@@ -30,8 +30,7 @@ from runner.batch import largest_part
 from runner.build import Given
 from runner.config import RunConfig
 from runner.errors import RunnerError
-from runner.measure import chance
-from runner.measure.candidates import (
+from runner.parity.candidates import (
     NOWHERE,
     batch_statistics,
     cut,
@@ -43,7 +42,7 @@ from runner.measure.candidates import (
     seeded,
     without_techniques,
 )
-from runner.measure.distance import (
+from runner.parity.distance import (
     KINK,
     Distances,
     Judged,
@@ -56,10 +55,26 @@ from runner.measure.distance import (
     judge,
     same,
 )
-from runner.measure.numerics import ROUNDOFF, Numerics, computing_in, numerics, to_double
-from runner.measure.stretch import STEPS, Stretch, choose_stretch
-from runner.measure.trace import Record, Tensors, follow, metrics_of, updates
-from runner.measure.verdict import Agreement, Parity, Row
+from runner.parity.dropout import (
+    DRAWS,
+    Draws,
+    dropout_sites,
+    is_random,
+    mean_differs,
+    repeat_draws,
+    spread_differs,
+)
+from runner.parity.numerics import ROUNDOFF, Numerics, computing_in, numerics, to_double
+from runner.parity.parity import Agreement, Parity, Row
+from runner.parity.trajectory import (
+    Record,
+    Stretch,
+    Tensors,
+    choose_stretch,
+    follow,
+    metrics_of,
+    updates,
+)
 from runner.run import Run
 
 SAME_ROUNDING = 8.0
@@ -117,7 +132,7 @@ class _Comparison:
         return [*(_row(one) for one in self.judged), *self.metrics]
 
 
-class Yardstick:
+class ParityReference:
     """The baseline's numbers and how far rounding moves them; measured once for many candidates."""
 
     def __init__(
@@ -128,7 +143,7 @@ class Yardstick:
         self.clip_norm: float | None = None  # in place of one that no gradient reaches
         self._plain: dict[tuple[str | None, int | None], _Plain] = {}
         self._random: dict[str | None, bool] = {}
-        self._others: dict[int, Yardstick] = {}  # by seed, where one candidate needed them
+        self._others: dict[int, ParityReference] = {}  # by seed, where one candidate needed them
 
     def judge(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """The verdict on one candidate; `choices` are those that a run of it had made.
@@ -141,7 +156,7 @@ class Yardstick:
         for seed in range(config.seed + 1, config.seed + 1 + AGAIN) if off else ():
             if seed not in self._others:
                 other = seeded(self.baseline, seed)
-                self._others[seed] = Yardstick(other, self.asked, self.given)
+                self._others[seed] = ParityReference(other, self.asked, self.given)
             again = self._others[seed].judge_once(seeded(config, seed), choices)
             if off and again.verdict is not Agreement.fail:
                 was = f"seed={config.seed} was off in {off.name}"
@@ -206,19 +221,19 @@ class Yardstick:
     ) -> Parity:
         """Dropout by its statistics: one site after another, the others off, and all together."""
         with self._opened(self.baseline) as run:
-            sites = chance.dropout_sites(run.model) if silent else []
+            sites = dropout_sites(run.model) if silent else []
         anchor = self._measured(NOWHERE if silent else None, micro).truth.steps[0].gradients
         rows: list[Row] = []
         for site in [*(sites if len(sites) > 1 else ()), None]:
             with self._opened(quiet(config), site, self.choices) as run:
-                theirs = chance.draws(run, self.stretch, anchor)
+                theirs = repeat_draws(run, self.stretch, anchor)
             with self._opened(cut(self.baseline, micro), site) as run:
-                ours = chance.draws(run, self.stretch, anchor)
+                ours = repeat_draws(run, self.stretch, anchor)
             rows += _draw_rows(site or "all dropout", ours, theirs, found if silent else None)
         beyond = [row for row in rows if not row.within]
-        note = f"dropout draws other numbers: compared over {chance.DRAWS} draws"
+        note = f"dropout draws other numbers: compared over {DRAWS} draws"
         if not silent:
-            note = f"its random numbers are no dropout's: compared over {chance.DRAWS} draws only"
+            note = f"its random numbers are no dropout's: compared over {DRAWS} draws only"
             found = replace(found, rows=[])
         hidden = "what changes loss and gradients less than many draws of dropout show"
         return replace(
@@ -233,7 +248,7 @@ class Yardstick:
     def _is_random(self, dropout: str | None) -> bool:
         if dropout not in self._random:
             with self._opened(self.baseline, dropout) as run:
-                self._random[dropout] = chance.is_random(run)
+                self._random[dropout] = is_random(run)
         return self._random[dropout]
 
     @contextmanager
@@ -556,9 +571,7 @@ def _not_judged(made: _Made, seen: _Comparison) -> Iterator[str]:
         yield f"gradients off by less than {made.says.name} rounds: {names} is judged with itself"
 
 
-def _draw_rows(
-    site: str, ours: chance.Draws, theirs: chance.Draws, found: Parity | None
-) -> list[Row]:
+def _draw_rows(site: str, ours: Draws, theirs: Draws, found: Parity | None) -> list[Row]:
     """The mean and the spread of each statistic over many draws."""
     rows = []
     rounded = {row.kind: row.bound for row in found.rows} if found else {}
@@ -569,13 +582,42 @@ def _draw_rows(
         size = abs(math.fsum(a) / len(a))
         rounding = rounded.get(name, rounded.get(Kind.grad_norm.name, 0.0))
         size = 1.0 if name == "projection" else size or 1.0
-        apart, by_chance = chance.mean_differs(a, b)
+        apart, by_chance = mean_differs(a, b)
         bound = by_chance / size + rounding
         rows.append(Row(1, Kind.draw.name, f"mean of {name} ({site})", apart / size, bound))
-        apart, by_chance = chance.spread_differs(a, b)
+        apart, by_chance = spread_differs(a, b)
         row = Row(1, Kind.draw.name, f"log-variance of {name} ({site})", apart, by_chance)
         rows.append(row)
     return rows
 
 
-__all__ = ["STEPS", "Yardstick"]
+def check_parity(
+    config: RunConfig, baseline: RunConfig, steps: int | None = None, attribute: bool = False
+) -> Parity:
+    """Hold the run of `config` against that of `baseline`, each step from the same weights.
+
+    `STEPS` steps, or as many as are affordable with a large model; what `ParityReference.judge`
+    says of it. With `attribute` a failure is traced to the technique that causes it.
+    """
+    reference = ParityReference(baseline, steps)
+    found = reference.judge(config)
+    if attribute and found.verdict is Agreement.fail:
+        return _find_culprits(reference, config, found)
+    return found
+
+
+def _find_culprits(reference: ParityReference, config: RunConfig, found: Parity) -> Parity:
+    """Name what fails alone; if nothing does, shrink the set for as long as it fails."""
+    names = found.techniques
+    if len(names) == 1:
+        return replace(found, culprits=names)
+    verdicts = {name: reference.judge_once(only(config, [name])).verdict for name in names}
+    culprits = [name for name, verdict in verdicts.items() if verdict is Agreement.fail]
+    if not culprits:
+        culprits = list(names)
+        for name in names:
+            rest = [n for n in culprits if n != name]
+            if rest and reference.judge_once(only(config, rest)).verdict is Agreement.fail:
+                culprits = rest
+    alone = {name: verdict.value for name, verdict in verdicts.items()}
+    return replace(found, culprits=culprits, alone=alone)
