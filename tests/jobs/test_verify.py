@@ -14,7 +14,7 @@ from runner.jobs.config import JobKind
 from tests.runs import command
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = ROOT / "tests" / "measure"
+MUTANTS = ROOT / "tests" / "parity"
 QUIET = ["job=verify", "device=cpu", "device.threads=1", "model.width=16"]
 MUTANT = [
     "optimization.extra=[parity_mutants.DroppedGradient]",

@@ -12,7 +12,7 @@ import torch
 
 from runner import compose
 from runner.config import RunConfig
-from runner.parity import stretch
+from runner.parity import trajectory
 from runner.parity.candidates import without_techniques
 from runner.parity.parity import Agreement, Parity, Row
 from runner.parity.reference import ParityReference, check_parity
@@ -214,7 +214,7 @@ def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.Monkey
         ("FLOPS", {"cpu": 12 * 600_000.0}, "a step computes 0.0 GFLOP"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(stretch, name, value)
+            patch.setattr(trajectory, name, value)
             found = check_parity(small, without_techniques(small))
         assert found.verdict is Agreement.explained
         assert 6 <= found.steps <= 12

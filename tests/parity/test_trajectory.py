@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner import build, compose
-from runner.parity import trace
+from runner.parity import trajectory
 
 SMALL = ["device=cpu", "device.threads=1", "model.width=8", "optimization=none"]
 
@@ -24,9 +24,9 @@ def test_gradients_are_told_from_what_they_did_to_the_optimizer(optimizer: list[
     with build(compose([*SMALL, *optimizer, fused, "stability.clip_norm=0.5"])) as run:
         batches = run.train.batches(0)
         for _ in range(3):
-            capture, before = trace.Capture(), trace._moments(run)
-            step = trace.one_step(run, next(batches), [capture])
-            inferred = trace._inferred(run, step, before)
+            capture, before = trajectory.Capture(), trajectory._moments(run)
+            step = trajectory.one_step(run, next(batches), [capture])
+            inferred = trajectory._inferred(run, step, before)
             assert inferred.keys() == capture.gradients.keys()
             for name, gradient in capture.gradients.items():
                 error = torch.linalg.vector_norm(inferred[name] - gradient)
