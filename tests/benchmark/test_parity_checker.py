@@ -18,7 +18,7 @@ from runner.run import Run
 from runner.technique import Draft, Evidence, Technique
 
 SMALL = ["device=cpu", "device.threads=1", "model.width=8", "model.depth=1", "training.steps=20"]
-MUTANTS = Path(__file__).parents[1] / "measure"
+MUTANTS = Path(__file__).parents[1] / "parity"
 TRUSTED = "security.trusted=[parity_mutants,tests]"
 
 
