@@ -23,8 +23,7 @@ from runner.captures.writer import fill, noise
 from runner.checkpoint.folder import step_name
 from runner.errors import CheckpointError
 from runner.library import batches
-from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, check_module
-from runner.objectives.custom import Custom
+from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, check_module, objective_of
 from runner.record.provenance import versions
 from runner.record.text import shorten
 from runner.replay.findings import Cause
@@ -135,7 +134,6 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
         gist = shorten(str(error), 300)
         raise CheckpointError(f"{path}: does not fit this model: {gist}") from error
     inputs = tuple(inputs) if isinstance(inputs, list) else inputs
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     lazy = LazyRun(
         WHO,
         copy,
@@ -144,7 +142,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
         None,
         {},
         optimizer=torch.optim.SGD([p for p in copy.parameters() if p.requires_grad], lr=0.0),
-        objective=Custom(loss_fn, name, "loss_fn"),
+        objective=objective_of(loss_fn),
     )
     before = noise()
     try:

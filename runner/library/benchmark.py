@@ -35,17 +35,10 @@ from runner.data.dataset import Dataset
 from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError, UsageError
 from runner.library import batches
-from runner.library.lazy_run import (
-    check_loss_fn,
-    check_module,
-    check_optimizer,
-    check_overrides,
-    device_of,
-)
+from runner.library.lazy_run import check_trainable, device_of, objective_of
 from runner.library.pipeline import name_of, source_of, with_components
 from runner.objective import Objective
 from runner.objectives.build import build_objective
-from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
@@ -95,7 +88,9 @@ def benchmark_optimizations(
     left there. An arm that fails is a row. Raises UsageError, ConfigError, DataError, Interrupted.
     """
     leave_if_imported()
-    _check(model, arms, loss_fn, optimizer, overrides)
+    check_trainable(WHO, model, loss_fn, optimizer, overrides)
+    if isinstance(arms, str):
+        raise UsageError(f"{WHO}: arms is one string; give a list: [{arms!r}]")
     own = _named(techniques)
     data, size = _unloaded(data)
     settings = BenchmarkConfig(
@@ -109,10 +104,7 @@ def benchmark_optimizations(
     found = [_about(model, data, arm) for arm in found]
     found += [_arm(name, target, found) for target, (name, _) in own.items()]
     check_budget(settings, len(found))
-    objective = None
-    if loss_fn is not None:
-        called = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        objective = Custom(loss_fn, called, "loss_fn")
+    objective = None if loss_fn is None else objective_of(loss_fn)
     _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
     _try_out(model, source, objective, found)
     made = {target: technique for target, (_, technique) in own.items()}
@@ -137,20 +129,6 @@ def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -
     """Print the table that a benchmark ends with; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
     print_stdout(table.terminal(comparison.of_benchmark(result, where)))
-
-
-def _check(model: Any, arms: Any, loss_fn: Any, optimizer: Any, overrides: Any) -> None:
-    """Raise UsageError for what cannot be trained."""
-    check_module(WHO, model)
-    check_overrides(WHO, overrides)
-    if isinstance(arms, str):
-        raise UsageError(f"{WHO}: arms is one string; give a list: [{arms!r}]")
-    if loss_fn is not None:
-        check_loss_fn(WHO, loss_fn)
-    if optimizer is not None:
-        check_optimizer(WHO, model, optimizer)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"{WHO}: no parameter of the model needs a gradient: nothing to train")
 
 
 def _try_out(

@@ -277,9 +277,6 @@ def _told(changed: dict[str, int]) -> list[str]:
     return [f"output: {said}"] if said else []
 
 
-WHO = "check_model"
-
-
 def check_model(
     model: nn.Module | Optimized,
     probes: Inputs | None = None,
@@ -308,13 +305,13 @@ def check_model(
     UsageError. It makes the host wait for the device.
     """
     if outputs is not None and outputs not in OUTPUTS:
-        raise UsageError(f"{WHO}: outputs={outputs!r}; use one of {', '.join(OUTPUTS)}")
+        raise UsageError(f"check_model: outputs={outputs!r}; use one of {', '.join(OUTPUTS)}")
     if isinstance(trusted, str):
-        raise UsageError(f"{WHO}: trusted is one string; give a list: [{trusted!r}]")
+        raise UsageError(f"check_model: trusted is one string; give a list: [{trusted!r}]")
     module = model.model if isinstance(model, Optimized) else model
-    check_module(WHO, module)
+    check_module("check_model", module)
     if probes is not None:
-        batches.samples(probes, f"{WHO}: probes")
+        batches.samples(probes, "check_model: probes")
         probes = batches.moved(probes, device_of(module))
     return check.check_model(
         module,

@@ -20,6 +20,7 @@ from runner.library import batches
 from runner.library.batches import InMemory
 from runner.nest import tensors
 from runner.objective import Objective
+from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer, unfit
 from runner.outcome import engagements, look
 from runner.record.text import shorten
@@ -224,6 +225,25 @@ def check_loss_fn(who: str, loss_fn: Any) -> None:
     if not callable(loss_fn):
         given = batches.describe(loss_fn)
         raise UsageError(f"{who}: loss_fn is {given}; give a function of (output, target)")
+
+
+def objective_of(loss_fn: Loss) -> Custom:
+    """A loss function of the user's own as an objective."""
+    return Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn")
+
+
+def check_trainable(
+    who: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
+) -> None:
+    """Raise UsageError for what cannot be trained; without loss or optimizer the config decides."""
+    check_module(who, model)
+    check_overrides(who, overrides)
+    if loss_fn is not None:
+        check_loss_fn(who, loss_fn)
+    if optimizer is not None:
+        check_optimizer(who, model, optimizer)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"{who}: no parameter of the model needs a gradient: nothing to train")
 
 
 def check_overrides(who: str, overrides: Any) -> None:

@@ -217,12 +217,7 @@ class Memory:
         return Group(facts, "", table)
 
     def __str__(self) -> str:
-        from runner.record.console import Screen
-
-        console = Screen(width=100, no_color=True)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+        return rich_text(self)
 
 
 def system_info() -> dict[str, Any]:
@@ -243,3 +238,13 @@ def size_text(value: float) -> str:
     while value >= 1024:
         value, prefix = value / 1024, next(prefixes)
     return f"{value:.4g} {prefix}B"
+
+
+def rich_text(renderable: RenderableType) -> str:
+    """The same without colours, for print and logs."""
+    from runner.record.console import Screen
+
+    console = Screen(width=100, no_color=True)
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

@@ -15,9 +15,15 @@ from runner.batch import Inputs, call, count
 from runner.errors import UsageError
 from runner.hook import Step
 from runner.library import batches
-from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, device_of, run_contexts
+from runner.library.lazy_run import (
+    LazyRun,
+    Loss,
+    check_loss_fn,
+    device_of,
+    objective_of,
+    run_contexts,
+)
 from runner.nest import mapped, tensors
-from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.outcome import summarise
 from runner.random_state import claim_random_state, exclusive_random_state, release_random_state
@@ -292,7 +298,7 @@ def optimize_training_loop(
         device,
         NOT_FOR_A_LOOP,
         optimizer=optimizer,
-        objective=Custom(loss_fn, getattr(loss_fn, "__name__", type(loss_fn).__name__), "loss_fn"),
+        objective=objective_of(loss_fn),
         steps=steps,
     )
     loop = TrainingLoop(lazy)

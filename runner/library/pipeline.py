@@ -29,11 +29,10 @@ from runner.evaluation import evaluate
 from runner.hook import Hook
 from runner.library import batches
 from runner.library.batches import InMemory
-from runner.library.lazy_run import check_loss_fn, check_module, check_optimizer, check_overrides
+from runner.library.lazy_run import check_trainable, objective_of
 from runner.loop import train
 from runner.models.config import ModelConfig
 from runner.nest import mapped, tensors
-from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer
 from runner.report import run as report
 from runner.run import Run
@@ -68,20 +67,10 @@ def create_training_pipeline(
     It is recorded in `folder`, or in a new one under `outputs/runs/<name>/`; `record=False` writes
     nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
-    check_module(WHO, model)
-    check_overrides(WHO, overrides)
-    if loss_fn is not None:
-        check_loss_fn(WHO, loss_fn)
-    if optimizer is not None:
-        check_optimizer(WHO, model, optimizer)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"{WHO}: no parameter of the model needs a gradient: nothing to train")
+    check_trainable(WHO, model, loss_fn, optimizer, overrides)
     config = config_of(model, data, level, name, overrides)
     source = source_of(WHO, data, validation, config, own_loss=loss_fn is not None)
-    objective = None
-    if loss_fn is not None:
-        named = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        objective = Custom(loss_fn, named, "loss_fn")
+    objective = None if loss_fn is None else objective_of(loss_fn)
     where = _folder(folder, config.name) if record else None
     given = Given(model, source, objective, optimizer)
     run = build(config, where, resolve_auto(config, where, given))

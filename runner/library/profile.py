@@ -29,7 +29,7 @@ from runner.library.lazy_run import (
     run_contexts,
     stash_gradients,
 )
-from runner.library.memory import size_text
+from runner.library.memory import rich_text, size_text
 from runner.library.optimize import Optimized
 from runner.nest import tensors
 from runner.parity.flops import NAMES, Peak, call_flops, peak_flops
@@ -94,12 +94,7 @@ class Profile:
         return _profile_table(self)
 
     def __str__(self) -> str:
-        from runner.record.console import Screen
-
-        console = Screen(width=100, no_color=True)
-        with console.capture() as captured:
-            console.print(_profile_table(self))
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+        return rich_text(_profile_table(self))
 
 
 def profile_model(
