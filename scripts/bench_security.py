@@ -66,9 +66,11 @@ def small_files(folder: Path, files: int, tensors: int, rounds: int) -> dict[str
     with Scanner(Policy()) as scanner:
         scanner.scan(list_folder(paths[0]))
         scan = lambda: [scanner.scan(list_folder(path)) for path in paths]  # noqa: E731
-        return {f"{files} files of {tensors} tensors, scanned, to torch.load": ratios(
-            load, scan, rounds
-        )}  # fmt: skip
+        return {
+            f"{files} files of {tensors} tensors, scanned, to torch.load": ratios(
+                load, scan, rounds
+            )
+        }
 
 
 def large_files(folder: Path, megabytes: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -93,9 +93,10 @@ def _file_in(folder: Path) -> Path:
             return folder / name
     there = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
     raise ConfigError(
-        KEY, f"{folder} has no checkpoint and none of {', '.join(FILES)} in it",
+        KEY,
+        f"{folder} has no checkpoint and none of {', '.join(FILES)} in it",
         f"name one of its files: {some(there)}" if there else "name a file",
-    )  # fmt: skip
+    )
 
 
 def _read_shards(index: Path, policy: Policy) -> Weights:
@@ -169,9 +170,10 @@ def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
             return dict(found)
     keys = f" with {some(map(str, content))}" if isinstance(content, Mapping) else ""
     raise ConfigError(
-        KEY, f"{path} ({kind}){keys} holds no tensors by name, plain or below {', '.join(BELOW)}",
+        KEY,
+        f"{path} ({kind}){keys} holds no tensors by name, plain or below {', '.join(BELOW)}",
         "save model.state_dict(), with safetensors or torch.save",
-    )  # fmt: skip
+    )
 
 
 def some(names: Iterable[str], most: int = SHOWN) -> str:

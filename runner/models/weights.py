@@ -90,9 +90,10 @@ def _taken_of(shard: Shard, fit: Fit, policy: Policy) -> dict[str, Any]:
         part[name] = value.to(like.dtype) if isinstance(like, Tensor) else value
         if isinstance(like, Tensor) and _overflows(value, part[name]):
             raise ConfigError(
-                KEY, f"{shard.path}: {name} has values that are too large for {_type(like.dtype)}",
+                KEY,
+                f"{shard.path}: {name} has values that are too large for {_type(like.dtype)}",
                 "use a model of the file's own type",
-            )  # fmt: skip
+            )
     return part
 
 
@@ -109,9 +110,10 @@ def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
     for pattern in fresh:
         if not any(_matches(name, [pattern]) for name in (*fit.fresh, *fit.unused)):
             raise ConfigError(
-                EXCEPT, f"nothing is called {short(pattern)}, in the model or in {weights.path}",
+                EXCEPT,
+                f"nothing is called {short(pattern)}, in the model or in {weights.path}",
                 f"the model has {some(own, 2 * SHOWN)}",
-            )  # fmt: skip
+            )
     held = {name: value for name, value in held.items() if not _matches(name, fresh)}
     tied: dict[object, list[str]] = {}
     for name, value in own.items():
@@ -154,9 +156,10 @@ def _place(names: list[str], own: Any, held: Mapping[str, Any], fit: Fit) -> Non
     kept = [name for name in names if name in fit.fresh]
     if there and kept:
         raise ConfigError(
-            EXCEPT, f"{kept[0]} stays fresh, and is the same tensor as {there[0]}, which does not",
+            EXCEPT,
+            f"{kept[0]} stays fresh, and is the same tensor as {there[0]}, which does not",
             "name both, or neither",
-        )  # fmt: skip
+        )
     if not there:
         fit.missing += [] if kept else names
         return
@@ -222,10 +225,12 @@ def _misfit(
         places = [f"*.{last.pop()}"]
     few = fit.taken and len(places) <= SHOWN and all(map(PLAIN.fullmatch, places))
     return ConfigError(
-        KEY, f"{weights.path} does not fit the model, in {len(names)} names: {'; '.join(parts)}",
-        f"to start without these parts, add '{EXCEPT}=[{','.join(places)}]'" if few else
-        f"name the model that it is of (model=…, its sizes), or what to leave out by {EXCEPT}",
-    )  # fmt: skip
+        KEY,
+        f"{weights.path} does not fit the model, in {len(names)} names: {'; '.join(parts)}",
+        f"to start without these parts, add '{EXCEPT}=[{','.join(places)}]'"
+        if few
+        else f"name the model that it is of (model=…, its sizes), or what to leave out by {EXCEPT}",
+    )
 
 
 def _place_of(name: str, taken: Mapping[str, Any]) -> str:

@@ -205,8 +205,15 @@ def markdown(scan: Scan) -> str:
         for row in scan.worst_first[:ROWS]
     ]
     if rows:
-        header = ("trust", "what", "format", "size", "sha256", "says it was written by",
-                  "why, and the way out")  # fmt: skip
+        header = (
+            "trust",
+            "what",
+            "format",
+            "size",
+            "sha256",
+            "says it was written by",
+            "why, and the way out",
+        )
         lines += ["", md.table(header, rows)]
     if len(scan.rows) > ROWS:
         lines += ["", f"… and {_things(len(scan.rows) - ROWS)} more, in {JSON}."]

@@ -31,8 +31,15 @@ from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
 from runner.security.trust import Trust
 
-QUIET = ["data=cancer", "model.width=8", "optimization=none", "monitoring.progress=false",
-         "training.steps=6", "schedule=constant", "device.threads=1"]  # fmt: skip
+QUIET = [
+    "data=cancer",
+    "model.width=8",
+    "optimization=none",
+    "monitoring.progress=false",
+    "training.steps=6",
+    "schedule=constant",
+    "device.threads=1",
+]
 
 
 class Net(nn.Module):
@@ -86,13 +93,15 @@ SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
         lambda w: {"state_dict": {f"model._orig_mod.{k}": v for k, v in w.items()}, "epoch": 3},
     ),
     "a loop's, data parallel": (
-        "w.pth", lambda w: {"model": {f"module.{k}": v for k, v in w.items()}, "step": 7}
+        "w.pth",
+        lambda w: {"model": {f"module.{k}": v for k, v in w.items()}, "step": 7},
     ),
     "below model_state_dict": ("w.bin", lambda w: {"model_state_dict": w, "optimizer": {}}),
-    "parameters": ("w.pt", lambda w: {
-        k: nn.Parameter(v) if v.is_floating_point() else v for k, v in w.items()
-    }),
-}  # fmt: skip
+    "parameters": (
+        "w.pt",
+        lambda w: {k: nn.Parameter(v) if v.is_floating_point() else v for k, v in w.items()},
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -305,9 +314,16 @@ def test_weights_alone_are_evaluated(first: Path) -> None:
 def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
     first: Path, my_package: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = ["data._target_=my_package.Noisy", "+data.poison=[50,90]", "model.width=8",
-            "security.trusted=[my_package]", "monitoring.progress=false", "training.epochs=1",
-            "checks=off", "optimization=none"]  # fmt: skip
+    ours = [
+        "data._target_=my_package.Noisy",
+        "+data.poison=[50,90]",
+        "model.width=8",
+        "security.trusted=[my_package]",
+        "monitoring.progress=false",
+        "training.epochs=1",
+        "checks=off",
+        "optimization=none",
+    ]
     with build(compose(ours), Path("outputs/runs/noisy")) as run:
         torch.save(run.model.state_dict(), "w.pt")
     digest = hashlib.sha256(Path("w.pt").read_bytes()).hexdigest()

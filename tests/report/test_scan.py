@@ -32,10 +32,12 @@ def shown(scan: Scan, most: int = 30, width: int = 80) -> str:
 
 def test_the_worst_comes_first_and_within_a_trust_what_has_warnings():
     names = [
-        row("fine", Trust.PINNED), row("plain"),
+        row("fine", Trust.PINNED),
+        row("plain"),
         row("odd", Trust.UNTRUSTED, finding(Severity.WARNING)),
-        row("bad", Trust.REFUSED, finding(Severity.REFUSAL)), row("own", Trust.CHECKED),
-    ]  # fmt: skip
+        row("bad", Trust.REFUSED, finding(Severity.REFUSAL)),
+        row("own", Trust.CHECKED),
+    ]
     scan = Scan("x", SecurityLevel.standard, rows=names)
     assert [r.found.path for r in scan.worst_first] == ["bad", "odd", "plain", "own", "fine"]
     assert scan.verdict == "1 of 5 things refused; the first, bad: a: overlaps b; get it again"

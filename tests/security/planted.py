@@ -39,9 +39,19 @@ def seal(folder: Path, step: int = 7) -> None:
     for name in ("model.safetensors", "state.pt"):
         data = (folder / name).read_bytes()
         files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    body = {"step": step, "best": False, "files": files, "config_hash": "c0ffee" * 8,
-            "created_by": "0.1", "torch": "2.13.0", "threads": 1, "cpu": "AVX2", "tied": {},
-            "choices": {}, "format": 1}  # fmt: skip
+    body = {
+        "step": step,
+        "best": False,
+        "files": files,
+        "config_hash": "c0ffee" * 8,
+        "created_by": "0.1",
+        "torch": "2.13.0",
+        "threads": 1,
+        "cpu": "AVX2",
+        "tied": {},
+        "choices": {},
+        "format": 1,
+    }
     (folder / "manifest.json").write_bytes(sealed(body))
 
 

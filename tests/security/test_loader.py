@@ -30,9 +30,11 @@ from tests.security.files.benign import same
 from tests.security.planted import Mark
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support:UserWarning", "ignore:.*quantize:UserWarning",
-    "ignore:TypedStorage is deprecated:UserWarning", "ignore:The PyTorch API of nested:UserWarning",
-)  # fmt: skip
+    "ignore:Sparse CSR tensor support:UserWarning",
+    "ignore:.*quantize:UserWarning",
+    "ignore:TypedStorage is deprecated:UserWarning",
+    "ignore:The PyTorch API of nested:UserWarning",
+)
 STRICT, OFF = SecurityLevel.strict, SecurityLevel.off
 
 
@@ -136,7 +138,7 @@ CONTENT: dict[str, tuple[str, Callable[[], Any]]] = {
     "no suffix": ("pytorch_model", lambda: {"a": torch.ones(2)}),
     "odd suffix": ("weights.model", lambda: {"a": torch.ones(2)}),
     "text": ("model.txt", lambda: {"a": torch.ones(2)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONTENT)
@@ -261,14 +263,26 @@ def everything() -> dict[str, Any]:
     """A state with each kind of value that the runner writes."""
     tensors = {kind: torch.zeros(3, 2).to(getattr(torch, kind)) for kind in KINDS.split()}
     return {
-        **tensors, "strided": torch.arange(12.0).reshape(3, 4).t(), "none": torch.empty(0, 3),
-        "scalar": torch.tensor(1.0), "sparse": torch.eye(3).to_sparse(),
-        "rows": torch.eye(3).to_sparse_csr(), "text": "ä\x1b\ud800", "bytes": b"\x00\xff",
-        "empty": b"", "set": {1, "a"}, "complex": 1 + 2j, "large": 2**200, "tuple": (1, (2,)),
-        "dtype": torch.float16, "device": torch.device("cuda:0"), "keys": {(1, "a"): 1, 2.5: 2},
-        "deep": {"a": [{"b": ({"c": [1]},)}]}, "floats": [float("nan"), float("inf"), -0.0],
+        **tensors,
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(1.0),
+        "sparse": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "text": "ä\x1b\ud800",
+        "bytes": b"\x00\xff",
+        "empty": b"",
+        "set": {1, "a"},
+        "complex": 1 + 2j,
+        "large": 2**200,
+        "tuple": (1, (2,)),
+        "dtype": torch.float16,
+        "device": torch.device("cuda:0"),
+        "keys": {(1, "a"): 1, 2.5: 2},
+        "deep": {"a": [{"b": ({"c": [1]},)}]},
+        "floats": [float("nan"), float("inf"), -0.0],
         "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
-    }  # fmt: skip
+    }
 
 
 def test_every_kind_of_value_that_we_write_is_read_again_and_strict_knows_its_own(
@@ -297,9 +311,14 @@ def codes(found: Opened) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(float("nan"), "weights.not_finite"), (-float("inf"), "weights.not_finite"),
-     (1e30, "weights.magnitude"), (-1e30, "weights.magnitude"), (100.0, None)],
-)  # fmt: skip
+    [
+        (float("nan"), "weights.not_finite"),
+        (-float("inf"), "weights.not_finite"),
+        (1e30, "weights.magnitude"),
+        (-1e30, "weights.magnitude"),
+        (100.0, None),
+    ],
+)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("size", [50, 50_000])
 def test_odd_values_are_warned_of_and_not_refused(

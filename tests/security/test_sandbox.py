@@ -137,12 +137,15 @@ def test_it_ends_when_its_parent_is_killed(tmp_path):
 @pytest.mark.parametrize(
     "answer",
     [
-        None, [], {"format": "npy"}, {"format": 1, "reasons": []},
+        None,
+        [],
+        {"format": "npy"},
+        {"format": 1, "reasons": []},
         {"format": "npy", "reasons": [["a", 9, "b", "c", "d"]]},
         {"format": "npy", "reasons": [["a", 1]]},
         {"format": "npy", "reasons": [["a", 0, "", "", ""]] * (module.REASONS + 1)},
     ],
-)  # fmt: skip
+)
 def test_an_answer_in_another_form_is_not_believed(answer):
     with pytest.raises(module.Died):
         module._read_answer(answer)

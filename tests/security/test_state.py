@@ -77,14 +77,16 @@ def round_trip(value, folder):
         (frozenset([1]), {1}),
         (Point(1, 2), (1, 2)),
         (Progress(3, np.float64(0.5)), {"step": 3, "best": 0.5}),
-        ({Level.HIGH: 1, Path("p"): 2, np.int64(5): 3, (1, Color.RED): 4},
-         {3: 1, "p": 2, 5: 3, (1, "red"): 4}),
+        (
+            {Level.HIGH: 1, Path("p"): 2, np.int64(5): 3, (1, Color.RED): 4},
+            {3: 1, "p": 2, 5: 3, (1, "red"): 4},
+        ),
         (torch.float16, torch.float16),
         (torch.device("cpu"), torch.device("cpu")),
         (torch.Size([1, 2]), (1, 2)),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_encode_keeps_the_value_in_plain_types_that_load(value, kept, tmp_path):
     encoded = encode(value)
     assert encoded == kept and type(encoded) is type(kept)

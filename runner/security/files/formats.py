@@ -19,17 +19,36 @@ CONVERT = "load it on a machine apart, and save its state_dict alone, as safeten
 KNOWN = "the runner reads safetensors, torch.save, .npy and .npz"
 
 MODEL_SUFFIXES = (
-    ".bin", ".ckpt", ".distcp", ".joblib", ".keras", ".nemo", ".npk", ".npy", ".npz",
-    ".onnx", ".pickle", ".pkl", ".pt", ".pt2", ".pte", ".pth", ".ptl", ".safetensors", ".tar",
-    ".torch", ".ts",
-)  # fmt: skip
+    ".bin",
+    ".ckpt",
+    ".distcp",
+    ".joblib",
+    ".keras",
+    ".nemo",
+    ".npk",
+    ".npy",
+    ".npz",
+    ".onnx",
+    ".pickle",
+    ".pkl",
+    ".pt",
+    ".pt2",
+    ".pte",
+    ".pth",
+    ".ptl",
+    ".safetensors",
+    ".tar",
+    ".torch",
+    ".ts",
+)
 """Names of files that hold models or arrays, or claim to."""
 DCP_INDEX = ".metadata"  # the whole name
 DCP = (
-    "dcp.unsupported", "a distributed checkpoint (DCP), which torch's own reader unpickles",
+    "dcp.unsupported",
+    "a distributed checkpoint (DCP), which torch's own reader unpickles",
     "convert it with torch.distributed.checkpoint.format_utils.dcp_to_torch_save where you trust "
     "it",
-)  # fmt: skip
+)
 UNSUPPORTED_NAMES = {
     ".distcp": DCP,
     ".pt2": ("program.export", "an exported program (torch.export), which is code", CONVERT),
@@ -84,9 +103,11 @@ def identify(data: Data, name: str) -> str:
     wanted = EXACT_NAMES.get(Path(name.lower()).suffix, kind)
     if wanted != kind:
         raise Refused(
-            "format.name", name, f"its content is {kind}, and its name says {wanted}",
+            "format.name",
+            name,
+            f"its content is {kind}, and its name says {wanted}",
             "rename it if that is what it should be",
-        )  # fmt: skip
+        )
     return kind
 
 

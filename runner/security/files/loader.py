@@ -46,9 +46,12 @@ class Opened:
 
 
 def open_file(
-    path: Path, policy: Policy, sha256: str | None = None, sandboxed: bool = True,
+    path: Path,
+    policy: Policy,
+    sha256: str | None = None,
+    sandboxed: bool = True,
     sandbox: Sandbox | None = None,
-) -> Opened:  # fmt: skip
+) -> Opened:
     """Read, check and load one file, on the CPU; a foreign one once it passed the sandbox.
 
     With `sha256`, which a manifest of this run tree or an earlier look gives, it must be that very
@@ -71,9 +74,13 @@ def open_file(
             examined = _examine_apart(data, path, policy, sandbox)
         else:
             examined = examine(
-                data.data, data.place, path.name, policy.limits,
-                rules=source is Provenance.FOREIGN, deep=source is not Provenance.OWN,
-            )  # fmt: skip
+                data.data,
+                data.place,
+                path.name,
+                policy.limits,
+                rules=source is Provenance.FOREIGN,
+                deep=source is not Provenance.OWN,
+            )
         if policy.allows_pickle(data.sha256):
             _unpickle_allowed(data, examined)
         found.files[path.name] = FileFacts(data.sha256, data.size, examined.format)

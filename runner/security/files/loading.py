@@ -27,8 +27,9 @@ from runner.security.trust import Reason, Severity
 NEEDS_PICKLE = "torch.weights_only"  # the code of what only an unrestricted unpickler may load
 LOADER_MESSAGE = re.compile(
     r"(?:WeightsUnpickler error: |^)(?P<gist>[^\n]*?(?:GLOBAL|Unsupported)[^\n]*?)"
-    r"(?: Please use| was not an allowed|$)", re.MULTILINE,
-)  # fmt: skip
+    r"(?: Please use| was not an allowed|$)",
+    re.MULTILINE,
+)
 # torch collects the sparse tensors that it has yet to validate in one list of the process: a load
 # in another thread would clear it, and neither would be validated.
 _LOCK = threading.Lock()
@@ -50,9 +51,13 @@ class Examined:
 
 
 def examine(
-    data: bytes | mmap.mmap, place: str, name: str, limits: FileLimits,
-    rules: bool = True, deep: bool = True,
-) -> Examined:  # fmt: skip
+    data: bytes | mmap.mmap,
+    place: str,
+    name: str,
+    limits: FileLimits,
+    rules: bool = True,
+    deep: bool = True,
+) -> Examined:
     """Check the bytes of the file called `name` and load them; `place` is a path to the same bytes.
 
     `rules`: hold them against the rules about containers, which a known digest makes needless.

@@ -155,18 +155,27 @@ def _compare_manifests(found: Assessment, folder: Path, policy: Policy) -> bool:
             checked = checked and not loads
         elif record.fault:
             checked = False
-            found.reasons.append(Reason(
-                "manifest.damaged", Severity.WARNING, f"{place.name}/{MANIFEST}",
-                escape_control_chars(record.fault), "its digests do not count; take a whole copy",
-            ))  # fmt: skip
+            found.reasons.append(
+                Reason(
+                    "manifest.damaged",
+                    Severity.WARNING,
+                    f"{place.name}/{MANIFEST}",
+                    escape_control_chars(record.fault),
+                    "its digests do not count; take a whole copy",
+                )
+            )
         else:
             found.written_by = record.written_by
             checked = _compare_recorded(found, record, folder, place, names) and checked
             if not own:
-                found.reasons.append(Reason(
-                    "manifest.foreign", Severity.NOTE, f"{place.name}/{MANIFEST}",
-                    "it lies outside this run tree, where anybody can write one",
-                ))  # fmt: skip
+                found.reasons.append(
+                    Reason(
+                        "manifest.foreign",
+                        Severity.NOTE,
+                        f"{place.name}/{MANIFEST}",
+                        "it lies outside this run tree, where anybody can write one",
+                    )
+                )
     return checked
 
 
@@ -193,10 +202,15 @@ def _compare_recorded(
             continue
         if written is None:
             listed = listed and facts.format == OTHER and not is_model_name(name)
-            found.reasons.append(Reason(
-                "manifest.stray", Severity.NOTE, name, f"{MANIFEST} does not name it",
-                "move it elsewhere, unless you put it there",
-            ))  # fmt: skip
+            found.reasons.append(
+                Reason(
+                    "manifest.stray",
+                    Severity.NOTE,
+                    name,
+                    f"{MANIFEST} does not name it",
+                    "move it elsewhere, unless you put it there",
+                )
+            )
         elif facts.sha256 and (facts.sha256, facts.size) != (written.sha256, written.size):
             listed = False
             reason = _other_digest("manifest.digest", name, MANIFEST, facts.sha256, written.sha256)
@@ -206,7 +220,9 @@ def _compare_recorded(
 
 def _other_digest(code: str, name: str, source: str, sha256: str, wanted: str) -> Reason:
     return Reason(
-        code, Severity.REFUSAL, name,
+        code,
+        Severity.REFUSAL,
+        name,
         f"its sha256 is {sha256[:16]}…, and {source} says {escape_control_chars(wanted)[:16]}…",
         "take a whole copy, or the checkpoint before it",
-    )  # fmt: skip
+    )

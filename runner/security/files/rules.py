@@ -232,22 +232,39 @@ ZIP_RULES = (
     Rule("zip.end", check_end, _good_zip, lambda: _good_zip() + b"tail"),
     Rule("zip.unique", check_unique, _good_zip, lambda: _twice(_good_zip())),
     Rule("zip.paths", check_paths, _good_zip, lambda: make_zip(("../a", b""))),
-    Rule("zip.ratio", check_ratio, _good_zip,
-         lambda: make_zip(("a", bytes(1 << 16)), method=DEFLATED), SMALL),
-    Rule("zip.crc", check_sums, lambda: make_zip(ONE, method=DEFLATED),
-         lambda: _good_zip().replace(b"xxx", b"xyx", 1)),
-)  # fmt: skip
+    Rule(
+        "zip.ratio",
+        check_ratio,
+        _good_zip,
+        lambda: make_zip(("a", bytes(1 << 16)), method=DEFLATED),
+        SMALL,
+    ),
+    Rule(
+        "zip.crc",
+        check_sums,
+        lambda: make_zip(ONE, method=DEFLATED),
+        lambda: _good_zip().replace(b"xxx", b"xyx", 1),
+    ),
+)
 NPZ_RULES = (
-    Rule("npz.arrays", check_arrays, lambda: make_zip(("a.npy", _npy())),
-         lambda: make_zip(("a.npy", _npy() + b"more"))),
-)  # fmt: skip
+    Rule(
+        "npz.arrays",
+        check_arrays,
+        lambda: make_zip(("a.npy", _npy())),
+        lambda: make_zip(("a.npy", _npy() + b"more")),
+    ),
+)
 DATA_RULES = {
     "npy": (Rule("npy.size", check_array, _npy, lambda: _npy() + b"more"),),
     "safetensors": (
-        Rule("safetensors.keys", check_keys, lambda: _safetensors(b'{"a":1,"b":1}'),
-             lambda: _safetensors(b'{"a":1,"a":1}')),
+        Rule(
+            "safetensors.keys",
+            check_keys,
+            lambda: _safetensors(b'{"a":1,"b":1}'),
+            lambda: _safetensors(b'{"a":1,"a":1}'),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def check_container(data: Data, kind: str, limits: FileLimits) -> None:

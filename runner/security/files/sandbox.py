@@ -128,9 +128,13 @@ class Sandbox:
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603  # ourselves
                 [sys.executable, "-P", "-s", "-c", PROGRAM, str(theirs.fileno()), path],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         self.line = mine
         self._receive(START_S, oom_kills() or 0)
 

@@ -88,10 +88,15 @@ class Scanner:
             kind, reasons = self._look(path, data)
             facts = FileFacts(data.sha256, data.size, kind)
             if data.changed():
-                reasons = [Reason(
-                    "file.changed", Severity.REFUSAL, path.name, "it changed while it was examined",
-                    "scan it again once nothing writes to it",
-                )]  # fmt: skip
+                reasons = [
+                    Reason(
+                        "file.changed",
+                        Severity.REFUSAL,
+                        path.name,
+                        "it changed while it was examined",
+                        "scan it again once nothing writes to it",
+                    )
+                ]
         return facts, reasons
 
     def _look(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:

@@ -21,11 +21,26 @@ from runner.security.trust import Reason, Severity
 
 MAPPINGS = (dict, OrderedDict, Counter)
 TENSORS = (Tensor, torch.nn.Parameter)  # a torch.nn.Buffer is a Tensor with two attributes
-PLAIN = frozenset({
-    type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,
-    torch.Size, torch.layout, torch.qscheme, torch.storage.TypedStorage, torch.UntypedStorage,
-    np.ndarray,
-})  # fmt: skip
+PLAIN = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.layout,
+        torch.qscheme,
+        torch.storage.TypedStorage,
+        torch.UntypedStorage,
+        np.ndarray,
+    }
+)
 MAGNITUDE = 1e10  # weights and their statistics are many powers of ten smaller
 MOST = 20  # tensors that are named
 PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers a byte, which nothing reduces
@@ -42,10 +57,11 @@ def check_types(content: Any, size: int, limits: FileLimits) -> list[Placed]:
     most = limits.may_expand(size)
     if walk.bytes > most:
         raise Refused(
-            "tensor.expanded", walk.largest,
+            "tensor.expanded",
+            walk.largest,
             f"its tensors would take {walk.bytes:,} bytes, and the file has {size:,}",
             "save them with .clone(), so that none is larger than what is stored of it",
-        )  # fmt: skip
+        )
     return walk.tensors
 
 
@@ -72,9 +88,11 @@ class _Walk:
             raise Refused("content.loop", path(place), "holds itself", SAVE_AGAIN)
         if len(place) > self.limits.depth:
             raise Refused(
-                "content.depth", path(place[:4]),
-                f"has containers more than {self.limits.depth} deep", SAVE_AGAIN,
-            )  # fmt: skip
+                "content.depth",
+                path(place[:4]),
+                f"has containers more than {self.limits.depth} deep",
+                SAVE_AGAIN,
+            )
         self._visited[id(value)] = False
         if kind in TENSORS:
             self._visit_tensor(value, place)
@@ -204,10 +222,12 @@ def _describe(place: Place, tensor: Tensor) -> Reason | None:
         return None
     if is_bool:
         return Reason(
-            "tensor.bool", Severity.REFUSAL, path(place),
+            "tensor.bool",
+            Severity.REFUSAL,
+            path(place),
             "has truth values other than 0 and 1, which are read in two ways",
             "save it with .to(torch.uint8).bool()",
-        )  # fmt: skip
+        )
     if math.isfinite(low) and math.isfinite(high):
         code, what = "weights.magnitude", f"ranges from {low:.3g} to {high:.3g}"
     else:

@@ -59,11 +59,23 @@ def _header(
     extra = lies.get("extra", b"")
     truth = {
         "magic": b"PK\x01\x02" if central else b"PK\x03\x04",
-        "made": 20, "version": 20, "flags": 0, "method": member.method, "time": 0, "date": 33,
-        "crc": zlib.crc32(member.data), "packed": len(packed), "size": len(member.data),
-        "name_size": len(name), "extra_size": len(extra), "comment_size": 0, "disk": 0,
-        "internal": 0, "external": 0, "offset": at,
-    }  # fmt: skip
+        "made": 20,
+        "version": 20,
+        "flags": 0,
+        "method": member.method,
+        "time": 0,
+        "date": 33,
+        "crc": zlib.crc32(member.data),
+        "packed": len(packed),
+        "size": len(member.data),
+        "name_size": len(name),
+        "extra_size": len(extra),
+        "comment_size": 0,
+        "disk": 0,
+        "internal": 0,
+        "external": 0,
+        "offset": at,
+    }
     truth |= {key: given for key, given in lies.items() if key not in ("name", "extra")}
     fields = [truth[key] for key in (CENTRAL_FIELDS if central else LOCAL_FIELDS)]
     return struct.pack(CENTRAL if central else LOCAL, *fields) + name + extra
@@ -91,9 +103,14 @@ def archive(
             directory += _header(member, packed, member.central, True, told)
     count = sum(not member.hidden for member in members)
     last = {
-        "disk": 0, "first": 0, "here": count, "count": count, "size": len(directory),
-        "offset": len(body) if shift else len(body) - len(before), "comment": len(comment),
-    } | dict(end or {})  # fmt: skip
+        "disk": 0,
+        "first": 0,
+        "here": count,
+        "count": count,
+        "size": len(directory),
+        "offset": len(body) if shift else len(body) - len(before),
+        "comment": len(comment),
+    } | dict(end or {})
     return (
         bytes(body + directory)
         + b"PK\x05\x06"

@@ -68,21 +68,40 @@ def _views() -> dict[str, Tensor]:
     whole = torch.arange(24.0).reshape(4, 6)
     last = torch.arange(48.0).reshape(1, 3, 4, 4).to(memory_format=torch.channels_last)
     tied = torch.arange(12.0).reshape(3, 4)
-    return {"t": whole.t(), "strided": whole[:, ::2], "last": last, "row": whole[1],
-            "embedding": tied, "head": tied}  # fmt: skip
+    return {
+        "t": whole.t(),
+        "strided": whole[:, ::2],
+        "last": last,
+        "row": whole[1],
+        "embedding": tied,
+        "head": tied,
+    }
 
 
 PLAIN = {
-    "text": "Ä \u2603 \U0001f600", "bytes": b"\x00\xff", "none": None,
+    "text": "Ä \u2603 \U0001f600",
+    "bytes": b"\x00\xff",
+    "none": None,
     "array": [bytearray(b"\x00\xff"), bytearray()],
     "numbers": [0, -1, 2**31, -(2**63), 2**200, 0.1, float("inf"), 1 + 2j, True],
-    "nested": {"a": [{"b": ({"c": [[], {}, ()]},)}]}, "set": {1, 2, 3},
-    ("tuple", 1): "key", 3: "number key", "size": torch.Size([2, 3]), "dtype": torch.bfloat16,
-    "device": torch.device("cpu"), "long": list(range(3_000)), "counted": Counter("abca"),
+    "nested": {"a": [{"b": ({"c": [[], {}, ()]},)}]},
+    "set": {1, 2, 3},
+    ("tuple", 1): "key",
+    3: "number key",
+    "size": torch.Size([2, 3]),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "long": list(range(3_000)),
+    "counted": Counter("abca"),
     # texts that some programs would call; here they are texts
-    "hyper_parameters": {"_target_": "os.system", "_args_": ["true"], "_instantiator": "os.system",
-                         "cmd": "__import__('os')", "resolver": "${oc.env:HOME}"},
-}  # fmt: skip
+    "hyper_parameters": {
+        "_target_": "os.system",
+        "_args_": ["true"],
+        "_instantiator": "os.system",
+        "cmd": "__import__('os')",
+        "resolver": "${oc.env:HOME}",
+    },
+}
 
 
 def _trained() -> tuple[nn.Module, dict[str, Any]]:

@@ -16,7 +16,7 @@ from tests.security.files.archives import (
     npy,
     safetensors,
     torch_zip,
-)  # fmt: skip
+)
 from tests.security.files.opcodes import (
     call,
     get,
@@ -28,7 +28,7 @@ from tests.security.files.opcodes import (
     tensor,
     value,
     whole,
-)  # fmt: skip
+)
 from tests.security.files.sample import Sample
 
 MEGABYTE = 1 << 20
@@ -68,9 +68,10 @@ def _sparse(index: int, size: int) -> Bytes:
     layout = call(name("torch.serialization", "_get_layout"), value("torch.sparse_coo"))
     parts = tensor("0", 1, (1, 1), (1, 1), kind="LongStorage") + tensor("1", 1, (1,), (1,))
     body = call(
-        name("torch._utils", "_rebuild_sparse_tensor"), layout,
+        name("torch._utils", "_rebuild_sparse_tensor"),
+        layout,
         b"(" + parts + value((size,)) + value(False) + b"t",
-    )  # fmt: skip
+    )
     numbers = [struct.pack("<q", index), struct.pack("<f", 1.0)]
     return lambda: torch_zip(whole(mapping(w=body)), numbers)
 
@@ -99,7 +100,8 @@ BOMBS: dict[str, tuple[str, Bytes]] = {
     "bytearray": ("model.pt", _pickled(call(name("builtins", "bytearray"), value(1 << 33)))),
     "copies": ("model.pt", _copies),
     "tensor_by_size": (
-        "model.pt", _pickled(call(name("torch", "Tensor"), value(1 << 20), value(1 << 12))),
+        "model.pt",
+        _pickled(call(name("torch", "Tensor"), value(1 << 20), value(1 << 12))),
     ),
     "storage_claims": ("model.pt", _pickled(mapping(w=storage("0", 1 << 34)))),
     "deflated": ("model.pt", lambda: _deflated(2 << 30)),
@@ -119,7 +121,7 @@ BOMBS: dict[str, tuple[str, Bytes]] = {
     "npy_claims": ("data.npy", lambda: npy(_shape("<f8", 1 << 40), b"\0" * 64)),
     "npy_record": ("data.npy", lambda: npy(_shape("<U2000000000", 1), b"\0" * 64)),
     "npz_claims": ("data.npz", lambda: arrays(x=npy(_shape("|u1", 1 << 40), b"\0" * 64))),
-}  # fmt: skip
+}
 
 
 def _write(file: str, made: Bytes, folder: Path, marker: Path) -> Path:

@@ -18,7 +18,7 @@ from tests.security.files.archives import (
     members,
     safetensors,
     torch_zip,
-)  # fmt: skip
+)
 from tests.security.files.hostile_calls import mkdir
 from tests.security.files.opcodes import mapping, tensor, whole
 from tests.security.files.sample import PICKLE, TORCH, Sample

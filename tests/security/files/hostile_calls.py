@@ -114,33 +114,42 @@ CALLS: dict[str, Pieces] = {
     "profile": _run("profile", "run"),
     "bdb": lambda m: call(stack_name("bdb", "Bdb.run"), call(name("bdb", "Bdb")), value(script(m))),
     "trace": lambda m: call(
-        stack_name("trace", "Trace.run"), call(name("trace", "Trace"), value(0), value(0)),
+        stack_name("trace", "Trace.run"),
+        call(name("trace", "Trace"), value(0), value(0)),
         value(script(m)),
     ),
     "console": lambda m: call(
         stack_name("code", "InteractiveInterpreter.runsource"),
-        call(name("code", "InteractiveInterpreter")), value(script(m)),
+        call(name("code", "InteractiveInterpreter")),
+        value(script(m)),
     ),
     "marshal": lambda m: call(call(name("types", "FunctionType"), _code(m), value({}))),
     "interpreters": lambda m: call(
         name("_xxsubinterpreters", "run_string"),
-        call(name("_xxsubinterpreters", "create")), value(script(m)),
+        call(name("_xxsubinterpreters", "create")),
+        value(script(m)),
     ),
     # what looks up a name, or calls what it is given
     "getattr": lambda m: call(
-        call(name("builtins", "getattr"), call(name("builtins", "__import__"), value("os")),
-             value("mkdir")), value(m),
+        call(
+            name("builtins", "getattr"),
+            call(name("builtins", "__import__"), value("os")),
+            value("mkdir"),
+        ),
+        value(m),
     ),
     "importlib": lambda m: call(
-        call(name("builtins", "getattr"), call(name("importlib", "import_module"), value("os")),
-             value("mkdir")), value(m),
+        call(
+            name("builtins", "getattr"),
+            call(name("importlib", "import_module"), value("os")),
+            value("mkdir"),
+        ),
+        value(m),
     ),
     "pkgutil": lambda m: call(call(name("pkgutil", "resolve_name"), value("os:mkdir")), value(m)),
     "pydoc": lambda m: call(call(name("pydoc", "locate"), value("os.mkdir")), value(m)),
     "partial": lambda m: call(call(name("functools", "partial"), name("os", "mkdir"), value(m))),
-    "reduce": lambda m: call(
-        name("functools", "reduce"), name("os", "mkdir"), value([m, 0o755])
-    ),
+    "reduce": lambda m: call(name("functools", "reduce"), name("os", "mkdir"), value([m, 0o755])),
     "operator": lambda m: call(name("operator", "call"), name("os", "mkdir"), value(m)),
     "methodcaller": lambda m: call(
         call(name("operator", "methodcaller"), value("touch")), _path(m)
@@ -159,7 +168,8 @@ CALLS: dict[str, Pieces] = {
     "_pickle": _nested("_pickle", "loads"),
     "lib2to3": lambda m: call(
         stack_name("lib2to3.pgen2.grammar", "Grammar.loads"),
-        call(name("lib2to3.pgen2.grammar", "Grammar")), value(_inner(m)),
+        call(name("lib2to3.pgen2.grammar", "Grammar")),
+        value(_inner(m)),
     ),
     "storage_loads": lambda m: call(
         name("torch.storage", "_load_from_bytes"), value(legacy(_inner(m)))
@@ -174,11 +184,11 @@ CALLS: dict[str, Pieces] = {
     ),
     "numpy_os": _make("numpy", "lib._utils_impl.os.mkdir"),
     "torch_save": lambda m: call(name("torch", "save"), value({}), value(m)),
-    "torch_from_file": lambda m: call(
-        name("torch", "from_file"), value(m), value(True), value(4)
-    ),
+    "torch_from_file": lambda m: call(name("torch", "from_file"), value(m), value(True), value(4)),
     "torch_exec": lambda m: call(
-        name("torch.jit.unsupported_tensor_ops", "execWrapper"), value(script(m)), value({}),
+        name("torch.jit.unsupported_tensor_ops", "execWrapper"),
+        value(script(m)),
+        value({}),
         value({}),
     ),
     "torch_env": lambda m: call(name("torch.utils.collect_env", "run"), value(f"mkdir '{m}'")),
@@ -195,14 +205,21 @@ CALLS: dict[str, Pieces] = {
     "setuptools": _make("setuptools", "os.mkdir"),
     "runner_storage": lambda m: call(name("runner.storage", "make_folder"), _path(m)),
     "runner_text": lambda m: call(name("runner.storage", "replace_text"), _path(m), value("x")),
-}  # fmt: skip
+}
 
 # Readers that are not installed here: nothing fires, and they are refused by their names.
 ABSENT = (
-    ("joblib", "numpy_pickle.load"), ("dill", "loads"), ("dill._dill", "_create_function"),
-    ("cloudpickle.cloudpickle", "_builtin_type"), ("cloudpickle", "loads"), ("keras", "Lambda"),
-    ("sklearn.tree._tree", "Tree"), ("pandas", "read_pickle"), ("nt", "mkdir"), ("no_such", "f"),
-)  # fmt: skip
+    ("joblib", "numpy_pickle.load"),
+    ("dill", "loads"),
+    ("dill._dill", "_create_function"),
+    ("cloudpickle.cloudpickle", "_builtin_type"),
+    ("cloudpickle", "loads"),
+    ("keras", "Lambda"),
+    ("sklearn.tree._tree", "Tree"),
+    ("pandas", "read_pickle"),
+    ("nt", "mkdir"),
+    ("no_such", "f"),
+)
 
 
 def _write(pieces: Pieces, folder: Path, marker: Path) -> Path:
@@ -215,8 +232,12 @@ def _write(pieces: Pieces, folder: Path, marker: Path) -> Path:
 
 
 def samples() -> list[Sample]:
-    needs = {"pip": "pip", "setuptools": "setuptools", "lib2to3": "lib2to3",
-             "interpreters": "_xxsubinterpreters"}  # fmt: skip
+    needs = {
+        "pip": "pip",
+        "setuptools": "setuptools",
+        "lib2to3": "lib2to3",
+        "interpreters": "_xxsubinterpreters",
+    }
     found = [
         Sample(key, "call", partial(_write, pieces), TORCH, needs.get(key, ""))
         for key, pieces in CALLS.items()

@@ -72,25 +72,35 @@ def _attributes(**state: bytes) -> bytes:
 def _stateful(rebuilt: str = "_rebuild_from_type_v2") -> bytes:
     """A tensor with attributes of its own, as torch saves one."""
     weight = together(
-        storage("0", 4), value(0), value((2, 2)), value((2, 1)), value(False),
+        storage("0", 4),
+        value(0),
+        value((2, 2)),
+        value((2, 1)),
+        value(False),
         call(name("collections", "OrderedDict")),
-    )  # fmt: skip
+    )
     state = mapping(numel=value(7), isnan=name("builtins", "set"))
     return mapping(
         w=call(
-            name("torch._tensor", rebuilt), name("torch._utils", "_rebuild_tensor_v2"),
-            name("torch", "Tensor"), weight, state,
+            name("torch._tensor", rebuilt),
+            name("torch._utils", "_rebuild_tensor_v2"),
+            name("torch", "Tensor"),
+            weight,
+            state,
         )
-    )  # fmt: skip
+    )
 
 
 def _parameter(state: bytes) -> bytes:
     return mapping(
         w=call(
-            name("torch._utils", "_rebuild_parameter_with_state"), WEIGHT, value(True),
-            call(name("collections", "OrderedDict")), state,
+            name("torch._utils", "_rebuild_parameter_with_state"),
+            WEIGHT,
+            value(True),
+            call(name("collections", "OrderedDict")),
+            state,
         )
-    )  # fmt: skip
+    )
 
 
 SHADOWS: dict[str, bytes] = {
@@ -104,21 +114,40 @@ SHADOWS: dict[str, bytes] = {
     "class_as_value": mapping(w=WEIGHT, kind=name("builtins", "set")),
     "class_as_key": b"}" + name("builtins", "set") + value(1) + b"s",
     "meta_tensor": mapping(
-        w=call(name("torch._utils", "_rebuild_meta_tensor_no_storage"),
-               name("torch", "float32"), value((2,)), value((1,)), value(False))
+        w=call(
+            name("torch._utils", "_rebuild_meta_tensor_no_storage"),
+            name("torch", "float32"),
+            value((2,)),
+            value((1,)),
+            value(False),
+        )
     ),
     "quantised": mapping(w=call(name("torch._utils", "_rebuild_qtensor"), WEIGHT)),
     "wrapper": mapping(
-        w=call(name("torch._utils", "_rebuild_wrapper_subclass"), name("torch", "Tensor"),
-               name("torch", "float32"), value((2,)), value((1,)), value(0),
-               name("torch", "strided"), value("cpu"), value(False))
+        w=call(
+            name("torch._utils", "_rebuild_wrapper_subclass"),
+            name("torch", "Tensor"),
+            name("torch", "float32"),
+            value((2,)),
+            value((1,)),
+            value(0),
+            name("torch", "strided"),
+            value("cpu"),
+            value(False),
+        )
     ),
     "hooks": mapping(
-        w=call(name("torch._utils", "_rebuild_parameter"), WEIGHT, value(True),
-               call(name("collections", "OrderedDict"),
-                    listing(together(value(1), name("builtins", "set")))))
+        w=call(
+            name("torch._utils", "_rebuild_parameter"),
+            WEIGHT,
+            value(True),
+            call(
+                name("collections", "OrderedDict"),
+                listing(together(value(1), name("builtins", "set"))),
+            ),
+        )
     ),
-}  # fmt: skip
+}
 
 
 # Written by honest programs, and still not data: the refusal has to name the type.
@@ -214,8 +243,14 @@ def samples() -> list[Sample]:
     found.append(Sample("folder", "special", _folder))
     found.append(Sample("socket", "special", _socket))
     found.append(Sample("link_to_hostile", "special", partial(_link, "hostile.pt"), TORCH))
-    targets = {"zero": "/dev/zero", "full": "/dev/full", "memory": "/proc/self/mem",
-               "nowhere": "absent.pt", "itself": "model.pt", "tty": "/dev/tty"}  # fmt: skip
+    targets = {
+        "zero": "/dev/zero",
+        "full": "/dev/full",
+        "memory": "/proc/self/mem",
+        "nowhere": "absent.pt",
+        "itself": "model.pt",
+        "tty": "/dev/tty",
+    }
     found += [
         Sample(f"link_to_{key}", "special", partial(_link, target))
         for key, target in targets.items()

@@ -161,10 +161,11 @@ PICKLES: dict[str, Pickled] = {
     "no_stop": lambda m: b"\x80\x02" + mkdir(m),
     "after_persistent": lambda m: whole(mkdir(m), pickle.POP, value(0), pickle.BINPERSID),
     "two_steps": lambda m: whole(
-        call(name("builtins", "exec"), value("x = 1")), pickle.POP,
+        call(name("builtins", "exec"), value("x = 1")),
+        pickle.POP,
         call(name("builtins", "exec"), value(script(m))),
     ),
-}  # fmt: skip
+}
 
 # Each of the five pickles of torch's old format is read, and so is what comes after one of them.
 PLACES = ("magic", "version", "system", "content", "keys")
@@ -214,8 +215,16 @@ def samples() -> list[Sample]:
         Sample(key, "stream", partial(_raw, "model.pkl", made), STREAM)
         for key, made in _streams().items()
     ]
-    names = ("model.pkl", "model.pt", "model.bin", "model.ckpt", "model.safetensors", "model",
-             "model.npy", "model.txt")  # fmt: skip
+    names = (
+        "model.pkl",
+        "model.pt",
+        "model.bin",
+        "model.ckpt",
+        "model.safetensors",
+        "model",
+        "model.npy",
+        "model.txt",
+    )
     plain: Pickled = lambda m: whole(mkdir(m))  # noqa: E731
     found += [Sample(file, "raw", partial(_raw, file, plain), PICKLE) for file in names]
     trailing: Pickled = lambda m: torch_zip(whole(GOOD) + whole(mkdir(m)))  # noqa: E731

@@ -17,8 +17,22 @@ from safetensors.torch import save
 
 from tests.security.files.archives import archive, members, saved
 
-INTERESTING = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**62,
-               2**63 - 1, 2**64 - 1)  # fmt: skip
+INTERESTING = (
+    0,
+    1,
+    2,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**62,
+    2**63 - 1,
+    2**64 - 1,
+)
 
 
 @dataclass(frozen=True)
@@ -128,8 +142,17 @@ def _splice(draw: random.Random, data: bytearray) -> None:
 
 
 CHANGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
-    _flip, _set, _number, _cut, _remove, _repeat, _insert, _swap, _append, _splice,
-)  # fmt: skip
+    _flip,
+    _set,
+    _number,
+    _cut,
+    _remove,
+    _repeat,
+    _insert,
+    _swap,
+    _append,
+    _splice,
+)
 
 
 def change(draw: random.Random, data: bytes) -> bytes:
@@ -188,26 +211,97 @@ def mutated_text(draw: random.Random, text: str) -> str:
             continue
         at = draw.randrange(len(text) + 1)
         count = draw.choice((1, 2, 5, 20))
-        text = draw.choice((
-            text[:at] + draw.choice(TOKENS) + text[at:],
-            text[:at] + text[at + count :],
-            text[: at + count] + text[at:],
-            text[:at] + chr(draw.choice((0, 9, 10, 27, 34, 127, 233, 0x2028, 0xFFFD))) + text[at:],
-        ))  # fmt: skip
+        text = draw.choice(
+            (
+                text[:at] + draw.choice(TOKENS) + text[at:],
+                text[:at] + text[at + count :],
+                text[: at + count] + text[at:],
+                text[:at]
+                + chr(draw.choice((0, 9, 10, 27, 34, 127, 233, 0x2028, 0xFFFD)))
+                + text[at:],
+            )
+        )
     return text
 
 
 WORD = re.compile(r"[\w.]+")
 WORDS = (
-    "evil_pkg.Payload", "os.mkdir", "torch.nn.Linear", "torch.load", "builtins.open", "my_package",
-    "_target_", "_args_", "_partial_", "hydra", "model", "optimizer", "security", "strict", "off",
-    "null", "true", "-1", "1e999", "nan", "99999999999999999999", "${name}", "${oc.env:HOME}",
-    "${oc.env:SECRET,x}", "outputs", "..", "/ran", "options", "arguments", "_global_", "_self_",
-)  # fmt: skip
+    "evil_pkg.Payload",
+    "os.mkdir",
+    "torch.nn.Linear",
+    "torch.load",
+    "builtins.open",
+    "my_package",
+    "_target_",
+    "_args_",
+    "_partial_",
+    "hydra",
+    "model",
+    "optimizer",
+    "security",
+    "strict",
+    "off",
+    "null",
+    "true",
+    "-1",
+    "1e999",
+    "nan",
+    "99999999999999999999",
+    "${name}",
+    "${oc.env:HOME}",
+    "${oc.env:SECRET,x}",
+    "outputs",
+    "..",
+    "/ran",
+    "options",
+    "arguments",
+    "_global_",
+    "_self_",
+)
 TOKENS = (
-    "${", "}", "${oc.env:HOME}", "${.}", "${..x}", "_target_", "_target_: evil_pkg.Payload\n",
-    "_args_", "_partial_: true", "&a ", "*a", "<<: ", "!!python/object:evil_pkg.Payload ", "[", "]",
-    "{", ":", "- ", ",", "=", "+", "++", "~", "@", "/", "../", "'", '"', "\\", "#", "\n", "  ",
-    "\t", "null", "???", "hydra", "hydra/launcher", "defaults:\n  - ", "override ", "1e999", "-1",
-    "999999999999999999999", "choice(a,b)", "glob(*)", "security=off",
-)  # fmt: skip
+    "${",
+    "}",
+    "${oc.env:HOME}",
+    "${.}",
+    "${..x}",
+    "_target_",
+    "_target_: evil_pkg.Payload\n",
+    "_args_",
+    "_partial_: true",
+    "&a ",
+    "*a",
+    "<<: ",
+    "!!python/object:evil_pkg.Payload ",
+    "[",
+    "]",
+    "{",
+    ":",
+    "- ",
+    ",",
+    "=",
+    "+",
+    "++",
+    "~",
+    "@",
+    "/",
+    "../",
+    "'",
+    '"',
+    "\\",
+    "#",
+    "\n",
+    "  ",
+    "\t",
+    "null",
+    "???",
+    "hydra",
+    "hydra/launcher",
+    "defaults:\n  - ",
+    "override ",
+    "1e999",
+    "-1",
+    "999999999999999999999",
+    "choice(a,b)",
+    "glob(*)",
+    "security=off",
+)
