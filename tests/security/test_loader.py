@@ -401,3 +401,10 @@ def test_tensors_lie_in_the_mapped_file_and_share_their_storage_as_before(tmp_pa
     assert content["b"][0] == -1
     again = open_file(tmp_path / "m.pt", pinned(tmp_path / "m.pt")).content
     assert again["a"][2] == 2
+
+
+def test_a_foreign_file_is_examined_in_the_sandbox_and_nowhere_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.ones(3))
+    with pytest.raises(SecurityError, match="took more than"):  # no process has so little time
+        open_file(path, Policy(limits=FileLimits(cpu_s=0)))
