@@ -6,21 +6,22 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TextIO
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
-from runner.cli.shown import as_plain_text, by_name
 from runner.cli.sweep import compare, quiet_hydra
 from runner.composing import typed
 from runner.device.openmp import patience
@@ -33,7 +34,12 @@ from runner.overrides.diagnosis import translated
 from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
 from runner.record.console import close_logging, set_up_logging
-from runner.record.text import describe_error, escape_control_chars, quote_for_hydra
+from runner.record.text import (
+    describe_error,
+    escape_control_chars,
+    escape_lines,
+    quote_for_hydra,
+)
 from runner.security import hidden, paths, secrets
 from runner.security.cli_overrides import CliOverrides
 from runner.security.config import SecurityLevel
@@ -129,7 +135,7 @@ def _hand_over(
     task: Callable[[DictConfig], float | None], session: Session | None, state: State
 ) -> None:
     """Let Hydra run what it is asked to; a sweep ends in its comparison, however it ends."""
-    with by_name(), ExitStack() as stack:
+    with untyped_configs(), ExitStack() as stack:
         if session is not None:
             stack.enter_context(quiet_hydra())
             stack.enter_context(active_session(session))
@@ -243,3 +249,42 @@ def _report(error: Exception, folder: Path) -> tuple[str, int]:
     log.error(message, exc_info=error, extra={"live": True})  # not on the screen
     log.error("%s; the traceback is in %s", message, folder / "run.log")
     return message, 1
+
+
+@contextmanager
+def untyped_configs() -> Iterator[None]:
+    """While entered, Hydra prints configs without the types of their keys.
+
+    `${oc.env:NAME}` is resolved to that name then, which is no number and no flag.
+    """
+    before: Any = Hydra.get_sanitized_cfg
+
+    def untyped(self: Hydra, cfg: DictConfig, cfg_type: str) -> DictConfig:
+        found: Any = OmegaConf.to_container(before(self, cfg, cfg_type), resolve=False)
+        return DictConfig(found)
+
+    Hydra.get_sanitized_cfg = untyped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_sanitized_cfg = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_plain_text() -> Iterator[None]:
+    """While entered, what is printed is text alone: files of others may be part of it."""
+    plain: Any = _Plain(sys.stdout)
+    with redirect_stdout(plain):
+        yield
+
+
+class _Plain:
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(escape_lines(masked(text)))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
