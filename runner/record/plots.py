@@ -48,6 +48,7 @@ MOST_ROWS = 12
 NAME = 28  # letters of a name
 LETTERS = 62  # of a line as wide as the picture
 LARGEST = 1e6  # of a ratio or a loss that is drawn
+HUGE = 1e12  # on an axis: matplotlib overflows with what floats can hold
 DASHES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"
 
 
@@ -373,7 +374,9 @@ def named_points(
         for i, (name, (x, y)) in enumerate(points.items()):
             label = f"{_shorten(name, LETTERS - 16)}: {x:,.4g}, {y:,.4g}"
             colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            axes.scatter([x], [y], 160, colour, marker=marker, label=label, alpha=0.8)
+            axes.scatter(
+                [min(x, HUGE)], [min(y, HUGE)], 160, colour, marker=marker, label=label, alpha=0.8
+            )
         axes.margins(0.12)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
@@ -395,7 +398,7 @@ def loss_curves(
             above = " (above)" if any(loss > top for _, loss in curve) else ""
             label = f"{_shorten(name, LETTERS - 16)}: {curve[-1][1]:.4g}{above}"
             values = np.clip([loss for _, loss in curve], -LARGEST, LARGEST)
-            steps = [step for step, _ in curve]
+            steps = [min(step, HUGE) for step, _ in curve]
             axes.plot(steps, values, DASHES[i % len(DASHES)], color=COLOURS[i % 6], label=label)
         if min(losses) > 0 and max(losses) / min(losses) > 30:
             axes.set_yscale("log")
