@@ -14,7 +14,6 @@ import yaml  # type: ignore[import-untyped]
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
-from runner.sweep.plugin import make_known_to_others
 
 from runner import compose
 from runner.cli.arguments import read_arguments
@@ -24,6 +23,7 @@ from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security import config_files
 from runner.security.config import SecurityConfig
 from runner.security.config_rules import CONFIG_RULES, FILE_RULES, Rule, check_level
+from runner.sweep.job import register_plugins_for_children
 
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
 OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy")
@@ -272,7 +272,7 @@ def test_the_run_says_which_packages_are_trusted() -> None:
 
 
 def test_jobs_that_other_launchers_start_do_not_look_into_the_current_folder(folder: Path) -> None:
-    make_known_to_others()
+    register_plugins_for_children()
     code = "import sys; print([p for p in sys.path if p in ('', sys.argv[1])])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=folder
