@@ -167,7 +167,7 @@ def test_a_budget_that_is_too_small_is_overdrawn_for_six_blocks_and_that_is_said
     measured = run(Machine(Noise(), EFFECTS, 0), Rule(0.02, 1))
     assert measured.blocks == 6
     assert "too small for the 6 blocks" in measured.stopped
-    assert math.isfinite(measured.estimates["large"].width)
+    assert math.isfinite(measured.estimates["large"].half_width)
 
 
 def test_an_arm_that_rests_leaves_the_budget_to_the_others() -> None:
@@ -213,7 +213,7 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     assert measured.blocks == 12
     assert measured.stopped == "all 12 blocks of the plan are made"
     assert measured.estimates["small"].ratio == pytest.approx(1.02, rel=0.05)
-    assert math.isfinite(measured.estimates["small"].width)
+    assert math.isfinite(measured.estimates["small"].half_width)
 
 
 def test_what_is_known_is_not_said_of_an_arm_that_ended() -> None:

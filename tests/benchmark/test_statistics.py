@@ -35,7 +35,7 @@ def test_six_blocks_give_an_interval_at_5_percent_and_five_do_not() -> None:
     six = paired(times, [1.0] * 6, 0.05)
     assert (six.low, six.high) == pytest.approx((0.9, 1.2))
     five = paired(times[:5], [1.0] * 5, 0.05)
-    assert (five.low, five.high, five.width) == (0.0, math.inf, math.inf)
+    assert (five.low, five.high, five.half_width) == (0.0, math.inf, math.inf)
     assert five.ratio == pytest.approx(1.0)
     assert fewest_blocks(0.05) == 6
 
@@ -119,7 +119,7 @@ def test_unpaired_intervals_cover_a_known_difference() -> None:
     found = [unpaired(x.tolist(), y.tolist(), 0.05) for x, y in zip(a, b, strict=True)]
     assert sum(e.low <= 1.3 <= e.high for e in found) >= 940
     assert np.median([e.ratio for e in found]) == pytest.approx(1.3, rel=0.005)
-    assert np.median([e.width for e in found]) < 0.05
+    assert np.median([e.half_width for e in found]) < 0.05
 
 
 def test_stalls_move_the_mean_and_not_the_estimate() -> None:
