@@ -26,7 +26,7 @@ from runner.record import markdown as md
 from runner.record.console import close_logging, set_up_logging
 from runner.record.history import History
 from runner.replay import page as replay_page
-from runner.replay.findings import Attempt, Blame, Found, Line, Phase, Ratio, Replay, Stats, Trial
+from runner.replay.findings import Attempt, Blame, Cause, Line, Phase, Ratio, Replay, Stats, Trial
 from runner.report import comparison as comparing
 from runner.report import page, scan, serialize, table
 from runner.report import run as run_report
@@ -90,7 +90,7 @@ def summary() -> Summary:
 
 def replay() -> Replay:
     stats = [Stats("a", [2], "float32", 1)]
-    found = Found(
+    found = Cause(
         Phase.forward, "cause", "layer.1", "Linear", "mul", Line("a.py", 3, "x = y"), stats, stats,
         stats, ["weight"], "grown", [1], [Ratio("a", 2.0, 1.0)], [Ratio("a", 2.0)],
         [Ratio("1", 2.0)], ["note"],
@@ -99,7 +99,7 @@ def replay() -> Replay:
     blame = Blame("amp", ["amp"], ["amp"], [Trial(["amp"], {"a": "b"}, attempt)], ["tf32"])
     return poisoned(
         Replay("captures/x", "run", 3, "non_finite", "message", 1.0, None, attempt, True, True,
-               found, "seen", blame, "reproduce.py", "bad: x", True, [1], ["do this"])
+               found, "seen", blame, "reproduce.py", [1], ["do this"])
     )  # fmt: skip
 
 
