@@ -26,7 +26,7 @@ from runner.security.config_rules import CONFIG_RULES, FILE_RULES, Rule, check_l
 from runner.sweep.job import register_plugins_for_children
 
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
-OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy")
+OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy", "psutil")
 EXPERIMENT = "# @package _global_\n"
 CHOSEN = ["--config-dir=theirs", "experiment=own"]
 TRUSTED = "security.trusted=[my_package]"
