@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import html
 import io
 import logging
 import os
@@ -237,6 +238,7 @@ def test_a_page_has_the_elements_that_it_has_anyway(make: Any) -> None:
     assert not [link for link in found.links if "evil" in link or link.startswith("javascript")]
     assert text.count("<script") == text.count("</script>")
     assert "<script>document.title" not in text
+    assert "default-src 'none'" in html.unescape(text) and "unsafe-inline" not in text
 
 
 # in a log
