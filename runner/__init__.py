@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from runner.checks.outputs import sanitise
     from runner.composing import compose
     from runner.config import RunConfig
-    from runner.evaluation import evaluate
-    from runner.hook import Hook, Verdict
     from runner.library.benchmark import benchmark_optimizations, show_comparison
     from runner.library.debugging import debug_operation, debugger, profile
     from runner.library.guarded_optimizer import train_step
@@ -30,9 +28,11 @@ if TYPE_CHECKING:
     from runner.library.pipeline import create_training_pipeline
     from runner.library.profile import profile_model
     from runner.library.stability import Stability
-    from runner.loop import train
-    from runner.summary import Summary
-    from runner.technique import Evidence, Technique
+    from runner.techniques.base import Evidence, Technique
+    from runner.training.evaluation import evaluate
+    from runner.training.hook import Hook, Verdict
+    from runner.training.loop import train
+    from runner.training.summary import Summary
 
 __version__ = "0.1.0"
 
@@ -45,21 +45,21 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Evidence": "runner.technique",
-    "Hook": "runner.hook",
+    "Evidence": "runner.techniques.base",
+    "Hook": "runner.training.hook",
     "Memory": "runner.library.memory",
     "RunConfig": "runner.config",
     "Stability": "runner.library.stability",
-    "Summary": "runner.summary",
-    "Technique": "runner.technique",
-    "Verdict": "runner.hook",
+    "Summary": "runner.training.summary",
+    "Technique": "runner.techniques.base",
+    "Verdict": "runner.training.hook",
     "benchmark_optimizations": "runner.library.benchmark",
     "check_model": "runner.library.inference",
     "compose": "runner.composing",
     "create_training_pipeline": "runner.library.pipeline",
     "debug_operation": "runner.library.debugging",
     "debugger": "runner.library.debugging",
-    "evaluate": "runner.evaluation",
+    "evaluate": "runner.training.evaluation",
     "optimize": "runner.library.optimize",
     "optimize_model": "runner.library.optimize",
     "optimize_training_loop": "runner.library.optimize",
@@ -69,7 +69,7 @@ _HOMES = {
     "sanitise": "runner.checks.outputs",
     "show_comparison": "runner.library.benchmark",
     "system_info": "runner.library.memory",
-    "train": "runner.loop",
+    "train": "runner.training.loop",
     "train_step": "runner.library.guarded_optimizer",
 }
 

@@ -29,9 +29,9 @@ def main() -> int:
         _say(str(error), lines=isinstance(error, SweepFailed))
         return error.exit_code
     except KeyboardInterrupt as error:
-        from runner.interrupts import early
+        from runner.training.signals import interruption_before_run
 
-        interrupted = early(error, " before anything was begun")
+        interrupted = interruption_before_run(error, " before anything was begun")
         _say(str(interrupted))
         return interrupted.exit_code
     except BrokenPipeError:  # `| head` has read enough
@@ -43,7 +43,7 @@ def _main(typed: list[str]) -> int:
     """The story. Imports wait for their turn, so that an answer comes as soon as it is known."""
     # what lies there must not stand in for what is installed; a trusted class brings it back
     with current_folder_last(put_back=False):
-        from runner.interrupts import sigterm_unwinds
+        from runner.training.signals import sigterm_unwinds
 
         with sigterm_unwinds():
             request = _asked(typed)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from runner.build_hooks import batch_checks, build_hooks
 from runner.captures.writer import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
@@ -26,12 +27,10 @@ from runner.debug.config import OnAnomaly
 from runner.device import memory
 from runner.device.device import seed_everything, select
 from runner.errors import ConfigError, UsageError
-from runner.hook import Hook
-from runner.length import batches, length, micro_batch, resolve_every
 from runner.models.build import build_model, refuse_lazy
 from runner.models.stored import KEY as WEIGHTS
 from runner.models.weights import start_from
-from runner.objective import Objective, monitored
+from runner.objectives.base import Objective, monitored
 from runner.objectives.build import build_objective
 from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
@@ -39,28 +38,29 @@ from runner.optim.schedule import factors
 from runner.optim.user_optimizer import adopt_optimizer, sync_state
 from runner.optim.whole_step import WholeStep
 from runner.random_state import exclusive_random_state
-from runner.reader import Reader
 from runner.record.history import History
 from runner.record.recorder import Recorder
-from runner.recovery import MICRO_BATCH, in_plain_words, use_less_memory
-from runner.resume import restore
-from runner.run import Run
 from runner.security.files.policy import Policy
 from runner.security.paths import own_trees
 from runner.security.registry import resolve
 from runner.stability.controller import StabilityController
-from runner.stopwatch import Stopwatch
 from runner.tables import check_data_table
-from runner.technique import Choice, Draft, Technique
+from runner.techniques.base import Choice, RunBuilder, Technique
 from runner.techniques.config import Optimization, apply_techniques
 from runner.techniques.whole_step import warn_kept_out
-from runner.watchers import batch_checks, watchers
+from runner.training.hook import Hook
+from runner.training.length import micro_batch, resolve_batches, resolve_every, resolve_steps
+from runner.training.metrics import Reader
+from runner.training.recovery import MICRO_BATCH, halve_micro_batch, translate_oom
+from runner.training.resume import restore
+from runner.training.run import Run
+from runner.training.timing import Stopwatch
 
 log = logging.getLogger("runner")
 
 
 @dataclass(frozen=True)
-class Given:
+class Components:
     """What the caller has made already, in place of what the config names."""
 
     model: nn.Module | None = None
@@ -74,7 +74,9 @@ class Given:
 
 
 @exclusive_random_state("build")
-def build(config: RunConfig, folder: str | Path | None = None, given: Given | None = None) -> Run:
+def build(
+    config: RunConfig, folder: str | Path | None = None, given: Components | None = None
+) -> Run:
     """Everything that `config` names, put together and ready to train or evaluate.
 
     With a folder the run is recorded there and can be resumed; without, nothing is written.
@@ -82,9 +84,9 @@ def build(config: RunConfig, folder: str | Path | None = None, given: Given | No
     Raises ConfigError, DataError, DeviceError, SecurityError or CheckpointError, and UsageError
     while another thread trains.
     """
-    given, folder = given or Given(), None if folder is None else Path(folder)
+    given, folder = given or Components(), None if folder is None else Path(folder)
     validate_config(config, given.techniques)
-    with ExitStack() as scope, in_plain_words("while the run was put together"):
+    with ExitStack() as scope, translate_oom("while the run was put together"):
         run = _Build(config, folder, given, scope).run()
         run.scope = scope.pop_all()  # nothing failed: the run now owns what must be undone
     return run
@@ -94,7 +96,7 @@ class _Build:
     """The steps of one build, in the order of `run`; each needs the results of those before."""
 
     def __init__(
-        self, config: RunConfig, folder: Path | None, given: Given, scope: ExitStack
+        self, config: RunConfig, folder: Path | None, given: Components, scope: ExitStack
     ) -> None:
         self.started, self.settings = time.monotonic(), flat(config)
         self.config_hash = config_hash(config)  # of what was asked for, before `auto` is resolved
@@ -141,8 +143,8 @@ class _Build:
     def resolve_steps(self) -> None:
         """Batch size, length of the run, and how often debug tools look at it."""
         config = self.config
-        self.batch_size, self.steps_per_epoch = batches(config, len(self.data.train))
-        self.total_steps, choices = length(config, self.steps_per_epoch)
+        self.batch_size, self.steps_per_epoch = resolve_batches(config, len(self.data.train))
+        self.total_steps, choices = resolve_steps(config, self.steps_per_epoch)
         self.debug, debug_choices = resolve_every(config.debug, self.total_steps)
         self.choices += [*choices, *debug_choices]
 
@@ -195,7 +197,7 @@ class _Build:
         config, data = self.config, self.data
         to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
         own = self.given.optimizer
-        self.draft = Draft(
+        self.draft = RunBuilder(
             device=self.device,
             sizes=data.sizes,
             model=self.model,
@@ -217,7 +219,7 @@ class _Build:
             ema=config.optimizer.ema is not None,
             choices=self.choices,
             recorded=self.recorded,
-            recoveries=[use_less_memory],
+            recoveries=[halve_micro_batch],
         )
 
     def optimizer_class(self) -> type[Optimizer]:
@@ -314,7 +316,7 @@ class _Build:
 
     def build_hooks(self) -> list[Hook]:
         """Everything that watches the run, in the order in which it is entered."""
-        hooks = watchers(self.config, self.debug, self.settings, self.folder, self.look_up)
+        hooks = build_hooks(self.config, self.debug, self.settings, self.folder, self.look_up)
         return [*self.table_report, *hooks]
 
     def make_captures(self) -> Captures | None:
@@ -327,7 +329,7 @@ class _Build:
         return Captures(capture, folder, plain(self.config), made)
 
 
-def _resolve_auto(config: RunConfig, given: Given) -> RunConfig:
+def _resolve_auto(config: RunConfig, given: Components) -> RunConfig:
     """The config with what optimization=auto came to. Raises ConfigError where nothing has."""
     if given.optimization is not None:
         config = replace(config, optimization=given.optimization)
@@ -351,7 +353,7 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
         )
 
 
-def _whole_step(draft: Draft, update: OptimizerStep) -> WholeStep | None:
+def _whole_step(draft: RunBuilder, update: OptimizerStep) -> WholeStep | None:
     """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
     if draft.whole_step is None:
         return None

@@ -31,7 +31,6 @@ from runner.jobs.config import (
     VerifyConfig,
     VerifyKind,
 )
-from runner.loop_config import TrainingConfig
 from runner.models.config import ModelConfig
 from runner.objectives.config import ObjectiveConfig
 from runner.optim.config import OptimizerConfig, ScheduleConfig
@@ -43,6 +42,7 @@ from runner.security.registry import nested, permit
 from runner.stability.config import StabilityConfig
 from runner.sweep.config import SweepConfig
 from runner.techniques.config import Optimization
+from runner.training.config import TrainingConfig
 
 NAME = re.compile(r"\w[\w.+-]{0,99}")
 FITS = {

@@ -11,13 +11,13 @@ from runner.checks.config import TableConfig
 from runner.checks.table import Table, TableFindings, check_table
 from runner.data.dataset import KEY, Dataset
 from runner.data.tensors import Tensors
-from runner.hook import Hook
 from runner.record import markdown
+from runner.record.storage import replace_text
 from runner.record.text import json_safe
-from runner.run import Run
 from runner.security.trust import Severity
-from runner.storage import replace_text
-from runner.technique import Choice
+from runner.techniques.base import Choice
+from runner.training.hook import Hook
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

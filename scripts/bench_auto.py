@@ -28,7 +28,7 @@ from runner.benchmark.auto.resolve import EVIDENCE, make_arms, resolve_auto  # n
 from runner.benchmark.config import BenchmarkConfig  # noqa: E402
 from runner.benchmark.rounds import MeasureOptions, run_round  # noqa: E402
 from runner.benchmark.statistics import noise_floor  # noqa: E402
-from runner.build import Given  # noqa: E402
+from runner.build import Components  # noqa: E402
 from runner.composing import compose  # noqa: E402
 
 SYNTHETIC = ["data=synthetic", "checkpoint=off", "optimization=auto"]
@@ -84,7 +84,7 @@ def compare(model: str, steps: int, budget_s: float, each_s: float) -> Compariso
         resolve_auto(config, Path(folder))
         evidence = json.loads((Path(folder) / EVIDENCE).read_text())
     found = Comparison(model, str(evidence["chosen"]), evidence["seconds"])
-    candidates = make_candidates(estimate_run(config, Given()).reasons, [], memory=False)
+    candidates = make_candidates(estimate_run(config, Components()).reasons, [], memory=False)
     arms = {arm.name: arm for arm in make_arms(config, candidates)}
     del arms["none again"]
     choice = arms.pop(found.chosen)

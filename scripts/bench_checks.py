@@ -43,7 +43,7 @@ class Turns:
 
     def block(self, on: bool, steps: int) -> float:
         """Microseconds a step."""
-        from runner.step import make_step
+        from runner.training.step import make_step
 
         run, inputs = self.run, self.inputs
         run.inputs = run.train.inspector = inputs if on else None

@@ -66,8 +66,8 @@ def child(overrides: list[str]) -> None:
     """Build a run, then make as many steps as each line of stdin says and answer with seconds."""
     from runner import build, compose
     from runner.device import memory
-    from runner.outcome import engagements, look
-    from runner.step import make_step
+    from runner.training.evidence import collect_evidence, technique_statuses
+    from runner.training.step import make_step
 
     samples = next(int(o.rpartition("=")[2]) for o in overrides if "batch_size" in o)
     config = compose([
@@ -94,8 +94,8 @@ def child(overrides: list[str]) -> None:
             seconds = time.perf_counter() - start
             print(json.dumps({"seconds": seconds, "loss": float(step.loss)}), flush=True)
         peak = memory.peak_device_bytes(run.device) or memory.peak_process_bytes()
-        look(run)
-        rows = [vars(row) for row in engagements(run) if row.requested]
+        collect_evidence(run)
+        rows = [vars(row) for row in technique_statuses(run) if row.requested]
         print(json.dumps({"peak": peak, "techniques": rows}, default=str), flush=True)
 
 

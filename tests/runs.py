@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import RunConfig, Summary, build, compose, train
-from runner.run import Run
+from runner.training.run import Run
 
 TESTS = Path(__file__).parent
 QUICK = ("device=cpu", "device.threads=2", "monitoring.progress=false")

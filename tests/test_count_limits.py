@@ -13,9 +13,9 @@ from runner.config import RunConfig, plain
 from runner.count_limits import DEFAULT, LARGEST, SEEDS, check_counts
 from runner.data import config as data_config
 from runner.errors import ConfigError
-from runner.length import length
 from runner.models import config as model_config
 from runner.sweep.config import LauncherConfig
+from runner.training.length import resolve_steps
 from tests.runs import command
 
 TEXT = ["data=stdlib_text", "model=gpt"]
@@ -68,7 +68,7 @@ def test_a_config_of_a_checkpoint_is_held_to_the_same_limits() -> None:
 def test_epochs_may_not_make_more_steps_than_there_may_be() -> None:
     config = compose(["training.epochs=1e12"])
     with pytest.raises(ConfigError, match=r"training\.steps: .* is too many"):
-        length(config, 45)
+        resolve_steps(config, 45)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from runner.interrupts import Interrupts, early, sigterm_unwinds
+from runner.training.signals import Interrupts, interruption_before_run, sigterm_unwinds
 
 
 def test_the_first_signal_is_answered_at_once_and_only_that(
@@ -43,8 +43,8 @@ def test_sigterm_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart() -> None
                 os.kill(os.getpid(), signal.SIGTERM)
             assert interrupts.received == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGTERM)
-        assert early(ended.value).exit_code == 143
-        assert early(KeyboardInterrupt()).exit_code == 130
+        assert interruption_before_run(ended.value).exit_code == 143
+        assert interruption_before_run(KeyboardInterrupt()).exit_code == 130
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -8,7 +8,7 @@ import pytest
 
 from runner import build, compose
 from runner.errors import ConfigError
-from runner.run import Run
+from runner.training.run import Run
 
 DATA = ["data=cancer", "model=mlp", "training.steps=2"]
 

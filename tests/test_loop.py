@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from runner import build, evaluate, train
-from runner.build import Given
+from runner.build import Components
 from runner.errors import ConfigError, DataError, GaveUp, StorageError, UsageError
-from runner.hook import Hook, Report, Step, Verdict
 from runner.objectives.classification import Classification
-from runner.run import Run
-from runner.step import backward
-from runner.summary import Summary
+from runner.training.hook import Hook, Report, Step, Verdict
+from runner.training.run import Run
+from runner.training.step import forward_backward
+from runner.training.summary import Summary
 from tests.runs import NOISY, OURS, config, opened, rows, trained
 
 
@@ -31,7 +31,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gradients(overrides: list[str]) -> tuple[list[torch.Tensor], float]:
     with opened(*overrides) as run:
-        step = backward(run, next(run.train.batches(0)))
+        step = forward_backward(run, next(run.train.batches(0)))
         return [p.grad for p in run.model.parameters() if p.grad is not None], float(step.loss)
 
 
@@ -121,7 +121,7 @@ class Own(Classification):
 
 
 def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: Path) -> None:
-    overrides, given = ["data=cancer", "training.steps=2"], Given(objective=Own(2))
+    overrides, given = ["data=cancer", "training.steps=2"], Components(objective=Own(2))
     with opened(*overrides, "training.monitor=val/f1", given=given) as run:
         assert train(run).best == 0.75
     wrong = config(*overrides, "training.monitor=val/f2")

@@ -26,8 +26,8 @@ from runner.device.device import select
 from runner.objectives.classification import Classification
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
-from runner.predict import predict
-from runner.technique import Draft
+from runner.techniques.base import RunBuilder
+from runner.techniques.memory_prediction import predict
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +51,7 @@ class Net(nn.Module):
         return self.layers(x) * self.table  # type: ignore[no-any-return]
 
 
-def draft(model: nn.Module, scope: ExitStack, batch: int = 64, ema: bool = False) -> Draft:
+def draft(model: nn.Module, scope: ExitStack, batch: int = 64, ema: bool = False) -> RunBuilder:
     """What of a draft decides the memory of a step."""
     parts = SimpleNamespace(
         device=select(DeviceConfig(kind=DeviceKind.cpu), scope), model=model, forward=model,
@@ -60,7 +60,7 @@ def draft(model: nn.Module, scope: ExitStack, batch: int = 64, ema: bool = False
         make_optimizer=lambda m: build_optimizer(OptimizerConfig(), torch.optim.AdamW, m, {}),
         ema=ema,
     )  # fmt: skip
-    return cast(Draft, parts)
+    return cast(RunBuilder, parts)
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["fake", "real"])

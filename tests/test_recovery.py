@@ -15,9 +15,9 @@ import torch
 
 from runner import build, compose, train
 from runner.errors import ConfigError, OutOfMemory
-from runner.objective import Objective
-from runner.recovery import in_plain_words, is_out_of_memory
-from runner.summary import Summary
+from runner.objectives.base import Objective
+from runner.training.recovery import is_out_of_memory, translate_oom
+from runner.training.summary import Summary
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=2", "optimization=none"]
@@ -50,7 +50,7 @@ def test_another_error_is_not_taken_for_it(error: Exception) -> None:
 
 def test_a_real_allocation_that_fails_is_recognised_and_told_in_plain_words() -> None:
     with pytest.raises(OutOfMemory, match=r"more\) here; make the model smaller") as caught:
-        with in_plain_words("here"):
+        with translate_oom("here"):
             torch.empty(2**50)
     assert caught.value.exit_code == 2
     assert caught.value.__cause__ is None

@@ -14,9 +14,9 @@ import torch
 from runner import build, compose, train
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError, UsageError
-from runner.hook import Hook, Step
-from runner.run import Run
 from runner.security.paths import resumed_at
+from runner.training.hook import Hook, Step
+from runner.training.run import Run
 from tests.runs import command, opened, rows
 
 OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]

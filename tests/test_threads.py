@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from runner import build, compose, evaluate, optimize_training_loop, safe_inference, train
 from runner.config import RunConfig
 from runner.errors import UsageError
-from runner.hook import Hook, Step, Verdict
-from runner.run import Run
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.run import Run
 
 SHORT = ["data=cancer", "model=mlp", "model.dropout=0.5", "training.steps=6", "device=cpu",
          "optimization=none", "monitoring.progress=false"]  # fmt: skip

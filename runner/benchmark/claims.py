@@ -21,8 +21,6 @@ import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from runner import modes
-from runner.batch import call
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import Turn
 from runner.benchmark.engine import interruptible
@@ -34,13 +32,15 @@ from runner.benchmark.statistics import Estimate, noise_floor
 from runner.benchmark.workers.messages import Finished
 from runner.composing import compose
 from runner.config import RunConfig
+from runner.data.batch import call
 from runner.device import memory, phases
 from runner.errors import Interrupted, RunnerError
+from runner.models import modes
 from runner.overrides.groups import CONF
 from runner.record import provenance
-from runner.run import Run
 from runner.techniques.probe import dry_run_step
 from runner.techniques.quantization import latency_ratio
+from runner.training.run import Run
 
 FOLDER = CONF / "benchmark" / "claims"
 PLAIN, AGAIN = "plain", "plain, again"
@@ -354,7 +354,7 @@ def compiled_latency(run: Run) -> float:
         raise ValueError("the model is not compiled")
     seconds: dict[str, list[float]] = {"default": [], "force_eager": []}
     with ExitStack() as stack:
-        stack.enter_context(modes.evaluating(run.model))
+        stack.enter_context(modes.evaluation_mode(run.model))
         stack.enter_context(torch.no_grad())
         for context in run.contexts:
             stack.enter_context(context())

@@ -50,7 +50,7 @@ class ParityChecker:
     """One process for many arms, so that the plain run's numbers are computed once.
 
     As a context manager it ends the process with all that it started; one that died, or had to be
-    ended, is replaced when the next arm comes. `given` (`runner.build.Given`) is sent to it, so it
+    ended, is replaced when the next arm comes. `given` (`build.Components`) is sent to it, so it
     has to be picklable; `timeout_s` is for one verdict.
     """
 

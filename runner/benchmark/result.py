@@ -11,8 +11,8 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from runner.errors import StorageError
+from runner.record.storage import read_record, replace_text
 from runner.record.text import json_safe
-from runner.storage import read_record, replace_text
 
 FILE = "benchmark.json"
 SCHEMA = 1

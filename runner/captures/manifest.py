@@ -18,8 +18,8 @@ from typing import Any
 
 from runner.checkpoint.manifest import MODEL, NAME, STATE
 from runner.errors import CheckpointError, UsageError
+from runner.record.storage import FileDigest, HashedFile, read_record
 from runner.security.sealed import read_sealed, sealed
-from runner.storage import HashedFile, Written, read_record
 
 FOLDER = "debug/captures"
 REPLAY = "replay.json"  # what job=replay leaves in its own folder
@@ -76,7 +76,7 @@ class Manifest:
     versions: dict[str, str]
     loss: str  # in words, for people; the number is in state.pt
     grad_norm: str
-    files: dict[str, Written] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:
-        files = {name: Written(**entry) for name, entry in body.pop("files").items()}
+        files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
         weights = Weights(body.pop("weights"))
         manifest = Manifest(files=files, weights=weights, **body)
         sound = all(isinstance(getattr(manifest, name), kind) for name, kind in KINDS.items())

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.batch import Batch
 from runner.captures.manifest import CHECKPOINT, Manifest, Weights, read_manifest
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.content import check_state
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE
+from runner.data.batch import Batch
 from runner.errors import CheckpointError
 from runner.security.files.loader import admit_folder
 from runner.security.files.policy import Policy

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner import storage
-from runner.batch import Batch
 from runner.captures.manifest import CHECKPOINT, FOLDER, Manifest, Weights, captures
 from runner.checkpoint import manifest as checkpoints
 from runner.checkpoint.folder import step_name
 from runner.checkpoint.snapshot import Copier, write_state, write_tensors
+from runner.data.batch import Batch
 from runner.debug.config import CaptureConfig
+from runner.record import storage
 from runner.record.provenance import versions
-from runner.run import Run
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from runner import storage
 from runner.checkpoint import folder as folders
 from runner.checkpoint import manifest
 from runner.checkpoint.folder import FOLDER, Check, Restored
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
+from runner.record import storage
 from runner.security.files.policy import Policy
 
 __all__ = ["Checkpointer", "Restored"]
@@ -187,7 +187,7 @@ class Checkpointer:
         return StorageError(f"{self._root}: {what} not written: {_reason(self._trouble)}")
 
     def _pointed(self, name: str) -> str | None:
-        target = None if self._root is None else storage.pointed(self._root / name)
+        target = None if self._root is None else storage.read_link(self._root / name)
         if self._root is None or target is None or not folders.is_checkpoint(self._root / target):
             return None
         return f"{FOLDER}/{target}"

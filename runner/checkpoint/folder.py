@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from runner import storage
 from runner.checkpoint import manifest
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
+from runner.record import storage
 from runner.security.files.loader import admit_folder
 from runner.security.files.policy import Policy
 from runner.security.files.provenance import is_own
@@ -163,8 +163,8 @@ def link(root: Path) -> int | None:
             best = step if read_manifest(folder).best else best
             newest = step
     for name, target in (("last", newest), ("best", best)):
-        if target is not None and storage.pointed(root / name) != step_name(target):
-            storage.point(root / name, step_name(target))
+        if target is not None and storage.read_link(root / name) != step_name(target):
+            storage.update_link(root / name, step_name(target))
     storage.sync_folder(root)
     return best
 

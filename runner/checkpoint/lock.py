@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from runner.errors import StorageError, UsageError
-from runner.storage import NO_LINK, NO_WAIT
+from runner.record.storage import NO_LINK, NO_WAIT
 
 try:
     import fcntl

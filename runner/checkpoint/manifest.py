@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import CheckpointError
+from runner.record.storage import FileDigest, HashedFile
 from runner.security.sealed import read_sealed, sealed
-from runner.storage import HashedFile, Written
 
 NAME = "manifest.json"
 MODEL = "model.safetensors"
@@ -22,7 +22,7 @@ class Manifest:
 
     step: int
     best: bool  # the best so far when it was written
-    files: dict[str, Written]
+    files: dict[str, FileDigest]
     config_hash: str
     created_by: str  # the runner's version
     torch: str
@@ -42,7 +42,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:
-        files = {name: Written(**entry) for name, entry in body.pop("files").items()}
+        files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
         manifest = Manifest(files=files, **body)
     except (TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{path}: not a manifest of the runner") from None

@@ -9,8 +9,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from runner.record.storage import HashedFile
 from runner.security.files.state import TIED, encode
-from runner.storage import HashedFile
 
 # What every safetensors since 0.4.3 reads. Tensors of other types go with the state.
 DTYPES = {

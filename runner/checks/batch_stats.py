@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
 from runner.checks.config import InputsConfig, Policy
-from runner.nest import mapped, placed
+from runner.data.batch import Batch
+from runner.data.nested import named_leaves, tree_map
 
 log = logging.getLogger("runner")
 
@@ -110,7 +110,7 @@ class BatchChecks:
         """The tensors that are checked, by name: inputs, inputs.key, inputs[1], target."""
         tensors: dict[str, Tensor] = {}
         for part, name in zip(batch, ("inputs", "target"), strict=True):
-            for leaf, tensor in placed(part, name):
+            for leaf, tensor in named_leaves(part, name):
                 if not is_dense(tensor):
                     self._name_unchecked(leaf)
                 elif tensor.ndim and tensor.numel():
@@ -348,14 +348,14 @@ def select_samples(batch: Batch, keep: Tensor) -> Batch:
         per_sample = is_dense(tensor) and tensor.ndim > 0 and len(tensor) == len(keep)
         return tensor[keep] if per_sample else tensor
 
-    return mapped(batch[0], select), mapped(batch[1], select)
+    return tree_map(batch[0], select), tree_map(batch[1], select)
 
 
 def _replace(batch: Batch, tensor: Tensor, other: Tensor) -> Batch:
     def swap(value: Tensor) -> Tensor:
         return other if value is tensor else value
 
-    return mapped(batch[0], swap), mapped(batch[1], swap)
+    return tree_map(batch[0], swap), tree_map(batch[1], swap)
 
 
 def _evidence(limit: Limit, low: float, high: float) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
 from runner.checks.batch_stats import (
     VETOES,
     BatchChecks,
@@ -22,6 +21,7 @@ from runner.checks.batch_stats import (
     select_samples,
 )
 from runner.checks.config import Policy
+from runner.data.batch import Batch
 from runner.errors import DataError
 from runner.record.history import History
 from runner.record.text import resume_argument

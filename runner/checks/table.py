@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.batch import Column, RowNames
 from runner.checks.config import Policy, TableConfig
+from runner.data.batch import Column, RowNames
 from runner.errors import DataError
 from runner.security.trust import Reason, Severity
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 MIN_ROWS = 20  # below which a column may be of one value by chance
 MIN_JUDGED = 100  # rows below which a column may give the label by chance

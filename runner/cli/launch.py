@@ -26,7 +26,6 @@ from runner.cli.sweep import compare, quiet_hydra
 from runner.composing import typed
 from runner.device.openmp import patience
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
-from runner.interrupts import early
 from runner.jobs import find
 from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
@@ -44,9 +43,10 @@ from runner.security import hidden, paths, secrets
 from runner.security.cli_overrides import CliOverrides
 from runner.security.config import SecurityLevel
 from runner.security.config_rules import check_level
-from runner.summary import FILE as SUMMARY
-from runner.summary import Summary
 from runner.sweep.state import Session, active_session
+from runner.training.signals import interruption_before_run
+from runner.training.summary import FILE as SUMMARY
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 OFF = (
@@ -176,7 +176,7 @@ def _run(config: DictConfig, request: Request, state: State) -> float | None:
     except KeyboardInterrupt as error:
         unbegun = config.job.kind is JobKind.train and _written(folder) == before
         where = " before the first step; no checkpoint is written" if unbegun else ""
-        interrupted = early(error, where)
+        interrupted = interruption_before_run(error, where)
         log.error("%s", interrupted)
         raise SystemExit(interrupted.exit_code) from error
     except Exception as error:

@@ -15,8 +15,8 @@ from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
 from runner.overrides.suggestions import nearest
 from runner.record import hydra_files
 from runner.record.hydra_files import OVERRIDES as FILE
+from runner.record.storage import read_record
 from runner.record.text import resume_argument
-from runner.storage import read_record
 
 KEY = "checkpoint.resume"
 WORDS = ("none", "auto")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.batch import RowNames, Sizes
+from runner.data.batch import RowNames, Sizes
 from runner.data.config import Arrays
 from runner.data.dataset import drops_bad_samples, report_bad_samples
 from runner.data.labels import check_classes, check_count, check_task, guess_task
@@ -20,7 +20,7 @@ from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
 from runner.security.files.state import read_arrays
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 log = logging.getLogger("runner")
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runner.batch import Batch, Sizes
+from runner.data.batch import Batch, Sizes
 from runner.data.config import BadSamples, DataConfig
 from runner.errors import DataError
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 KEY = "data.bad_samples"
 NAMED = 5

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runner.batch import Column, Sizes
+from runner.data.batch import Column, Sizes
 from runner.data.config import Cancer, Digits
 from runner.data.order import split
 from runner.data.tensors import Tensors, standardised

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from runner.batch import Batch, Sizes
+from runner.data.batch import Batch, Sizes
 from runner.data.config import Images
 from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
 from runner.data.order import split
 from runner.data.paths import class_files, class_folders, existing
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Sizes
+from runner.data.batch import Sizes
 from runner.data.collate import Nest, main_leaf
 from runner.data.labels import NO_LOSS
 from runner.data.paths import suggestion
 from runner.errors import DataError
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 MOST_SAMPLES = 10_000  # looked at for the largest label or id
 MOST_SECONDS = 30.0

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.order import BatchSampler
 from runner.data.workers import Key, Workers
 from runner.errors import ConfigError, DataError
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 MOST_WORKERS = 4  # that an automatic choice takes
 QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a worker
@@ -112,7 +112,7 @@ class Fetch:
 
 
 class BatchLoader:
-    """The batches of one part of a data set (see the protocol `runner.batch.Loader`)."""
+    """The batches of one part of a data set (see the protocol `runner.data.batch.Loader`)."""
 
     def __init__(
         self,

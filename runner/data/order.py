@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from runner.data.seeds import mix
 from runner.errors import DataError
-from runner.seeds import mix
 
 # Which of the streams; without it a split and a shuffle with the same seed would be the same order.
 _SPLIT, _SHUFFLE, _SAMPLE, _EPOCH = range(4)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from runner.batch import Sizes
+from runner.data.batch import Sizes
 from runner.data.config import Synthetic, SyntheticForm
 from runner.data.order import split
 from runner.data.tensors import Tensors

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.batch import RowNames
+from runner.data.batch import RowNames
 from runner.data.paths import existing, suggestion
 from runner.device import memory
 from runner.errors import ConfigError, DataError

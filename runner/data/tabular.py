@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from runner.batch import Column, Sizes
+from runner.data.batch import Column, Sizes
 from runner.data.config import Tabular
 from runner.data.dataset import drops_bad_samples, report_bad_samples
 from runner.data.labels import check_classes, check_task, class_name, guess_task
@@ -26,7 +26,7 @@ from runner.data.table import (
 )
 from runner.data.tensors import Tensors, scale_of, standardised
 from runner.errors import ConfigError, DataError
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 log = logging.getLogger("runner")
 

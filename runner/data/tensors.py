@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Batch, Column, RowNames, Sizes
+from runner.data.batch import Batch, Column, RowNames, Sizes
 from runner.data.dataset import Dataset
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 
 class Tensors(Dataset):

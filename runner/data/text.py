@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runner.batch import Batch, Sizes
+from runner.data.batch import Batch, Sizes
 from runner.data.config import Text
 from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
 from runner.data.labels import check_classes, encode
@@ -17,7 +17,7 @@ from runner.data.paths import class_files, class_folders, existing
 from runner.data.table import read_table
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
 

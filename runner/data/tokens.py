@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runner.batch import Batch, Sizes
+from runner.data.batch import Batch, Sizes
 from runner.data.config import Tokens
 from runner.data.dataset import Dataset
 from runner.data.paths import check_link, existing, suggestion

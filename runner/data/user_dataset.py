@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
@@ -20,7 +20,7 @@ from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
 from runner.data.order import sample_seeds, split
 from runner.errors import ConfigError, DataError, RunnerError
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 MORE = 3  # samples that are timed besides the first
 SLOW_S = 0.5  # of a first sample, after which nobody waits for more

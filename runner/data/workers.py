@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.multiprocessing  # teaches pipes to send tensors through shared memory
 
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.errors import DataError, RunnerError
 
 Key = tuple[int, int]

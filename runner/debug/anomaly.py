@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from runner.batch import call, count, rows
+from runner.data.batch import call, count, rows
 from runner.debug.config import DebugConfig
 from runner.debug.module_trace import ModuleTrace, bad_samples, peak
 from runner.debug.source_line import line_at, place_in_text
 from runner.debug.tool import Tool
 from runner.errors import GaveUp
-from runner.hook import Cost, Step
-from runner.run import Run
-from runner.stopwatch import SETTLING
-from runner.untouched import untouched
+from runner.models.preserved_state import preserve_state
+from runner.training.hook import Cost, Step
+from runner.training.run import Run
+from runner.training.timing import SETTLING
 
 log = logging.getLogger("runner")
 
@@ -240,7 +240,7 @@ def rehearse(run: Run, trace: ModuleTrace) -> tuple[float, float] | None:
     """
     batch = rows(run.train.peek(), slice(run.micro_batch))
     spent: dict[bool, list[float]] = {True: [], False: []}
-    with untouched(run.model, run.forward, run.objective, device=run.device.torch):
+    with preserve_state(run.model, run.forward, run.objective, device=run.device.torch):
         try:
             for watched in (True, False) * 3:
                 spent[watched].append(_time_step(run, trace if watched else None, batch))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.debug.config import DebugConfig, GradcheckConfig
 from runner.debug.derivatives import LEAST, Inconclusive, worst
 from runner.debug.gradcheck_subjects import (
@@ -35,9 +35,9 @@ from runner.debug.gradcheck_subjects import (
 from runner.debug.tool import Tool
 from runner.device import memory
 from runner.errors import ConfigError, NotVerified
+from runner.models.preserved_state import preserve_state
 from runner.record.markdown import table
-from runner.run import Run
-from runner.untouched import untouched
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
@@ -309,7 +309,9 @@ class Gradcheck(Tool):
         name = getattr(run.objective, "name", type(run.objective).__name__)
         batch, config = run.train.peek(), replace(config, budget_s=budget_s)
         roots, device = (run.model, run.objective), run.device.torch
-        with untouched(*roots, device=device, safe=run.model.parameters()):  # hooks of the copy
+        with preserve_state(
+            *roots, device=device, safe=run.model.parameters()
+        ):  # hooks of the copy
             # the host waits for weights and batch
             self.checks = check_all(run.model, batch, run.objective, name, config, train=True)
 

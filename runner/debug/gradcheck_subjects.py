@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils._pytree import tree_map
 
-from runner import modes
-from runner.batch import Batch, call
+from runner.data.batch import Batch, call
 from runner.debug.derivatives import Inconclusive
+from runner.models import modes
 from runner.record.text import shorten
 
 OBJECTIVE = "objective"  # the caller of what is called outside the model

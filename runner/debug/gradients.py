@@ -37,9 +37,9 @@ from runner.debug.gradient_layers import (
     summarize,
 )
 from runner.debug.tool import Tool
-from runner.hook import Step
-from runner.run import Run
-from runner.storage import read_record
+from runner.record.storage import read_record
+from runner.training.hook import Step
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

@@ -28,11 +28,11 @@ from runner.device import memory, phases
 from runner.device.device import Device
 from runner.device.leaks import describe_leaks
 from runner.errors import OutOfMemory
-from runner.hook import Evaluation, Report
-from runner.predict import Live, Prediction
 from runner.record import markdown
 from runner.record.history import Fault
-from runner.run import Run
+from runner.techniques.memory_prediction import Live, Prediction
+from runner.training.hook import Evaluation, Report
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
-from runner.batch import rows
+from runner.data.batch import rows
 from runner.data.config import DataConfig
-from runner.nest import tensors
-from runner.predict import Prediction, predict
-from runner.run import Run
-from runner.technique import Draft
+from runner.data.nested import tensors
+from runner.techniques.base import RunBuilder
+from runner.techniques.memory_prediction import Prediction, predict
+from runner.training.run import Run
 
 BATCH, LOSS = "(batch)", "(loss)"
 MIB = 2**20
@@ -215,7 +215,7 @@ def predict_step(run: Run, samples: int | None = None) -> Prediction:
     Nothing of the run changes; what the model raises when it is traced passes through. A tenth of
     a second, and hardly any memory.
     """
-    draft = Draft(
+    draft = RunBuilder(
         device=run.device,
         sizes=run.sizes,
         model=run.model,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import modes
-from runner.nest import tensors
+from runner.data.nested import tensors
+from runner.models import modes
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from runner.device import resources
 from runner.errors import OutOfMemory
-from runner.hook import Hook
 from runner.record import markdown
-from runner.run import Run
-from runner.storage import replace_text
+from runner.record.storage import replace_text
+from runner.training.hook import Hook
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.debug.memory_breakdown import Breakdown

@@ -27,12 +27,12 @@ from runner.debug.profile_trace import GRAPHS, Trace, read_trace
 from runner.debug.profile_window import Window, store_trace
 from runner.debug.sections import Totals, collect
 from runner.debug.tool import Tool
-from runner.hook import Report, Step
 from runner.record import markdown as md
-from runner.run import Run
-from runner.step import overrides_event
-from runner.stopwatch import PHASES, SETTLING
-from runner.storage import replace_text
+from runner.record.storage import replace_text
+from runner.training.hook import Report, Step
+from runner.training.run import Run
+from runner.training.step import overrides_event
+from runner.training.timing import PHASES, SETTLING
 
 log = logging.getLogger("runner")
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner import modes
 from runner.debug.config import ProfileConfig
 from runner.debug.profile_trace import CALIBRATION, MODULE
 from runner.debug.sections import Totals
-from runner.run import Run
+from runner.models import modes
+from runner.training.run import Run
 
 TRACES = "debug/traces"
 QUIET = "KINETO_LOG_LEVEL"

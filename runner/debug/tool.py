@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from runner.debug.config import DebugConfig
 from runner.errors import RunnerError
-from runner.hook import Cost, Hook
-from runner.run import Run
-from runner.storage import replace_text
+from runner.record.storage import replace_text
+from runner.training.hook import Cost, Hook
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from packaging.specifiers import SpecifierSet
 
-from runner import compiler
 from runner.device import memory
 from runner.device.device import Device
 from runner.doctor import packages
+from runner.techniques import compiler
 
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY = 256 * MIB  # a few batches of images from a few workers; containers get 64 MiB

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from runner.hook import Report
-from runner.run import Run
+from runner.training.hook import Report
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

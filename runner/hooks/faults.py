@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from runner.hook import Hook, Report
 from runner.record import history
 from runner.record.config import TableKind
 from runner.record.export import export
-from runner.run import Run
+from runner.training.hook import Hook, Report
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     import numpy as np

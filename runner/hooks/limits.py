@@ -11,12 +11,12 @@ import torch
 
 from runner.device import numerics
 from runner.errors import ConfigError
-from runner.hook import Hook, Step, Verdict
 from runner.record.text import resume_argument
-from runner.run import Run
 from runner.security import limits
 from runner.security.config import LimitsConfig
 from runner.security.limits import MB, Exceeded
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

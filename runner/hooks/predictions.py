@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.batch import Batch, call, rows
 from runner.checks.config import OutputsConfig
 from runner.checks.outputs import Changes, described, sanitise
+from runner.data.batch import Batch, call, rows
 from runner.record import markdown
-from runner.run import Run
+from runner.training.run import Run
 
 SHOWN = 12
 PROMPT, WRITTEN = 48, 96  # tokens; each one written is a forward pass of one sample

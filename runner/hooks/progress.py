@@ -14,11 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from runner.hook import Evaluation, Hook, Report
 from runner.record.config import MonitoringConfig
 from runner.record.console import console
 from runner.record.text import escape_control_chars
-from runner.run import Run
+from runner.training.hook import Evaluation, Hook, Report
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

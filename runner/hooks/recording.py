@@ -14,14 +14,14 @@ from runner.checks.config import OutputsConfig
 from runner.device import memory
 from runner.device.resources import Machine
 from runner.errors import Interrupted
-from runner.hook import Evaluation, Hook, Report
 from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
 from runner.record import hparams, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
 from runner.record.provenance import describe_git
-from runner.run import Run
-from runner.storage import read_record
+from runner.record.storage import read_record
+from runner.training.hook import Evaluation, Hook, Report
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

@@ -12,11 +12,11 @@ import torch
 from runner.device import memory, resources
 from runner.device.leaks import LeakDetector, Trend
 from runner.device.resources import GIB, Machine, Reading, Room
-from runner.hook import Hook, Report, Verdict
 from runner.record.history import Fault
 from runner.record.text import resume_argument
-from runner.run import Run
 from runner.stability.config import WatchConfig
+from runner.training.hook import Hook, Report, Verdict
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

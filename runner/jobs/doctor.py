@@ -24,12 +24,12 @@ from runner.doctor import environment, packages
 from runner.doctor.environment import Check, Status, size
 from runner.errors import StorageError, UsageError
 from runner.record.console import plain_text, print_stdout
+from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
-from runner.storage import replace_text
 
 if TYPE_CHECKING:
     from runner.config import RunConfig
-    from runner.technique import Technique
+    from runner.techniques.base import Technique
 
 OUTPUTS = Path("outputs")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -15,15 +15,15 @@ from runner.checks.outputs import Changes, Watched, described, sanitise
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError, RunnerError
-from runner.evaluation import evaluate
-from runner.hook import Evaluation
 from runner.jobs.config import ExportKind
 from runner.jobs.export import check, export
-from runner.outcome import engagements, look, summarise
 from runner.report import run as report
-from runner.run import Run
-from runner.summary import Summary
 from runner.techniques.quantization import Quantization
+from runner.training.evaluation import evaluate
+from runner.training.evidence import build_summary, collect_evidence, technique_statuses
+from runner.training.hook import Evaluation
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
@@ -59,7 +59,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
         # those of the training say nothing of the model that was measured, int8 or on other data
         run.progress.best = run.progress.metrics.get(run.monitor)
         run.progress.best_step = run.progress.step
-        summary = summarise(run, "done", job="evaluate")
+        summary = build_summary(run, "done", job="evaluate")
         report.write(summary, folder)
         if kind is ExportKind.none:
             return summary
@@ -108,10 +108,10 @@ def _quantize(run: Run) -> None:
     """Put the int8 model's metrics in place of the float one's, if it is worth it."""
     # the others are about training
     run.techniques[:] = [(n, t) for n, t in run.techniques if isinstance(t, Quantization)]
-    look(run)
+    collect_evidence(run)
     if run.quantized is not None:
         run.progress.metrics = run.quantized.evaluation.metrics
-    for row in engagements(run):
+    for row in technique_statuses(run):
         if run.strict and row.requested and not row.engaged:
             raise ConfigError(
                 f"optimization.{row.name}",

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from runner.batch import Inputs, call, count, rows
 from runner.checkpoint.snapshot import Copier, write_tensors
+from runner.data.batch import Inputs, call, count, rows
 from runner.errors import ConfigError, RunnerError, StorageError
-from runner.evaluation import standalone
 from runner.jobs.config import ExportKind
+from runner.record.storage import write_file
 from runner.record.text import shorten
-from runner.run import Run
-from runner.storage import write_file
+from runner.training.evaluation import standalone
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

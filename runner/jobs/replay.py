@@ -12,22 +12,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner import storage
 from runner.captures.manifest import FOLDER, find
 from runner.captures.reader import open_capture
 from runner.config import RunConfig
 from runner.errors import ConfigError, NotVerified, StorageError
 from runner.masking import masked, masked_all
-from runner.record import provenance
+from runner.record import provenance, storage
 from runner.record.console import print_stdout
+from runner.record.storage import HashedFile
 from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.investigation import Investigation
 from runner.replay.reopen import config_of, with_weights
 from runner.security.files.policy import Policy
 from runner.security.paths import own_trees
-from runner.storage import HashedFile
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 

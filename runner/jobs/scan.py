@@ -13,7 +13,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
-from runner.interrupts import Interrupts
 from runner.record.console import console, print_stdout
 from runner.record.text import escape_control_chars
 from runner.report.scan import JSON, PAGE, Row, Scan, terminal
@@ -22,6 +21,7 @@ from runner.security.files.policy import Policy
 from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.paths import own_trees
 from runner.security.trust import Severity
+from runner.training.signals import Interrupts
 
 
 def main(config: RunConfig, folder: Path) -> Scan:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.build import Given, build
+from runner.build import Components, build
 from runner.config import RunConfig
-from runner.loop import train
 from runner.report import run as report
-from runner.summary import Summary
+from runner.training.loop import train
+from runner.training.summary import Summary
 
 
 def main(config: RunConfig, folder: Path) -> Summary:
@@ -20,7 +20,7 @@ def main(config: RunConfig, folder: Path) -> Summary:
             report.write(Summary.read(folder), folder)
 
 
-def _chosen(config: RunConfig, folder: Path) -> Given | None:
+def _chosen(config: RunConfig, folder: Path) -> Components | None:
     """What `optimization=auto` comes to; nothing is measured for any other level."""
     if config.optimization.level != "auto":
         return None

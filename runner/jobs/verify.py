@@ -20,8 +20,8 @@ from runner.parity.continuation import Continuation, continuation
 from runner.parity.parity import Agreement, Parity, Row
 from runner.parity.reference import check_parity
 from runner.record.console import plain_text, print_stdout
+from runner.record.storage import replace_text
 from runner.record.text import json_value
-from runner.storage import replace_text
 
 STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail: "bold red"}
 

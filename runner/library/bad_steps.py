@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner import storage
-from runner.batch import count
 from runner.captures.manifest import FOLDER, Manifest, Weights, captures
 from runner.captures.reader import open_capture
 from runner.captures.writer import fill, noise
 from runner.checkpoint.folder import step_name
+from runner.data.batch import count
 from runner.errors import CheckpointError
 from runner.library import batches
 from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, check_module, objective_of
+from runner.record import storage
 from runner.record.provenance import versions
 from runner.record.text import shorten
 from runner.replay.findings import Cause

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.batch import Batch, Inputs, Sizes
+from runner.data.batch import Batch, Inputs, Sizes
 from runner.data.collate import LABEL_KEYS
 from runner.data.dataset import Dataset
+from runner.data.nested import tensors, tree_map
 from runner.errors import UsageError
-from runner.nest import mapped, tensors
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 
 def as_batch(batch: Any, who: str) -> Batch:
@@ -35,7 +35,7 @@ def as_batch(batch: Any, who: str) -> Batch:
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same on the device; what lies in pinned memory is not waited for."""
-    return mapped(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
+    return tree_map(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
 
 
 def samples(inputs: Inputs, who: str) -> int:
@@ -80,4 +80,4 @@ class InMemory(Dataset):
         def cut(tensor: Tensor) -> Tensor:  # what has no row for each sample is for all of them
             return tensor[which] if tensor.ndim and len(tensor) == self.n else tensor
 
-        return mapped(self.inputs, cut), mapped(self.target, cut)
+        return tree_map(self.inputs, cut), tree_map(self.target, cut)

@@ -22,31 +22,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from runner import modes
-from runner.batch import call
 from runner.benchmark.arms import Arm, arms_of, check_budget
 from runner.benchmark.auto.resolve import resolve_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
 from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.pool import Unguarded, leave_if_imported
-from runner.build import Given
+from runner.build import Components
+from runner.data.batch import call
 from runner.data.dataset import Dataset
 from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError, UsageError
 from runner.library import batches
 from runner.library.lazy_run import check_trainable, device_of, objective_of
 from runner.library.pipeline import name_of, source_of, with_components
-from runner.objective import Objective
+from runner.models import modes
+from runner.models.preserved_state import preserve_state
+from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
-from runner.run import Run
 from runner.security.registry import resolve
-from runner.technique import Technique
+from runner.techniques.base import Technique
 from runner.techniques.config import Optimization
-from runner.untouched import untouched
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
@@ -108,7 +108,7 @@ def benchmark_optimizations(
     _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
     _try_out(model, source, objective, found)
     made = {target: technique for target, (_, technique) in own.items()}
-    given = Given(model, source, objective, optimizer, techniques=made)
+    given = Components(model, source, objective, optimizer, techniques=made)
     where = None if folder is None else Path(folder)
     if where is not None:
         where.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def _try_out(
         objective = build_objective(config.objective, source.sizes, look_up, config.data.as_classes)
     device = device_of(model)
     inputs, target = batches.moved(source.fetch(source.train[:2], None), device)
-    with untouched(model, device=device), modes.evaluating(model), torch.no_grad():
+    with preserve_state(model, device=device), modes.evaluation_mode(model), torch.no_grad():
         try:
             objective(call(model, inputs), target)
         except (ConfigError, DataError):

@@ -24,7 +24,7 @@ from runner.device.memory import process_bytes
 from runner.errors import RunnerError, UsageError
 from runner.record import markdown
 from runner.record.history import Fault, History
-from runner.storage import replace_text
+from runner.record.storage import replace_text
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,9 +9,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from runner.batch import Batch, call
+from runner.data.batch import Batch, call
 from runner.errors import UsageError
-from runner.hook import Step
 from runner.library import batches
 from runner.library.lazy_run import Loss, check_loss_fn, check_module, check_optimizer, run_contexts
 from runner.library.optimize import Optimized, place_inputs
@@ -19,9 +18,10 @@ from runner.optim.clip import Clip
 from runner.optim.optimizer import Optimizer
 from runner.optim.optimizer_step import LossScaler, OptimizerStep
 from runner.optim.user_optimizer import adopt_optimizer, preserve_rates, sync_state
-from runner.run import Run
 from runner.stability.config import StabilityConfig
 from runner.techniques.fused_optimizer import fastest
+from runner.training.hook import Step
+from runner.training.run import Run
 
 ATTRIBUTE = "_runner_guarded"
 """Where an optimizer holds its `GuardedOptimizer`, which thus lives as long as the optimizer."""

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import modes
-from runner.batch import Inputs, call
 from runner.checks import outputs
 from runner.checks.model import check
 from runner.checks.model.behaviour import OUTPUTS, Expected
 from runner.checks.model.report import ModelReport
+from runner.data.batch import Inputs, call
+from runner.data.nested import tree_map
 from runner.debug.gradcheck_subjects import preserve_random_state
 from runner.device import memory
 from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches
 from runner.library.lazy_run import check_module, device_of
 from runner.library.optimize import Optimized
-from runner.nest import mapped
+from runner.models import modes
 from runner.random_state import exclusive_random_state
 from runner.record.text import shorten
-from runner.recovery import is_out_of_memory, let_go
 from runner.security.trust import Severity
+from runner.training.recovery import is_out_of_memory, release_references
 
 WHO = "safe_inference"
 PASSING = (ConnectionError, TimeoutError, InterruptedError, BlockingIOError)
@@ -126,7 +126,7 @@ def safe_inference(
             exclusive_random_state(WHO),
             preserve_random_state(),
             torch.random.fork_rng(indices),
-            modes.evaluating(module),
+            modes.evaluation_mode(module),
             torch.no_grad(),
         ):
             parts = _all(attempt, model, module, batch, samples, cpu_fallback)
@@ -144,7 +144,7 @@ def safe_inference(
     except Exception as error:
         if raise_errors:
             raise
-        let_go(error)
+        release_references(error)
         failure = error
     if failure is not None:
         attempt.problems.append(f"{type(failure).__name__}: {shorten(str(failure), 300)}")
@@ -193,7 +193,7 @@ def _pieces(
         while done < samples:
             count = min(attempt.size, samples - done)
             try:
-                output = call(forward, batches.moved(mapped(batch, cut), where))
+                output = call(forward, batches.moved(tree_map(batch, cut), where))
             except Exception as error:
                 _react(attempt, error, count, scope)
             else:
@@ -205,7 +205,7 @@ def _pieces(
 def _react(attempt: _Attempt, error: Exception, count: int, scope: ExitStack) -> None:
     """Make another try worth it, or raise."""
     if is_out_of_memory(error):
-        let_go(error)
+        release_references(error)
         gc.collect()
         if attempt.device != "cpu":
             torch.cuda.empty_cache()

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Inputs, Sizes
-from runner.build import Given, build
+from runner.build import Components, build
 from runner.composing import compose
+from runner.data.batch import Inputs, Sizes
+from runner.data.nested import tensors
 from runner.errors import RunnerError, UsageError
 from runner.library import batches
 from runner.library.batches import InMemory
-from runner.nest import tensors
-from runner.objective import Objective
+from runner.objectives.base import Objective
 from runner.objectives.custom import Custom
 from runner.optim.optimizer import Optimizer, unfit
-from runner.outcome import engagements, look
 from runner.record.text import shorten
-from runner.recovery import use_less_memory
-from runner.run import Run
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
+from runner.training.evidence import collect_evidence, technique_statuses
+from runner.training.recovery import halve_micro_batch
+from runner.training.run import Run
 
 Loss = Callable[[Any, Any], Tensor]
 QUIET = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
@@ -114,19 +114,19 @@ class LazyRun:
                 ) from error
         return self.run
 
-    def rows(self) -> list[Engagement]:
+    def rows(self) -> list[TechniqueStatus]:
         """Every technique: asked for or not, taken hold or not, why. Runs the model."""
         if self.run is None:
             asked = self.config.optimization.techniques()
             reason = "closed" if self.closed else "waits for the first batch (or an example)"
-            return [Engagement(name, t.enabled, False, reason) for name, t in asked]
+            return [TechniqueStatus(name, t.enabled, False, reason) for name, t in asked]
         with stash_gradients(self.model):
-            look(self.run)
+            collect_evidence(self.run)
         return [
             replace(row, requested=True, reason=self.left_out[row.name])
             if row.name in self.asked_in_vain
             else row
-            for row in engagements(self.run)
+            for row in technique_statuses(self.run)
         ]
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class LazyRun:
         before = {m: m._compiled_call_impl for m in self.model.modules()}
         run = build(
             replace(config, training=training, optimization=optimization),
-            given=Given(
+            given=Components(
                 self.model,
                 example,
                 self.objective or MeanOutputLoss(),
@@ -167,7 +167,7 @@ class LazyRun:
         )
         run.scope.callback(_uncompile, before)
         if self.objective is None:  # nothing here cuts a batch smaller
-            run.recoveries = [r for r in run.recoveries if r is not use_less_memory]
+            run.recoveries = [r for r in run.recoveries if r is not halve_micro_batch]
         # the random numbers of the caller's own loop are the caller's
         run.device = replace(run.device, reseed=_leave_alone)
         return run

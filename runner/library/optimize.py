@@ -10,10 +10,9 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from runner import modes
-from runner.batch import Inputs, call, count
+from runner.data.batch import Inputs, call, count
+from runner.data.nested import tensors, tree_map
 from runner.errors import UsageError
-from runner.hook import Step
 from runner.library import batches
 from runner.library.lazy_run import (
     LazyRun,
@@ -23,15 +22,16 @@ from runner.library.lazy_run import (
     objective_of,
     run_contexts,
 )
-from runner.nest import mapped, tensors
+from runner.models import modes
+from runner.models.preserved_state import large_parameters, preserve_state
 from runner.optim.optimizer import Optimizer
-from runner.outcome import summarise
 from runner.random_state import claim_random_state, exclusive_random_state, release_random_state
-from runner.run import Run
-from runner.step import make_step
-from runner.summary import Summary
-from runner.technique import Choice, Engagement
-from runner.untouched import large_parameters, untouched
+from runner.techniques.base import Choice, TechniqueStatus
+from runner.training.evidence import build_summary
+from runner.training.hook import Step
+from runner.training.run import Run
+from runner.training.step import make_step
+from runner.training.summary import Summary
 
 NOT_FOR_A_MODEL = {
     "whole_step": "not for a bare model: it makes the whole step; use optimize_training_loop",
@@ -117,7 +117,7 @@ class Optimized:
     def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with run_contexts(run):
             output = self.call_model(*args, **kwargs)
-        return mapped(output, _full) if run.contexts else output
+        return tree_map(output, _full) if run.contexts else output
 
     def call_model(self, *args: Any, **kwargs: Any) -> Any:
         """The run's own forward, without its contexts: for whoever has entered them."""
@@ -137,7 +137,7 @@ class Optimized:
             return {name: v for name, v in bound.items() if tensors(v)}
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
 
-    def engagements(self) -> list[Engagement]:
+    def engagements(self) -> list[TechniqueStatus]:
         """Each technique: requested or not, engaged or not, the reason and the evidence.
 
         Runs the model on the example, so it takes a step's time. Before there is one, nothing is
@@ -146,7 +146,10 @@ class Optimized:
         run = self.lazy.run
         if run is not None and not self.called:
             where, large = device_of(self.model), large_parameters(self.model)
-            with untouched(self.model, device=where, safe=large), modes.evaluating(self.model):
+            with (
+                preserve_state(self.model, device=where, safe=large),
+                modes.evaluation_mode(self.model),
+            ):
                 with torch.no_grad():
                     inputs = run.validation.peek()[0]
                     if isinstance(inputs, dict):
@@ -352,7 +355,7 @@ class TrainingLoop:
         with run_contexts(run):
             return call(run.forward, place_inputs(run, inputs))
 
-    def engagements(self) -> list[Engagement]:
+    def engagements(self) -> list[TechniqueStatus]:
         """Each technique: requested or not, engaged or not, the reason and the evidence."""
         return self.lazy.rows()
 
@@ -362,7 +365,7 @@ class TrainingLoop:
         run.device.synchronize()
         run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
         rows = self.engagements()
-        summary = summarise(run, "running")
+        summary = build_summary(run, "running")
         summary.techniques = rows
         return summary
 

@@ -14,30 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
-from runner.batch import Sizes
 from runner.benchmark.auto.resolve import resolve_auto
-from runner.build import Given, build
+from runner.build import Components, build
 from runner.composing import compose
 from runner.config import RunConfig
+from runner.data.batch import Sizes
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.infer import infer_sizes
+from runner.data.nested import tensors, tree_map
 from runner.data.order import split
 from runner.data.user_dataset import UserDataset
 from runner.errors import DataError, UsageError
-from runner.evaluation import evaluate
-from runner.hook import Hook
 from runner.library import batches
 from runner.library.batches import InMemory
 from runner.library.lazy_run import check_trainable, objective_of
-from runner.loop import train
 from runner.models.config import ModelConfig
-from runner.nest import mapped, tensors
 from runner.optim.optimizer import Optimizer
 from runner.report import run as report
-from runner.run import Run
-from runner.summary import Summary
-from runner.technique import Choice
+from runner.techniques.base import Choice
+from runner.training.evaluation import evaluate
+from runner.training.hook import Hook
+from runner.training.loop import train
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 WHO = "create_training_pipeline"
 
@@ -72,7 +72,7 @@ def create_training_pipeline(
     source = source_of(WHO, data, validation, config, own_loss=loss_fn is not None)
     objective = None if loss_fn is None else objective_of(loss_fn)
     where = _folder(folder, config.name) if record else None
-    given = Given(model, source, objective, optimizer)
+    given = Components(model, source, objective, optimizer)
     run = build(config, where, resolve_auto(config, where, given))
     run.hooks += hooks
     return Pipeline(run)
@@ -212,7 +212,10 @@ class Rows:
 
     def sample(self, index: int) -> tuple[Any, Any]:
         """Inputs and target of one sample."""
-        return (mapped(self.inputs, lambda t: t[index]), mapped(self.target, lambda t: t[index]))
+        return (
+            tree_map(self.inputs, lambda t: t[index]),
+            tree_map(self.target, lambda t: t[index]),
+        )
 
 
 def _sizes(rows: Rows, own_loss: bool) -> tuple[Sizes, tuple[Choice, ...]]:

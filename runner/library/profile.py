@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.batch import Inputs, call
 from runner.composing import compose
+from runner.data.batch import Inputs, call
+from runner.data.nested import tensors
 from runner.device.device import Device, select
 from runner.errors import RunnerError, UsageError
 from runner.library import batches
@@ -31,12 +32,11 @@ from runner.library.lazy_run import (
 )
 from runner.library.memory import rich_text, size_text
 from runner.library.optimize import Optimized
-from runner.nest import tensors
+from runner.models.preserved_state import large_parameters, preserve_state
 from runner.parity.flops import NAMES, Peak, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
 from runner.record.console import plain_text
 from runner.record.text import shorten
-from runner.untouched import large_parameters, untouched
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def profile_model(
         index = [f"device.index={where.index}"] if where.type == "cuda" else []
         device = select(compose([f"device={where.type}", *index]).device, scope)
         scope.enter_context(exclusive_random_state("profile_model"))
-        scope.enter_context(untouched(module, device=where, safe=large_parameters(module)))
+        scope.enter_context(preserve_state(module, device=where, safe=large_parameters(module)))
         scope.enter_context(stash_gradients(module))
         module.train(backward)
         subject = Subject(model, module, inputs, backward)

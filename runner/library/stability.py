@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from runner.captures.writer import noise
 from runner.composing import compose
 from runner.errors import GaveUp, UsageError
-from runner.hook import Step
 from runner.library.bad_steps import StepCaptures
 from runner.library.guarded_optimizer import GuardedOptimizer, check_loss
 from runner.library.lazy_run import check_overrides
 from runner.library.optimize import Optimized
 from runner.optim.optimizer import Optimizer
 from runner.optim.user_optimizer import preserve_rates, scaled_rates
-from runner.reader import Reader
 from runner.record.history import History
-from runner.run import Progress, Run
 from runner.stability.anomalies import Anomaly
 from runner.stability.config import StabilityConfig
 from runner.stability.controller import StabilityController
+from runner.training.hook import Step
+from runner.training.metrics import Reader
+from runner.training.run import Progress, Run
 
 WHO = "Stability"
 REPORT_EVERY = 10  # steps between two reads of the host, on an accelerator

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from runner.batch import Sizes
+from runner.data.batch import Sizes
 from runner.device import memory
 from runner.errors import ConfigError
 from runner.models.config import ModelConfig

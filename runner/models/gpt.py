@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from runner.deferred import OutputLayer
 from runner.models.transformer import Block, first, initialise
+from runner.objectives.deferred_logits import OutputLayer
 
 
 class GPT(nn.Module):

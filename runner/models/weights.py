@@ -23,7 +23,7 @@ from runner.errors import ConfigError
 from runner.models.stored import KEY, SHOWN, Shard, Weights, read_weights, short, some
 from runner.record.text import shorten
 from runner.security.files.policy import Policy
-from runner.technique import Choice
+from runner.techniques.base import Choice
 
 log = logging.getLogger("runner")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from runner.batch import Sizes
+from runner.data.batch import Sizes
 from runner.data.config import AS_INTEGERS
 from runner.errors import ConfigError
-from runner.objective import Objective
+from runner.objectives.base import Objective
 from runner.objectives.classification import Classification
 from runner.objectives.config import KINDS, ObjectiveConfig
 from runner.objectives.custom import Custom

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
-from runner.objective import Objective
 from runner.objectives import model_output
+from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
 
 NAMED = 20  # classes up to which each one's accuracy is a metric, so that a summary stays readable

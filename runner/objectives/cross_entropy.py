@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.deferred import DeferredLogits
 from runner.errors import ConfigError, DataError, UsageError
+from runner.objectives.deferred_logits import DeferredLogits
 
 NEVER = -(2**31)  # no target is this; torch's default would drop every -100 without a word
 

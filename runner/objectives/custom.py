@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.objective import Objective
 from runner.objectives import model_output
+from runner.objectives.base import Objective
 
 
 class Custom(Objective):

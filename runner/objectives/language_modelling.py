@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
-from runner.objective import Objective
 from runner.objectives import model_output
+from runner.objectives.base import Objective
 from runner.objectives.cross_entropy import CrossEntropy
 
 BYTES = 256  # a vocabulary of this size is taken to be bytes

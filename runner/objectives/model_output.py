@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.deferred import DeferredLogits, logits_in
 from runner.errors import ConfigError, DataError
+from runner.objectives.deferred_logits import DeferredLogits, find_logits
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -23,7 +23,7 @@ def logits(output: Any) -> Tensor:
 
 def raw_logits(output: Any) -> Tensor:
     """The logits in the dtype that the model computed them in."""
-    inside = logits_in(output)
+    inside = find_logits(output)
     if isinstance(inside, DeferredLogits):
         inside = inside.whole()
     if not isinstance(inside, Tensor):
@@ -42,7 +42,7 @@ def float_logits(logits: Tensor) -> Tensor:
 
 def deferred(output: Any) -> DeferredLogits | None:
     """The logits, where the output layer put them off; None where they are there."""
-    inside = logits_in(output)
+    inside = find_logits(output)
     return inside if isinstance(inside, DeferredLogits) else None
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from runner.data.config import AS_INTEGERS
 from runner.errors import ConfigError, DataError, UsageError
-from runner.objective import Objective
 from runner.objectives import model_output
+from runner.objectives.base import Objective
 
 
 class Regression(Objective):

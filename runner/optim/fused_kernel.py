@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.optim.optimizer import Optimizer, sparse_embeddings
-from runner.optimizer_origin import runs_torchs_step
+from runner.optim.origin import runs_torchs_step
 
 
 @dataclass

@@ -19,7 +19,7 @@ from runner.optim.clip import (
 )
 from runner.optim.fused_kernel import FusedKernel, RevertibleStep
 from runner.optim.optimizer_state import Optimizer, align_state, compatible_state
-from runner.optimizer_origin import runs_torchs_step
+from runner.optim.origin import runs_torchs_step
 from runner.stability.config import StabilityConfig
 
 

@@ -15,7 +15,7 @@ from runner.optim.optimizer_state import (
     fill_momentum,
 )
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optimizer_origin import runs_torchs_step
+from runner.optim.origin import runs_torchs_step
 
 
 def adopt_optimizer(

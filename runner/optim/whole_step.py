@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner import compiler
-from runner.batch import Batch, call, count
+from runner.data.batch import Batch, call, count
 from runner.errors import DataError
-from runner.objective import Objective
+from runner.objectives.base import Objective
 from runner.optim.clip import tensor_norms
 from runner.optim.fused_kernel import Group
 from runner.optim.optimizer_step import OptimizerStep
+from runner.techniques import compiler
 
 Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
@@ -77,7 +77,7 @@ class WholeStep:
         update.check_step()
         if count(batch[1]) != self.samples or update.kernel is None or not update.one_rate:
             return False
-        return self.limit is None or not compiler.beyond(batch[1], self.limit)
+        return self.limit is None or not compiler.out_of_range(batch[1], self.limit)
 
     def check(self) -> None:
         """Raise DataError if a target was no class since; its step was skipped. The host waits."""

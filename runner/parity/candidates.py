@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from runner.build import Given, build
+from runner.build import Components, build
 from runner.config import RunConfig
 from runner.debug.config import DebugConfig
 from runner.parity.dropout import silence
-from runner.run import Run
 from runner.techniques.config import Optimization
+from runner.training.run import Run
 
 NOWHERE = ""
 """No site of dropout."""
@@ -65,10 +65,10 @@ def cut(config: RunConfig, micro: int | None) -> RunConfig:
     return config
 
 
-def fresh(given: Given | None, choices: Mapping[str, Any] | None = None) -> Given | None:
+def fresh(given: Components | None, choices: Mapping[str, Any] | None = None) -> Components | None:
     """The parts that the caller made, as they were: what a run trains is a copy."""
     if given is None:
-        return Given(choices=choices) if choices else None
+        return Components(choices=choices) if choices else None
     parts = deepcopy((given.model, given.objective, given.optimizer))  # at once: it shares tensors
     model, objective, optimizer = parts
     return replace(
@@ -79,7 +79,7 @@ def fresh(given: Given | None, choices: Mapping[str, Any] | None = None) -> Give
 
 @contextmanager
 def opened(
-    config: RunConfig, dropout: str | None = None, given: Given | None = None
+    config: RunConfig, dropout: str | None = None, given: Components | None = None
 ) -> Iterator[Run]:
     """A run; with `dropout` at that one site only, or nowhere (`NOWHERE`)."""
     with build(config, given=given) as run:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from runner.build import build
 from runner.config import RunConfig
-from runner.hook import Hook, Step, Verdict
-from runner.loop import train
-from runner.run import Run
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.loop import train
+from runner.training.run import Run
 
 STEPS = 20
 ROWS = ("train", "val")  # of metrics.jsonl; the others are about the machine

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from runner.errors import UsageError
 from runner.parity.distance import dense, norm
 from runner.parity.trajectory import Capture, Stretch, Tensors, load, one_step, place, snapshot
-from runner.run import Run
-from runner.step import backward
+from runner.training.run import Run
+from runner.training.step import forward_backward
 
 DRAWS = 32
 SIGMAS = 4.5  # a false alarm in 150,000 comparisons, were they normal
@@ -78,7 +78,7 @@ def is_random(run: Run) -> bool:
         batch = next(run.train.batches(start))
         for offset in range(4):
             run.progress.step = start + offset
-            seen.append(backward(run, batch).loss.item())
+            seen.append(forward_backward(run, batch).loss.item())
             run.update.abandon()
     finally:
         run.progress.step = start

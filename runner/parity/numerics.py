@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from runner.optim.optimizer_step import LossScaler
-from runner.run import Run
 from runner.techniques.amp import Amp
+from runner.training.run import Run
 
 ROUNDOFF = {
     torch.float64: 2.0**-53,

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from runner.batch import largest_part
-from runner.build import Given
+from runner.build import Components
 from runner.config import RunConfig
+from runner.data.batch import largest_part
 from runner.errors import RunnerError
 from runner.parity.candidates import (
     NOWHERE,
@@ -75,7 +75,7 @@ from runner.parity.trajectory import (
     metrics_of,
     updates,
 )
-from runner.run import Run
+from runner.training.run import Run
 
 SAME_ROUNDING = 8.0
 """Times the error of the plain run at the same reduced precision: the same roundings, differently
@@ -136,7 +136,7 @@ class ParityReference:
     """The baseline's numbers and how far rounding moves them; measured once for many candidates."""
 
     def __init__(
-        self, baseline: RunConfig, steps: int | None = None, given: Given | None = None
+        self, baseline: RunConfig, steps: int | None = None, given: Components | None = None
     ) -> None:
         self.baseline, self.asked, self.given = quiet(baseline), steps, given
         self.choices: Mapping[str, Any] = {}

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner import modes
-from runner.batch import Batch, call, count, rows
-from runner.evaluation import evaluate
-from runner.hook import Hook, Step
+from runner.data.batch import Batch, call, count, rows
+from runner.models import modes
 from runner.parity.flops import call_flops
 from runner.parity.numerics import double, nudge
-from runner.run import Run
-from runner.step import backward, make_step
+from runner.training.evaluation import evaluate
+from runner.training.hook import Hook, Step
+from runner.training.run import Run
+from runner.training.step import forward_backward, make_step
 
 OVERFLOWS = 20  # in a row, while a loss scale settles; 65536 halved as often is 0.06
 OUTPUTS = 2**24  # numbers of evaluation outputs to keep; then no further validation batch …
@@ -196,7 +196,7 @@ def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
 def _backward(run: Run, batch: Batch) -> StepRecord:
     """Forward and backward; the gradients are those of a loss scale that fits."""
     for _ in range(OVERFLOWS):
-        step = backward(run, batch)
+        step = forward_backward(run, batch)
         if run.update.scale is None or step.grad_norm.isfinite():  # waits for the device
             break
         run.update.scale.lower(0.5)
@@ -398,7 +398,7 @@ def step_flops(run: Run) -> float:
     samples = count(target)
     part = rows(inputs, slice(0, 1))
     try:
-        with modes.evaluating(run.model):  # leaves statistics alone, and takes a single sample
+        with modes.evaluation_mode(run.model):  # leaves statistics alone, and takes a single sample
             counted = call_flops(lambda: call(run.forward, part), grad=False)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         counted = 0  # such as a model that knows its batch size

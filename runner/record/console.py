@@ -19,8 +19,8 @@ from rich.text import Text
 
 from runner.masking import masked
 from runner.record.history import normalize_message
+from runner.record.storage import for_owners
 from runner.record.text import CONTROL, escape_control_chars, escape_lines
-from runner.storage import for_owners
 
 COLOURS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 

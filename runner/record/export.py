@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.errors import ConfigError
 from runner.record.config import TableKind
-from runner.storage import open_regular
+from runner.record.storage import open_regular
 
 log = logging.getLogger("runner")
 

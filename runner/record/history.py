@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.masking import masked
 from runner.record import markdown
-from runner.storage import read_record, replace_text
+from runner.record.storage import read_record, replace_text
 
 log = logging.getLogger("runner")
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # what OmegaConf reads files with
 
 from runner.errors import StorageError
-from runner.storage import read_record
+from runner.record.storage import read_record
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 FOLDER = ".hydra"

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from runner.storage import NO_LINK, NO_WAIT
+from runner.record.storage import NO_LINK, NO_WAIT
 
 
 class Appender:

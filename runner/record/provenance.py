@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 
-from runner.storage import read_record, replace_text
+from runner.record.storage import read_record, replace_text
 
 PACKAGES = (
     "runner",

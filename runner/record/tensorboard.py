@@ -32,7 +32,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from runner.masking import masked
 from runner.record.hparams import Scalar
 from runner.record.jsonl import Appender
-from runner.storage import open_regular, read_record, replace_bytes
+from runner.record.storage import open_regular, read_record, replace_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -25,16 +25,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.batch import Batch
 from runner.captures.reader import Capture, open_capture
 from runner.config import RunConfig
+from runner.data.batch import Batch
 from runner.record.text import shorten
 from runner.replay.findings import Attempt
 from runner.replay.reopen import config_of, reopened
 from runner.replay.statistics import bad_state
-from runner.run import Run
 from runner.security.secrets import door, permitted
-from runner.step import make_step
+from runner.training.run import Run
+from runner.training.step import make_step
 
 OF_STATE = ("weights", "buffers")  # kinds whose loss may well be finite
 STILL = 0.5  # of what was recorded: a spike that is larger is one still

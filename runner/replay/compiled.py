@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runner import compiler
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.debug.source_line import FRAME, Place, is_shown
 from runner.replay.findings import Cause, Phase
 from runner.replay.statistics import level, state_of, stats, tensors
 from runner.replay.trace import label, leave, trace_step
 from runner.replay.tracer import Frame, Tracer
-from runner.run import Run
-from runner.step import backward
+from runner.techniques import compiler
+from runner.training.run import Run
+from runner.training.step import forward_backward
 
 MOST = 8  # modules compiled alone
 
@@ -128,7 +128,7 @@ def _piece_by_piece(run: Run, batch: Batch, most: int) -> Cause:
             lambda *args, **kwargs: module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         )
         try:
-            step = backward(run, batch)
+            step = forward_backward(run, batch)
             return bool(level(step.loss) or level(step.grad_norm))
         finally:
             module._compiled_call_impl = before

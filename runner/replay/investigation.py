@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.batch import Batch
 from runner.captures.manifest import captures
 from runner.captures.reader import Capture
 from runner.config import RunConfig
+from runner.data.batch import Batch
 from runner.errors import CheckpointError
 from runner.masking import masked
 from runner.replay.attempt import attempt_apart, is_same, is_spike
@@ -25,7 +25,7 @@ from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
 from runner.replay.statistics import largest_weight
 from runner.replay.trace import bad_weights, trace_step
-from runner.run import Run
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 

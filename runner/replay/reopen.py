@@ -14,9 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner import storage
-from runner.batch import Batch
-from runner.build import Given, build
+from runner.build import Components, build
 from runner.captures.manifest import Weights
 from runner.captures.reader import Capture, open_capture
 from runner.captures.writer import fill, noise
@@ -24,14 +22,16 @@ from runner.checkpoint.folder import step_name
 from runner.checkpoint.snapshot import Copier
 from runner.composing import from_plain
 from runner.config import RunConfig
+from runner.data.batch import Batch
 from runner.data.loader import mover
 from runner.errors import CheckpointError, UsageError
-from runner.evaluation import evaluate
-from runner.hook import Hook, Step, Verdict
 from runner.parity.candidates import only, quiet
-from runner.resume import load_weights, set_random
-from runner.run import Progress, Run
-from runner.step import make_step
+from runner.record import storage
+from runner.training.evaluation import evaluate
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.resume import load_weights, set_random
+from runner.training.run import Progress, Run
+from runner.training.step import make_step
 
 log = logging.getLogger("runner")
 
@@ -73,7 +73,7 @@ def reopened(
     *,
     without: Collection[str] = (),
     trusted: Sequence[str] = (),
-    given: Given | None = None,
+    given: Components | None = None,
 ) -> Iterator[tuple[Run, Batch]]:
     """The run right before the bad step, and the step's batch on its device; nothing is written.
 
@@ -103,7 +103,7 @@ def with_weights(
     config: RunConfig | None = None,
     *,
     trusted: Sequence[str] = (),
-    given: Given | None = None,
+    given: Components | None = None,
 ) -> Capture:
     """The same bad step with weights as they were, so that opening it runs no steps again.
 
@@ -126,17 +126,17 @@ def with_weights(
     return open_capture(final)
 
 
-def _check_given(capture: Capture, given: Given | None) -> None:
+def _check_given(capture: Capture, given: Components | None) -> None:
     missing = [name for name in capture.manifest.given if getattr(given, name, None) is None]
     if missing:
         raise UsageError(
             f"{capture.path}: the program that made this run handed in its own "
             f"{', '.join(missing)}; open the capture from there: "
-            "runner.replay.reopen.reopened(capture, given=Given(…))"
+            "runner.replay.reopen.reopened(capture, given=Components(…))"
         )
 
 
-def _step_state(capture: Capture, config: RunConfig, given: Given | None) -> StepState:
+def _step_state(capture: Capture, config: RunConfig, given: Components | None) -> StepState:
     """From the capture itself where it has it all, else by making the steps before it again."""
     there = capture.model is not None and capture.update is not None
     if capture.as_it_was or (there and capture.manifest.checkpoint is None):
@@ -154,7 +154,7 @@ def _why_not_exact(capture: Capture) -> str:
     return "the model draws from python's or numpy's generator, whose state is of a later step"
 
 
-def _rerun_steps(capture: Capture, config: RunConfig, given: Given | None) -> StepState:
+def _rerun_steps(capture: Capture, config: RunConfig, given: Components | None) -> StepState:
     """What the steps after the linked checkpoint, made again as they were, lead to."""
     checkpoint = capture.checkpoint()
     if checkpoint is None:
@@ -224,9 +224,9 @@ def _quiet_config(config: RunConfig) -> RunConfig:
     return config
 
 
-def _with_choices(capture: Capture, given: Given | None) -> Given:
+def _with_choices(capture: Capture, given: Components | None) -> Components:
     """What was chosen automatically then is not chosen anew."""
-    return replace(given or Given(), choices=capture.manifest.choices)
+    return replace(given or Components(), choices=capture.manifest.choices)
 
 
 def _placed(run: Run, batch: Batch) -> Batch:

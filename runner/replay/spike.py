@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import modes
-from runner.batch import Batch, call, count, rows
+from runner.data.batch import Batch, call, count, rows
+from runner.data.seeds import mix
+from runner.models import modes
 from runner.replay.findings import Cause, Phase, Ratio
 from runner.replay.statistics import size, state_of, stats, tensors
 from runner.replay.trace import batch_tensors, label, leave
 from runner.replay.tracer import named
-from runner.run import Run
-from runner.seeds import mix
-from runner.step import backward
+from runner.training.run import Run
+from runner.training.step import forward_backward
 
 JUMP = 3.0  # times more than what went into it grew
 LISTED = 10
@@ -113,7 +113,7 @@ class _Sizes:
                     noted = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
                     stack.callback(noted.remove)
             stack.callback(leave, run)
-            backward(run, batch)
+            forward_backward(run, batch)
 
     def _size(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.deferred import DeferredLogits
+from runner.objectives.deferred_logits import DeferredLogits
 from runner.replay.findings import Stats
 
 FINITE, INF, NAN = 0, 1, 2

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 
 from torch import Tensor, nn
 
-from runner.batch import Batch, count
+from runner.data.batch import Batch, count
 from runner.debug.source_line import line_at, raising_line
 from runner.record.text import shorten
 from runner.replay.findings import Cause, Phase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors
 from runner.replay.tracer import Event, Frame, Tracer, named
-from runner.run import Run
-from runner.step import backward
+from runner.training.run import Run
+from runner.training.step import forward_backward
 
 
 def trace_step(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Cause:
@@ -42,7 +42,7 @@ def trace_step(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | Non
             else:
                 prepare(tracer)
             stack.enter_context(tracer)
-            step = backward(run, batch)
+            step = forward_backward(run, batch)
         return _found(run, batch, tracer, step.loss, step.grad_norm, first)
     except Exception as error:
         return exception(error, tracer)

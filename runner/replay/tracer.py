@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner import modes
 from runner.debug.source_line import Place, current_place
+from runner.models import modes
 from runner.replay.findings import Stats
 from runner.replay.statistics import FINITE, INF, NAN, bad_samples, level, stats, tensors
 

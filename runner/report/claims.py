@@ -14,7 +14,7 @@ from runner.benchmark.result import BETTER, FAILS, HOLDS, ClaimResult, Claims
 from runner.errors import StorageError
 from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
-from runner.storage import replace_text
+from runner.record.storage import replace_text
 
 FILE = "claims.json"
 STYLES = {HOLDS: "green", BETTER: "green", FAILS: "bold red"}

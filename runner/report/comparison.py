@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
+from runner.record.storage import read_record, replace_text
 from runner.security.paths import keep_within
-from runner.storage import read_record, replace_text
 
 log = logging.getLogger("runner")
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from runner.record.storage import open_regular
 from runner.report import row_fields, verdicts
 from runner.report.comparison import Comparison, Row
-from runner.storage import open_regular
 
 Curve = list[tuple[float, float]]
 

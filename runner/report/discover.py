@@ -17,7 +17,7 @@ from runner.report import row_fields
 from runner.report.comparison import Comparison, Row, of_benchmark
 from runner.report.naming import keys, names
 from runner.report.read_run import TROUBLE, is_run, of_job, of_run, read_json, refused
-from runner.summary import FILE as SUMMARY
+from runner.training.summary import FILE as SUMMARY
 
 SWEEP = "sweep.json"
 DEPTH = 6  # of folders within folders: outputs/benchmarks/<name>/<time>/<arm>

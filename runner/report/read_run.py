@@ -13,12 +13,12 @@ from runner.checkpoint.lock import is_locked
 from runner.errors import StorageError
 from runner.record import hydra_files
 from runner.record.hydra_files import read_flat_config
+from runner.record.storage import read_record
 from runner.report import row_fields
 from runner.report.comparison import Row
 from runner.report.naming import keys
-from runner.storage import read_record
-from runner.summary import FILE as SUMMARY
-from runner.summary import Summary
+from runner.training.summary import FILE as SUMMARY
+from runner.training.summary import Summary
 
 ENDS = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", "skipped")
 """What the status of a row can be, beside `running`."""

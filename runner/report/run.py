@@ -13,17 +13,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runner.hook import Cost
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import plain_text
 from runner.record.history import History
 from runner.record.provenance import describe_git
+from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
 from runner.report.format import metric, seconds, size, technique_status
-from runner.storage import replace_text
-from runner.summary import Summary
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
+from runner.training.hook import Cost
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
@@ -158,7 +158,7 @@ def _techniques(summary: Summary, folder: Path | None, full: bool) -> list[Row]:
     return engaged + rows
 
 
-def _evidence(row: Engagement, most: int | None) -> str:
+def _evidence(row: TechniqueStatus, most: int | None) -> str:
     """At most so many of the facts that show that it engaged."""
     facts = []
     for name, value in row.evidence.items():

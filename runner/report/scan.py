@@ -14,11 +14,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from runner.record import markdown as md
+from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
 from runner.report.format import size
 from runner.security.config import SecurityLevel
 from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
-from runner.storage import replace_text
 
 JSON, PAGE = "scan.json", "scan.md"
 SCHEMA = 1

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from runner.masking import adopt, known, masked, stands_for
+from runner.record.storage import read_record, replace_text
 from runner.security.secrets import STANDS, current, origin, readings
-from runner.storage import read_record, replace_text
 
 _shown: dict[str, tuple[str, str]] = {}  # by key: a value from the environment, and what is shown
 

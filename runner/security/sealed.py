@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.errors import CheckpointError
 from runner.masking import masked_all
-from runner.storage import read_file
+from runner.record.storage import read_file
 
 
 def sealed(body: dict[str, Any]) -> bytes:

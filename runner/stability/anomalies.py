@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.storage import replace_text
+from runner.record.storage import replace_text
 
 log = logging.getLogger("runner")
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from runner.checkpoint.sound import finite, is_statistic, masks
 from runner.errors import GaveUp
-from runner.hook import Report
-from runner.run import Run
 from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, Kind, Rule, StabilityConfig
 from runner.stability.messages import Decision, last_words, remedy, taken_up, what
 from runner.stability.policy import Table
 from runner.stability.spike import Spikes
+from runner.training.hook import Report
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.optim.optimizer_step import OptimizerStep

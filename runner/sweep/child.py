@@ -14,12 +14,12 @@ from pathlib import Path
 
 from runner.device import cgroup
 from runner.errors import StorageError
-from runner.interrupts import ENDS
-from runner.storage import for_owners
-from runner.summary import FILE as SUMMARY
-from runner.summary import Summary
+from runner.record.storage import for_owners
 from runner.sweep.job import parent_death_pipe
 from runner.sweep.state import WELL
+from runner.training.signals import ENDS
+from runner.training.summary import FILE as SUMMARY
+from runner.training.summary import Summary
 
 LOG = "console.log"
 TAIL = 1 << 16  # bytes of what it said, that are looked at

@@ -23,7 +23,7 @@ from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.device.capabilities import cpu_name
 from runner.overrides.spelling import read
 from runner.record import provenance
-from runner.storage import read_record
+from runner.record.storage import read_record
 
 log = logging.getLogger("runner")
 

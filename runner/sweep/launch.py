@@ -21,7 +21,6 @@ from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
 from runner.security.paths import check_below, keep_private
-from runner.summary import Summary
 from runner.sweep import command
 from runner.sweep.child import Child
 from runner.sweep.config import LauncherConfig
@@ -29,6 +28,7 @@ from runner.sweep.identity import job_hash
 from runner.sweep.plan import JobPlan, JobSpec, load_previous_jobs, plan_jobs, wait_for_running_jobs
 from runner.sweep.schedule import Display, Schedule
 from runner.sweep.state import WELL, Session, Sweep, current_session, now
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 

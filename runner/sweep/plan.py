@@ -14,10 +14,10 @@ from typing import Any
 from runner.checkpoint.lock import is_locked
 from runner.errors import SecurityError, StorageError, UsageError
 from runner.record.hydra_files import read_yaml
-from runner.summary import Summary
 from runner.sweep.identity import same_versions, sweep_hash
 from runner.sweep.job import PATIENCE_S
 from runner.sweep.state import FILE, WELL, Job, Sweep, job_folders, jobs_from_folders
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 

@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.errors import CheckpointError, Interrupted, StorageError
-from runner.interrupts import Interrupts
 from runner.overrides.groups import as_typed
 from runner.record.console import console
 from runner.record.text import escape_control_chars
-from runner.summary import Summary
 from runner.sweep.child import GRACE_S, Child
 from runner.sweep.config import LauncherConfig
 from runner.sweep.plan import JobPlan, archive_job, can_continue
 from runner.sweep.state import RUNNING, SKIPPED, WELL, Job, Sweep, now
+from runner.training.signals import Interrupts
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 

@@ -17,9 +17,9 @@ from typing import Any
 from runner.errors import StorageError, UsageError
 from runner.overrides.groups import as_typed
 from runner.record import hydra_files
+from runner.record.storage import read_record, replace_text
 from runner.record.text import dataclass_from_dict
-from runner.storage import read_record, replace_text
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.batch import count, largest_part
+from runner.data.batch import count, largest_part
 from runner.errors import ConfigError
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 if TYPE_CHECKING:
-    from runner.predict import Prediction
+    from runner.techniques.memory_prediction import Prediction
 
 KEY = "training.micro_batch"
 
@@ -41,7 +41,7 @@ class Accumulation(Technique):
                 "use 0 to 1",
             )
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Hand the size to the loop, which cuts batches by it."""
         reason = ""
         if draft.micro_batch_asked is None:
@@ -54,7 +54,7 @@ class Accumulation(Technique):
         whole = f"a batch of {draft.batch_size} already fits in one micro-batch"
         return f"{whole}: {reason}" if self.micro_batch is None and reason else whole
 
-    def _decide(self, draft: Draft) -> tuple[int, str]:
+    def _decide(self, draft: RunBuilder) -> tuple[int, str]:
         if self.micro_batch is not None:
             most = min(self.micro_batch, draft.batch_size)
             return largest_part(draft.batch_size, most), "the accumulation technique"
@@ -68,10 +68,10 @@ class Accumulation(Technique):
         return Evidence(parts > 1, reason, facts)
 
 
-def fitting(draft: Draft, share: float) -> tuple[int, str]:
+def fitting(draft: RunBuilder, share: float) -> tuple[int, str]:
     """The micro-batch that cuts the batch into the fewest even parts that fit, and why."""
     from runner.device import memory
-    from runner.predict import predict
+    from runner.techniques.memory_prediction import predict
 
     batch, free = draft.batch_size, memory.room(draft.device)
     tried: dict[int, Prediction] = {}

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.run import Run
-from runner.technique import Choice, Draft, Evidence, Technique
+from runner.techniques.base import Choice, Evidence, RunBuilder, Technique
 from runner.techniques.cost import product_mflop
 from runner.techniques.probe import dry_run_step, outputs
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Amp(Technique):
             return f"{device.name} has no bf16"
         return None
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Enter autocast around forward and loss; fp16 also gets a loss scale."""
         import torch
 

@@ -9,9 +9,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import operators
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -70,7 +70,7 @@ class Attention(Technique):
             return "MPS has one kernel of its own (and math, plain)"
         return None
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Look at the model's calls, choose, and switch over until the run closes."""
         from runner.techniques import kernels, trial
 
@@ -98,7 +98,7 @@ class Attention(Technique):
             draft.scope.enter_context(kernels.use(name, draft.model, strictly))
         return reason
 
-    def _choose(self, draft: Draft, first: str, calls: list[Call], batches: float) -> str:
+    def _choose(self, draft: RunBuilder, first: str, calls: list[Call], batches: float) -> str:
         from runner.techniques import kernels
 
         def decide() -> tuple[str, str]:

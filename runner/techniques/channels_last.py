@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runner.batch import Batch
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.data.batch import Batch
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import outputs
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ChannelsLast(Technique):
     """Helps models with convolutions, where the kernels are written for NHWC."""
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Lay weights and batches out in NHWC order."""
         import torch
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from runner.batch import count
+from runner.data.batch import count
 from runner.errors import ConfigError
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,11 +39,11 @@ class ChunkedLoss(Technique):
         if self.min_mb < 0:
             raise ConfigError("optimization.chunked_loss.min_mb", "is negative", "use 0 or more")
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Find the layer that the logits come from, and have it put them off."""
         import torch
 
-        from runner import deferred
+        from runner.objectives import deferred_logits as deferred
         from runner.techniques import trial
 
         if not draft.objective.takes_deferred:
@@ -65,7 +65,7 @@ class ChunkedLoss(Technique):
             deferred.defer(layer, chunk)
             layer.training = True  # it alone, so that this forward is like the one before
             try:
-                output = deferred.logits_in(trial.forward(draft, inputs))
+                output = deferred.find_logits(trial.forward(draft, inputs))
                 why = "another tensor comes out"
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
                 output, why = None, f"{type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ class ChunkedLoss(Technique):
         draft.scope.callback(deferred.undo, layer)
         return None
 
-    def _chosen(self, draft: Draft) -> int:
+    def _chosen(self, draft: RunBuilder) -> int:
         # measured with 32,000 words of width 256: what stays in a CPU's caches beats longer
         # products, and a GPU wants long ones, for each chunk adds up a gradient of the weight
         small = draft.device.kind == "cpu"
@@ -85,7 +85,7 @@ class ChunkedLoss(Technique):
 
     def engaged(self, run: Run) -> Evidence:
         """The largest slice of the logits that a step made, and what all of them would take."""
-        from runner.deferred import DeferredLogits
+        from runner.objectives.deferred_logits import DeferredLogits
         from runner.techniques import operators
 
         seen: list[DeferredLogits] = []
@@ -112,11 +112,11 @@ class ChunkedLoss(Technique):
         return Evidence(took, "" if took else "logits of all tokens were made", facts)
 
 
-def _last_layer(draft: Draft, inputs: Any) -> tuple[nn.Module | None, Any]:
+def _last_layer(draft: RunBuilder, inputs: Any) -> tuple[nn.Module | None, Any]:
     """The layer whose output is the model's logits, and their shape."""
     import torch
 
-    from runner import deferred
+    from runner.objectives import deferred_logits as deferred
     from runner.techniques import trial
 
     kinds = (torch.nn.Linear, deferred.OutputLayer)
@@ -127,7 +127,7 @@ def _last_layer(draft: Draft, inputs: Any) -> tuple[nn.Module | None, Any]:
         for layer in layers
     ]
     try:
-        logits = deferred.logits_in(trial.forward(draft, inputs))
+        logits = deferred.find_logits(trial.forward(draft, inputs))
     finally:
         for handle in handles:
             handle.remove()

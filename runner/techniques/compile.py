@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from runner import compiler
 from runner.errors import ConfigError
 from runner.record.text import shorten
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques import compiler
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.cost import compile_break_even
 from runner.techniques.probe import dry_run_step, repeated_blocks
 from runner.techniques.whole_step import kept_out
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +58,7 @@ class Compile(Technique):
         """On a CPU the generated code needs a C++ compiler."""
         return compiler.missing(device.kind)
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Compile in place, so that the model's keys stay as they are.
 
         Where the whole step is one graph, the model's own would only be compiled twice; it waits
@@ -91,7 +91,7 @@ class Compile(Technique):
             return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
         if compilation is None or not compilation.mode:
             return Evidence(False, run.fallen.get("compile", "nothing was compiled"))
-        facts = {"mode": compilation.mode, **compiler.facts()}
+        facts = {"mode": compilation.mode, **compiler.compilation_facts()}
         reason = run.fallen.get("compile", "")
         if not facts["graphs"]:
             why = facts.get("failed") or [told for told in [kept_out(run, eager=True)] if told]
@@ -134,7 +134,7 @@ class Compilation:
 
     def start(self) -> None:
         """Compile at the next call, in the first mode that is left."""
-        compiler.count_anew()
+        compiler.reset_counters()
         self.mode = self.modes.pop(0) if self.modes else ""
         for part in self.parts:
             part._compiled_call_impl = None

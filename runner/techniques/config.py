@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from runner.errors import ConfigError
-from runner.technique import Draft, Engagement, Technique
 from runner.techniques.accumulation import Accumulation
 from runner.techniques.amp import Amp
 from runner.techniques.attention import Attention
+from runner.techniques.base import RunBuilder, Technique, TechniqueStatus
 from runner.techniques.channels_last import ChannelsLast
 from runner.techniques.chunked_loss import ChunkedLoss
 from runner.techniques.compile import Compile
@@ -88,22 +88,22 @@ class Optimization:
 
 def apply_techniques(
     asked: Optimization,
-    draft: Draft,
+    draft: RunBuilder,
     given: Mapping[str, Technique],
     look_up: Callable[[str, str], Any],
-) -> tuple[list[tuple[str, Technique]], list[Engagement]]:
+) -> tuple[list[tuple[str, Technique]], list[TechniqueStatus]]:
     """Those that were applied, by name, and a row for each of the others.
 
     `given` are those of `optimization.extra` that the caller has made; `look_up` finds the class of
     another by its name. ConfigError under `optimization.strict` for what cannot take hold.
     """
-    from runner.untouched import NotRestorable  # which needs torch
+    from runner.models.preserved_state import NotRestorable  # which needs torch
 
     applied: list[tuple[str, Technique]] = []
-    others: list[Engagement] = []
+    others: list[TechniqueStatus] = []
     for name, technique in [*asked.techniques(), *_extra(asked, given, look_up)]:
         if not technique.enabled:
-            others.append(Engagement(name, False, False, "not asked for"))
+            others.append(TechniqueStatus(name, False, False, "not asked for"))
             continue
         status = "not applicable"
         try:
@@ -115,7 +115,7 @@ def apply_techniques(
         if reason is None:
             applied.append((name, technique))
         else:
-            others.append(Engagement(name, True, False, reason, status=status))
+            others.append(TechniqueStatus(name, True, False, reason, status=status))
     if asked.strict:
         _refuse([row for row in others if row.requested])
     return applied, others
@@ -142,7 +142,7 @@ def _extra(
     return found
 
 
-def _refuse(rows: list[Engagement]) -> None:
+def _refuse(rows: list[TechniqueStatus]) -> None:
     """Say of all that cannot take hold why, at once."""
     if not rows:
         return

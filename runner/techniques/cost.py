@@ -7,9 +7,9 @@ from math import inf, isfinite
 from time import perf_counter
 from typing import Any
 
-from runner import modes
-from runner.batch import call, count
-from runner.technique import Draft
+from runner.data.batch import call, count
+from runner.models import modes
+from runner.techniques.base import RunBuilder
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
 GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there
@@ -18,7 +18,7 @@ ASSUMED_S = 0.01  # taken for a pass of a model that cannot be timed
 SAMPLES = 8  # that are counted, and scaled up to a micro-batch
 
 
-def forward_mflop(draft: Draft) -> float:
+def forward_mflop(draft: RunBuilder) -> float:
     """Millions of floating-point operations in a forward over a micro-batch; counted once.
 
     A rule on this number repeats, where a race would come out differently from run to run. A
@@ -27,12 +27,12 @@ def forward_mflop(draft: Draft) -> float:
     return _counted(draft)[0] * draft.micro_batch
 
 
-def product_mflop(draft: Draft) -> float:
+def product_mflop(draft: RunBuilder) -> float:
     """The same for one of its products or convolutions, on average."""
     return forward_mflop(draft) / max(1, _counted(draft)[1])
 
 
-def describe_forward(draft: Draft) -> str:
+def describe_forward(draft: RunBuilder) -> str:
     """What a forward takes, for a reason."""
     mflop = forward_mflop(draft)
     if isfinite(mflop):
@@ -40,7 +40,7 @@ def describe_forward(draft: Draft) -> str:
     return f"a forward is not counted, {draft.flops_unknown}"
 
 
-def _counted(draft: Draft) -> tuple[float, int]:
+def _counted(draft: RunBuilder) -> tuple[float, int]:
     from runner.techniques import trial
 
     if draft.sample_mflop is None:
@@ -53,7 +53,7 @@ def _counted(draft: Draft) -> tuple[float, int]:
     return draft.sample_mflop
 
 
-def _count(draft: Draft, samples: int) -> tuple[float, int]:
+def _count(draft: RunBuilder, samples: int) -> tuple[float, int]:
     """For a sample, and how many products and convolutions there are."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,13 +71,13 @@ def _count(draft: Draft, samples: int) -> tuple[float, int]:
             return func(*args, **(kwargs or {}))
 
     inputs, target = trial.batch(draft, samples)
-    with trial.untouched(draft), modes.evaluating(draft.model), torch.no_grad():
+    with trial.untouched(draft), modes.evaluation_mode(draft.model), torch.no_grad():
         with Products() as products, FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
             call(draft.model, inputs)
     return float(counter.get_total_flops()) / count(target) / 1e6, products.seen
 
 
-def compile_break_even(min_steps: int | None, draft: Draft) -> str | None:
+def compile_break_even(min_steps: int | None, draft: RunBuilder) -> str | None:
     """Why so short a run should stay eager, or None.
 
     With no number given, a step of a copy is timed: compiling pays back once the time that it
@@ -92,7 +92,7 @@ def compile_break_even(min_steps: int | None, draft: Draft) -> str | None:
     return f"{draft.total_steps:,} steps do not pay it back; that takes {needed:,} or more"
 
 
-def _break_even(draft: Draft) -> tuple[int, str]:
+def _break_even(draft: RunBuilder) -> tuple[int, str]:
     """The number of steps, and what it rests on."""
     from runner.techniques import trial
 
@@ -111,7 +111,7 @@ def _rounded(steps: float) -> int:
     return int(float(f"{steps:.1e}"))
 
 
-def _step_seconds(draft: Draft) -> float:
+def _step_seconds(draft: RunBuilder) -> float:
     """The fastest of PASSES forward and backward passes of a copy over a micro-batch.
 
     What is not the run's own (cold caches, neighbours on the machine) only ever adds: the fastest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import operators
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -30,7 +30,7 @@ class CudaGraphs(Technique):
             return None
         return f"CUDA graphs are for GPUs with CUDA, and the device is {device.kind}"
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Tell the compile technique, which comes later."""
         draft.cuda_graphs = True
         return None

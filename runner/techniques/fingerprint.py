@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from runner.batch import call
+from runner.data.batch import call
+from runner.data.nested import tensors
 from runner.device import denormals
-from runner.nest import tensors
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
 from runner.techniques import trial
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.operators import OperatorObserver
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -29,7 +29,7 @@ PLAIN = bool | int | float | str | None
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
-def fingerprint(draft: Draft) -> dict[str, Any]:
+def fingerprint(draft: RunBuilder) -> dict[str, Any]:
     """What can be observed of a draft, by the name that a change of it is reported under."""
     return {
         **state(draft.model, draft.contexts, draft.device.kind),
@@ -91,7 +91,7 @@ class MeasuredTechnique(Technique):
         """As the technique says."""
         return self.technique.unavailable(device)
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Apply it between two looks; what differs between two looks before it tells nothing."""
         first, before = fingerprint(draft), fingerprint(draft)
         reason = self.technique.apply(draft)
@@ -122,7 +122,7 @@ class MeasuredTechnique(Technique):
         return Evidence(False, f"claims to be engaged; {what}", facts)
 
 
-def _step(draft: Draft) -> dict[str, Any]:
+def _step(draft: RunBuilder) -> dict[str, Any]:
     """Operators, numbers and memory of a forward and backward over a few samples, uncompiled."""
     for samples in dict.fromkeys((min(SAMPLES, draft.micro_batch), draft.micro_batch)):
         try:
@@ -132,7 +132,7 @@ def _step(draft: Draft) -> dict[str, Any]:
     return problem
 
 
-def _measured_step(draft: Draft, samples: int) -> dict[str, Any]:
+def _measured_step(draft: RunBuilder, samples: int) -> dict[str, Any]:
     operators: Counter[tuple[str, Any]] = Counter()
     held: Counter[int] = Counter()
 

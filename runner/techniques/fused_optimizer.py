@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ Options = dict[str, bool]
 class FusedOptimizer(Technique):
     """Fused where the optimizer has it, else foreach; the guard and clipping ride in the kernel."""
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Ask the optimizer's class for its fastest implementation."""
         options, reason = fastest(draft.optimizer_class, draft.model)
         draft.optimizer_options.update(options)
@@ -86,7 +86,7 @@ def fastest(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> tuple[O
     """The options of its fastest implementation, or why it has but the slow one."""
     import torch
 
-    from runner.optimizer_origin import is_torchs
+    from runner.optim.origin import is_torchs
 
     if not is_torchs(optimizer):
         return {}, f"the step() of {optimizer.__name__} is not torch's own: it is called unchanged"

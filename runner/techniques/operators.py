@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.run import Run
 from runner.techniques.probe import dry_run_step
+from runner.training.run import Run
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]

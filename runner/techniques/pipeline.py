@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from runner import modes
-from runner.batch import call
+from runner.data.batch import call
 from runner.errors import ConfigError
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.models import modes
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 TRIED = (0, 1, 2, 4)  # workers
 CLEARLY = 0.95  # of the time of a step: more workers have to be worth at least that
@@ -31,7 +31,7 @@ class Pipeline(Technique):
         if not self.budget_s > 0:
             raise ConfigError("optimization.pipeline.budget_s", "measures nothing", "use > 0")
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Decide what the data's own knobs leave open."""
         open_to_us = draft.data.device_prefetch is None and draft.data.pin_memory is not False
         if aside := draft.device.kind == "cuda" and open_to_us:
@@ -49,7 +49,7 @@ class Pipeline(Technique):
         draft.remarks["pipeline"] = {"workers_left_alone": reason}
         return None
 
-    def _race(self, draft: Draft) -> tuple[int, str]:
+    def _race(self, draft: RunBuilder) -> tuple[int, str]:
         """How long a step takes with so many workers: its wait for a batch, and its computing.
 
         Workers fetch while the step computes, so with them the longer of the two counts.
@@ -104,7 +104,7 @@ def _copies_aside(run: Run) -> bool:
     return run.device.kind == "cuda" and not refused and not off
 
 
-def _fetch_seconds(draft: Draft, workers: int, budget_s: float) -> float:
+def _fetch_seconds(draft: RunBuilder, workers: int, budget_s: float) -> float:
     """Seconds a batch, fetched by so many workers and nothing else going on."""
     loader = draft.loader(replace(draft.data, workers=workers))
     try:
@@ -120,7 +120,7 @@ def _fetch_seconds(draft: Draft, workers: int, budget_s: float) -> float:
         loader.close()
 
 
-def _step_seconds(draft: Draft) -> tuple[float, float]:
+def _step_seconds(draft: RunBuilder) -> tuple[float, float]:
     """About what a step takes to compute, and what its batch took to fetch.
 
     That is a forward of a copy, without a compiler, and twice as long for the backward; 0 where
@@ -135,7 +135,7 @@ def _step_seconds(draft: Draft) -> tuple[float, float]:
     inputs = next(loader.batches(0))[0]
     fetched = perf_counter() - asked
     try:
-        with trial.model_copy(draft) as copy, modes.evaluating(copy.model), torch.no_grad():
+        with trial.model_copy(draft) as copy, modes.evaluation_mode(copy.model), torch.no_grad():
             call(copy.model, inputs)  # allocations, choice of kernels
             draft.device.synchronize()
             start = perf_counter()

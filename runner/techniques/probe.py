@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from runner import compiler, modes
-from runner.batch import call, rows
-from runner.run import Run
+from runner.data.batch import call, rows
+from runner.models import modes
+from runner.techniques import compiler
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +30,7 @@ def outputs(run: Run, layers: Sequence[nn.Module]) -> list[Tensor]:
             seen.setdefault(module, output)
 
     with ExitStack() as stack:
-        stack.enter_context(modes.evaluating(run.model))
+        stack.enter_context(modes.evaluation_mode(run.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:

@@ -13,11 +13,11 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from runner import modes
-from runner.batch import call
+from runner.data.batch import call
 from runner.errors import ConfigError
-from runner.run import Quantized, Run
-from runner.technique import Draft, Evidence, Technique
+from runner.models import modes
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Quantized, Run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +68,7 @@ class Quantization(Technique):
             return "there is no int8 product on MPS: use mode=weight_only"
         return None
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Change nothing yet: the copy is made of the trained model."""
         from runner.techniques.int8 import candidates
 
@@ -81,8 +81,8 @@ class Quantization(Technique):
 
     def engaged(self, run: Run) -> Evidence:
         """The copy's layers, and what it is worth: metric, bytes and time against the float one."""
-        from runner.evaluation import evaluate, standalone
         from runner.techniques.int8 import model_bytes
+        from runner.training.evaluation import evaluate, standalone
 
         plain = standalone(run)
         bytes_before, kinds_before = model_bytes(plain), _kinds(plain)
@@ -164,7 +164,7 @@ def latency_ratio(run: Run, model: nn.Module) -> float:
     forwards: tuple[Callable[..., Any], ...] = (model, run.forward)
     times: tuple[list[float], list[float]] = ([], [])
     with ExitStack() as stack:
-        stack.enter_context(modes.evaluating(run.model))
+        stack.enter_context(modes.evaluation_mode(run.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in run.contexts:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
 from runner.record.text import shorten
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import dry_run_step, repeated_blocks
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from runner.predict import Prediction
+    from runner.techniques.memory_prediction import Prediction
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -58,9 +58,9 @@ class Recompute(Technique):
                     f"optimization.recompute.{key}", f"{value} is not a share", "use 0 to 1"
                 )
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Give each chosen block a forward that forgets; its keys stay as they are."""
-        from runner.untouched import NotRestorable
+        from runner.models.preserved_state import NotRestorable
 
         if self.what is RecomputePolicy.none:
             return "optimization.recompute.what=none"
@@ -81,9 +81,9 @@ class Recompute(Technique):
             return f"its blocks cannot be computed twice: {type(error).__name__}: {gist}"
         return None
 
-    def _decide(self, draft: Draft, found: list[nn.Module]) -> tuple[str, str]:
+    def _decide(self, draft: RunBuilder, found: list[nn.Module]) -> tuple[str, str]:
         from runner.device import memory
-        from runner.predict import predict
+        from runner.techniques.memory_prediction import predict
 
         free = memory.room(draft.device)
         for what in (RecomputePolicy.none, RecomputePolicy.selective):
@@ -102,11 +102,13 @@ class Recompute(Technique):
                 return what.value, f"it fits: {prediction.beside(free)}"
         return RecomputePolicy.full.value, f"it would not fit: {prediction.beside(free)}"
 
-    def _apply(self, draft: Draft, found: list[nn.Module], what: RecomputePolicy) -> Recomputed:
+    def _apply(
+        self, draft: RunBuilder, found: list[nn.Module], what: RecomputePolicy
+    ) -> Recomputed:
         """Wrap the blocks until the run closes, once a traced step has gone through."""
         import torch._functorch.config as functorch
 
-        from runner.predict import predict
+        from runner.techniques.memory_prediction import predict
 
         _drop_caches(draft)
         without = predict(draft)
@@ -128,7 +130,7 @@ class Recompute(Technique):
         return recomputed
 
     def _meet(
-        self, draft: Draft, found: list[nn.Module], without: Prediction
+        self, draft: RunBuilder, found: list[nn.Module], without: Prediction
     ) -> tuple[list[nn.Module], Prediction]:
         """The fewest blocks, from the first on, that bring what is held down to the budget."""
         few, many, best = 0, len(found), without
@@ -231,8 +233,8 @@ class Recomputed:
                 now.update(before)
 
 
-def _predict(draft: Draft, recomputed: Recomputed) -> Prediction:
-    from runner.predict import predict
+def _predict(draft: RunBuilder, recomputed: Recomputed) -> Prediction:
+    from runner.techniques.memory_prediction import predict
 
     with ExitStack() as scope:
         recomputed.wrap(scope)
@@ -274,7 +276,7 @@ def _selective() -> Callable[[], Contexts]:
     return partial(create_selective_checkpoint_contexts, policy)
 
 
-def _drop_caches(draft: Draft) -> None:
+def _drop_caches(draft: RunBuilder) -> None:
     """Language models of others keep keys and values for generation, which would fill up twice."""
     for module in draft.model.modules():
         config: Any = vars(module).get("config")
@@ -287,7 +289,7 @@ def _held(run: Run) -> int:
     """Bytes that a compiled step's graph saves for the backward, weights left out."""
     from torch import Tensor
 
-    from runner.batch import call, rows
+    from runner.data.batch import call, rows
 
     try:
         batch = rows(run.train.peek(), slice(run.micro_batch))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import ConfigError
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.cost import describe_forward, forward_mflop
 from runner.techniques.probe import dry_run_step
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -44,7 +44,7 @@ class System(Technique):
         """Metal has none of these switches, and its kernels do not run in the CPU's threads."""
         return "there is nothing to set on mps" if device.kind == "mps" else None
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Set what is not named in the `device` group, and note what could not be had."""
         from runner.device import allocator, denormals, numerics
 
@@ -70,7 +70,7 @@ class System(Technique):
         }
         return None
 
-    def _set_threads(self, draft: Draft) -> None:
+    def _set_threads(self, draft: RunBuilder) -> None:
         import torch
 
         before = torch.get_num_threads()
@@ -79,7 +79,7 @@ class System(Technique):
             draft.scope.callback(torch.set_num_threads, before)
             torch.set_num_threads(threads)
 
-    def _threads(self, draft: Draft, most: int) -> tuple[int, str]:
+    def _threads(self, draft: RunBuilder, most: int) -> tuple[int, str]:
         """Threads wait for each other by spinning: where operators are tiny they only wait.
 
         And the slowest is waited for, which is the one that shares its core with a neighbour.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.probe import operators
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class Tf32(Technique):
         """Only NVIDIA's Ampere and later have it."""
         return None if device.capabilities.tf32 else f"{device.name} has no TF32"
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Allow TF32 in matmul and cuDNN, until the run closes."""
         from runner.device.numerics import set_tf32
 

@@ -8,16 +8,16 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from runner import untouched as state
-from runner.batch import Batch, Inputs, call
-from runner.recovery import is_out_of_memory, let_go
-from runner.technique import Draft
-from runner.untouched import NotRestorable
+from runner.data.batch import Batch, Inputs, call
+from runner.models import preserved_state as state
+from runner.models.preserved_state import NotRestorable
+from runner.techniques.base import RunBuilder
+from runner.training.recovery import is_out_of_memory, release_references
 
 __all__ = ["NotRestorable", "batch", "entered", "forward", "model_copy", "untouched"]
 
 
-def batch(draft: Draft, samples: int) -> Batch:
+def batch(draft: RunBuilder, samples: int) -> Batch:
     """So many training samples, laid out as the run's batches will be."""
     found = draft.sample(samples)
     for place in draft.placements:
@@ -26,7 +26,7 @@ def batch(draft: Draft, samples: int) -> Batch:
 
 
 @contextmanager
-def entered(draft: Draft) -> Iterator[None]:
+def entered(draft: RunBuilder) -> Iterator[None]:
     """The contexts that will be around forward and loss."""
     with ExitStack() as stack:
         for context in draft.contexts:
@@ -35,12 +35,12 @@ def entered(draft: Draft) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(draft: Draft) -> Iterator[None]:
+def untouched(draft: RunBuilder) -> Iterator[None]:
     """Restore model, objective and random state at the end; for a fixed number of calls.
 
     Raises NotRestorable before any call where that is not possible.
     """
-    with state.untouched(
+    with state.preserve_state(
         draft.model,
         draft.forward,
         draft.objective,
@@ -52,7 +52,7 @@ def untouched(draft: Draft) -> Iterator[None]:
 
 
 @contextmanager
-def model_copy(draft: Draft) -> Iterator[Draft]:
+def model_copy(draft: RunBuilder) -> Iterator[RunBuilder]:
     """The draft with a deep copy of model and objective, to be timed; raises NotRestorable.
 
     Takes the memory of the weights once more, and of their gradients after a backward: less than
@@ -69,11 +69,11 @@ def model_copy(draft: Draft) -> Iterator[Draft]:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            let_go(error)
+            release_references(error)
             raise NotRestorable("a copy of it and a step do not fit in memory") from None
 
 
-def forward(draft: Draft, inputs: Inputs) -> Any:
+def forward(draft: RunBuilder, inputs: Inputs) -> Any:
     """What the model puts out, under the run's contexts."""
     with entered(draft):
         return call(draft.forward, inputs)

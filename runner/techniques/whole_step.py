@@ -6,13 +6,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from runner import compiler
 from runner.errors import ConfigError
-from runner.hook import Hook
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques import compiler
+from runner.techniques.base import Evidence, RunBuilder, Technique
 from runner.techniques.cost import compile_break_even
 from runner.techniques.fused_optimizer import fastest
+from runner.training.hook import Hook
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -42,7 +42,7 @@ class WholeStep(Technique):
         """It needs a compiler, and a torch whose tracer takes gradients inside a graph."""
         return compiler.missing(device.kind) or compiler.no_gradients_in_graphs()
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Leave the order with the draft; the graph is made once there is an optimizer."""
         if draft.micro_batch < draft.batch_size:
             return f"micro-batches of {draft.micro_batch}: the step is several backward passes"
@@ -70,7 +70,7 @@ class WholeStep(Technique):
         if whole is None:
             return Evidence(False, run.fallen.get("whole_step", "no step was made in one graph"))
         made = max(len(run.watch.steps), whole.steps)  # a loop of the user's own is not timed
-        facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.facts()}
+        facts: dict[str, Any] = {"steps_in_one_graph": whole.steps, **compiler.compilation_facts()}
         if not whole.steps:
             return Evidence(False, kept_out(run) or "no full batch came", facts)
         return Evidence.of_share(whole.steps, made, "steps made in one graph", **facts)
@@ -102,7 +102,7 @@ def warn_kept_out(run: Run) -> None:
         log.warning("optimization.compile: %s", reason)
 
 
-def _index_limit(draft: Draft) -> int | None:
+def _index_limit(draft: RunBuilder) -> int | None:
     """The number of classes that a loss of the user's own picks from, by the shapes; else None.
 
     On a CPU compiled code ends the process at an index that is out of range.

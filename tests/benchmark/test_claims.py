@@ -46,7 +46,7 @@ from runner.benchmark.workers.messages import Finished, Ready
 from runner.config import JobKind
 from runner.errors import Interrupted
 from runner.report import claims as report
-from runner.run import Run
+from runner.training.run import Run
 
 MLP = ["data=digits", "model=mlp"]
 TRIALS = load_trials()

@@ -12,10 +12,10 @@ import pytest
 
 from runner.benchmark.arms import Arm
 from runner.benchmark.parity_checker import PLAIN, ParityChecker, Verdict
-from runner.build import Given
+from runner.build import Components
 from runner.composing import compose
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 SMALL = ["device=cpu", "device.threads=1", "model.width=8", "model.depth=1", "training.steps=20"]
 MUTANTS = Path(__file__).parents[1] / "parity"
@@ -25,7 +25,7 @@ TRUSTED = "security.trusted=[parity_mutants,tests]"
 class Deadly(Technique):
     """Takes the process down."""
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         os.kill(os.getpid(), signal.SIGKILL)
         return None
 
@@ -36,7 +36,7 @@ class Deadly(Technique):
 class Endless(Technique):
     """Never comes to an end."""
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         while True:
             signal.pause()
 
@@ -117,14 +117,14 @@ def test_a_model_of_the_callers_is_judged_and_left_as_it_was() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with ParityChecker(120.0, Given(model=model)) as checker:
+    with ParityChecker(120.0, Components(model=model)) as checker:
         found = checker.check(arm("basic", "optimization=basic"))
     assert found.parity == "explained by precision"
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_part_that_cannot_be_sent_is_said() -> None:
-    nothing: Any = Given(objective=lambda: None)  # type: ignore[arg-type]
+    nothing: Any = Components(objective=lambda: None)  # type: ignore[arg-type]
     with ParityChecker(60.0, nothing) as checker:
         found = checker.check(arm("basic", "optimization=basic"))
     assert found.parity is None

@@ -21,8 +21,8 @@ from runner.benchmark.workers.results import (
 )
 from runner.benchmark.workers.worker import benchmarked
 from runner.config import config_hash
-from runner.hook import Report
-from runner.stopwatch import Stopwatch
+from runner.training.hook import Report
+from runner.training.timing import Stopwatch
 
 
 def course(losses: Sequence[float], norm: float = 1.0, skipped: bool = False) -> TrainingLog:

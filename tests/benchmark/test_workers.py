@@ -19,11 +19,11 @@ from runner.benchmark.blocks import Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.messages import Finished, Ready
 from runner.benchmark.workers.pool import WorkerPool
-from runner.build import Given
+from runner.build import Components
 from runner.device import openmp
 from runner.errors import SecurityError, UsageError
-from runner.hook import Hook, Report
-from runner.run import Run
+from runner.training.hook import Hook, Report
+from runner.training.run import Run
 from tests.benchmark import arm_parts
 from tests.benchmark.worker_arms import BASE, OWN, PARTS, QUICK, arm, is_gone, own
 
@@ -226,7 +226,7 @@ def test_parts_that_were_given_are_copied_and_leave_nothing_behind(tmp_path: Pat
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 2))
     before = [p.detach().clone() for p in model.parameters()]
-    given = Given(model=model)
+    given = Components(model=model)
     one = Arm("one", compose(["data=cancer", "model=mlp", "device=cpu", "optimization=basic"]))
     with WorkerPool([one], QUICK, tmp_path, given=given) as pool:
         pool.start("one")
@@ -243,7 +243,7 @@ def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:
     model.made = lambda: 1  # type: ignore[assignment]
     arms = [Arm("one", compose(["data=cancer", "model=mlp"]))]
     with pytest.raises(UsageError, match="model cannot be sent to another process.*no lambda"):
-        WorkerPool(arms, QUICK, None, given=Given(model=model))
+        WorkerPool(arms, QUICK, None, given=Components(model=model))
     with pytest.raises(UsageError, match="metrics cannot be sent"):
         WorkerPool(arms, QUICK, None, metrics={"mine": lambda run: 1.0})
 

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from runner import build, compose, train
-from runner.hook import Hook, Report, Step, Verdict
-from runner.run import Run
-from runner.summary import Summary
+from runner.training.hook import Hook, Report, Step, Verdict
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 TRUSTED = ["my_package", "captured_models"]
 OURS = [

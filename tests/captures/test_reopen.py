@@ -17,7 +17,7 @@ from runner.captures.reader import Capture, open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
 from runner.replay.reopen import config_of, reopened, with_weights
-from runner.step import backward
+from runner.training.step import forward_backward
 
 CASES = {
     "average, accumulation": [
@@ -56,7 +56,7 @@ def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(
                 run.model.parameters(), hook.weights[capture.step], strict=True
             ):
                 assert torch.equal(ours, theirs)
-            step = backward(run, batch)
+            step = forward_backward(run, batch)
             assert float(step.loss) == capture.loss
             assert float(step.grad_norm) == capture.grad_norm
         again = open_capture(capture.path)  # nothing of it was changed by looking
@@ -69,7 +69,7 @@ def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(kit: Any, tmp_path:
     (capture,) = map(open_capture, captures(tmp_path))
     assert float(capture.buffers["seen"]) == 15
     with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
-        assert float(backward(run, batch).loss) == capture.loss
+        assert float(forward_backward(run, batch).loss) == capture.loss
 
 
 def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(
@@ -88,7 +88,7 @@ def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(
     with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
         assert run.update.scale is not None
         assert float(run.update.scale.value) == 2.0**58
-        step = backward(run, batch)
+        step = forward_backward(run, batch)
         assert float(step.loss) == capture.loss and bool(step.skipped)
 
 
@@ -105,7 +105,7 @@ def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(
             assert not {"amp", "fused_optimizer"} & {name for name, _ in run.techniques}
             weights = zip(run.model.parameters(), hook.weights[capture.step], strict=True)
             assert all(torch.equal(a, b) for a, b in weights)
-            loss = float(backward(run, batch).loss)
+            loss = float(forward_backward(run, batch).loss)
             assert loss == pytest.approx(capture.loss, rel=0.01) and loss != capture.loss
 
 
@@ -116,7 +116,7 @@ def test_what_was_run_again_once_can_be_kept(kit: Any, made: Path, tmp_path: Pat
     assert once.as_it_was and once.path == tmp_path / "settled" / "step_00000013"
     assert once.manifest.checkpoint is None
     with reopened(once, trusted=kit.TRUSTED) as (run, batch):
-        step = backward(run, batch)
+        step = forward_backward(run, batch)
         assert (float(step.loss), float(step.grad_norm)) == (moved.loss, moved.grad_norm)
 
 

@@ -17,7 +17,7 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.folder import load
 from runner.checkpoint.manifest import MODEL, NAME, STATE, Manifest, read_manifest
 from runner.errors import CheckpointError
-from runner.storage import write_file
+from runner.record.storage import write_file
 
 OVERRIDES = [
     "data=cancer", "model.width=8", "training.steps=6", "checkpoint.every=3", "checkpoint.keep=9",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from runner import build, compose
-from runner.batch import Batch, Sizes
-from runner.build import Given
+from runner.build import Components
+from runner.data.batch import Batch, Sizes
 from runner.data.dataset import Dataset
-from runner.run import Run
+from runner.training.run import Run
 
 SAMPLES, TRAIN, FEATURES, CLASSES, BATCH = 400, 320, 12, 4, 16
 QUIET = ["device.threads=1", "monitoring.progress=false", "optimization=basic", "model=mlp",
@@ -44,7 +44,7 @@ class Spoiled(Dataset):
 
 
 def spoiled(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
-    return build(compose([*QUIET, *overrides]), folder, Given(data=data))
+    return build(compose([*QUIET, *overrides]), folder, Components(data=data))
 
 
 def weights(run: Run) -> dict[str, Tensor]:

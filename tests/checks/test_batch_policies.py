@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from runner import build, compose, train
-from runner.batch import Batch
-from runner.build import Given
+from runner.build import Components
+from runner.data.batch import Batch
 from runner.data.tensors import Tensors
 from runner.errors import DataError, Interrupted
-from runner.hook import Hook, Step, Verdict
-from runner.run import Run
-from runner.step import make_step
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.run import Run
+from runner.training.step import make_step
 from tests.checks.spoiled import BATCH, FEATURES, QUIET, Spoiled, faults, same, spoiled, weights
 
 
@@ -318,7 +318,7 @@ def held(data: Spoiled, *overrides: str) -> Run:
     """A run on the same data as tensors in memory."""
     whole = Tensors(data.x, data.y, data.sizes, (data.train, data.validation))
     own = [*QUIET, "checks.table.enabled=false", *overrides]
-    return build(compose(own), None, Given(data=whole))
+    return build(compose(own), None, Components(data=whole))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_a_stop_found_among_the_last_steps_still_ends_the_run(steps: int) -> Non
 @pytest.mark.gpu
 def test_nothing_is_read_from_the_gpu_while_batches_there_are_looked_at() -> None:
     own = ["device=cuda", "data=cancer", "model=mlp", "training.batch_size=16"]
-    with build(compose(own), None, Given(data=Spoiled())) as run:
+    with build(compose(own), None, Components(data=Spoiled())) as run:
         assert run.inputs is not None
         batches = [next(iter([run.train.at(i)])) for i in range(20)]
         run.inputs.admit(1, batches[0])  # caches

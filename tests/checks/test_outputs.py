@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from runner import build, compose, safe_inference, sanitise
 from runner.checks.outputs import Changes, Watched, described
 from runner.errors import UsageError
-from runner.evaluation import evaluate
 from runner.hooks.predictions import Predictions
 from runner.jobs.evaluate import _evaluate
+from runner.training.evaluation import evaluate
 
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, -3e38, 1 + 1e-6, 0.3)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.batch import Column, Sizes
 from runner.checks.config import Policy, TableConfig
 from runner.checks.table import Table, TableFindings, check_table
+from runner.data.batch import Column, Sizes
 from runner.data.config import Cancer, Tabular
 from runner.data.dataset import Dataset
 from runner.data.embedded import cancer
@@ -23,8 +23,8 @@ from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
 from runner.errors import ConfigError, DataError
 from runner.record.history import History
-from runner.summary import Summary
 from runner.tables import check_data_table
+from runner.training.summary import Summary
 
 
 def looked_at(source: Tensors, **policies: Any) -> tuple[Dataset, TableFindings]:

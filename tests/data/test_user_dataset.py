@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from runner.batch import Sizes
 from runner.data import infer
+from runner.data.batch import Sizes
 from runner.data.config import DataConfig, Digits
 from runner.data.loader import BatchLoader
 from runner.data.open import open_data

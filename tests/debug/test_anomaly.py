@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, train
-from runner.batch import Batch
-from runner.build import Given
+from runner.build import Components
+from runner.data.batch import Batch
 from runner.debug.anomaly import Anomaly
 from runner.debug.module_trace import ModuleTrace
 from runner.debug.source_line import OURS, place_in_text
 from runner.errors import GaveUp
 from runner.objectives.custom import Custom
-from runner.run import Run
-from runner.summary import Summary
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 DIGITS = (
     "data=digits device.threads=2 monitoring.progress=false training.batch_size=32 "
@@ -58,7 +58,7 @@ class Net(nn.Module):
 def run_of(
     overrides: list[str], folder: Path | None, model: nn.Module | None = None
 ) -> tuple[Run, Summary]:
-    with build(compose(overrides), folder, Given(model=model)) as run:
+    with build(compose(overrides), folder, Components(model=model)) as run:
         if isinstance(model, Net):
             begin = run.update.begin
 
@@ -287,7 +287,9 @@ class Poisoned(nn.Module):
 
 def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
     overrides = [*ANOMALY, "model=mlp", "training.steps=2"]
-    with build(compose(overrides), tmp_path, Given(objective=Custom(Poisoned(), "own"))) as run:
+    with build(
+        compose(overrides), tmp_path, Components(objective=Custom(Poisoned(), "own"))
+    ) as run:
         batches, at = run.train.batches, run.train.at
 
         def poisoned(batch: Batch) -> Batch:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from runner import Summary, build, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.debug.config import GradcheckConfig
 from runner.debug.gradcheck import Check, gradcheck_model
 from runner.errors import ConfigError, NotVerified
@@ -298,7 +298,9 @@ def test_a_module_that_is_not_there_is_answered_with_the_nearest() -> None:
 # in real runs
 
 
-def finished(overrides: list[str], folder: Path | None = None, given: Given | None = None) -> Any:
+def finished(
+    overrides: list[str], folder: Path | None = None, given: Components | None = None
+) -> Any:
     with build(compose([*RUN, *overrides]), folder, given) as run:
         summary = train(run)
         return {n: t.clone() for n, t in run.model.state_dict().items()}, summary, run
@@ -343,7 +345,7 @@ def test_trained_weights_are_bit_equal_with_and_without() -> None:
 def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, summary, run = finished([], tmp_path, Given(model=Own("Doubled")))
+    _, summary, run = finished([], tmp_path, Components(model=Own("Doubled")))
     assert summary.status == "done" and summary.steps == 4
     assert summary.faults["wrong_gradient"] == 1
     history = json.loads((tmp_path / "debug/history.json").read_text())
@@ -358,7 +360,7 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
 
 
 def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path: Path) -> None:
-    given = Given(model=Own(), objective=Custom(halved, "halved"))
+    given = Components(model=Own(), objective=Custom(halved, "halved"))
     with pytest.raises(NotVerified, match=r"objective \(halved\).*debug.gradcheck.skip"):
         finished(["debug.on_anomaly=raise"], tmp_path, given)
     found = Summary.read(tmp_path)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from runner import build, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.debug.config import Bounds, GradientsConfig
 from runner.debug.dead_units import DeadUnits
 from runner.debug.gradient_layers import State, check_gradients
 from runner.debug.gradients import Gradients
-from runner.run import Run
-from runner.summary import Summary
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 DIGITS = ["data=digits", "device.threads=2", "monitoring.progress=false", "training.batch_size=32"]
 LOOKING = [*DIGITS, "debug=gradients", "debug.every=2", "training.steps=12"]
@@ -47,7 +47,7 @@ def mlp(unused: bool = False) -> Net:
 def run_of(
     overrides: list[str], folder: Path | None, model: nn.Module | None = None
 ) -> tuple[Run, Summary]:
-    with build(compose(overrides), folder, Given(model=model)) as run:
+    with build(compose(overrides), folder, Components(model=model)) as run:
         return run, train(run)
 
 

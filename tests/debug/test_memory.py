@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import build, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.debug.memory import MemoryTool
 from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
 from runner.debug.object_counts import count_objects, find_growth
 from runner.errors import OutOfMemory
-from runner.hook import Hook, Step
-from runner.objective import Objective
-from runner.run import Run
+from runner.objectives.base import Objective
+from runner.training.hook import Hook, Step
+from runner.training.run import Run
 
 QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=1", "optimization=none"]
 CNN = [*QUICK, "data=digits", "model=cnn", "model.width=4", "training.steps=12"]
@@ -106,7 +106,9 @@ class Running(nn.Module):
 def test_a_model_with_a_state_of_its_own_learns_the_same(readable: bool, tmp_path: Path) -> None:
     plain, watched = Running(readable), Running(readable)
     for model, more in ((plain, []), (watched, LOOK)):
-        with build(compose([*MLP, *more]), tmp_path / str(len(more)), Given(model=model)) as run:
+        with build(
+            compose([*MLP, *more]), tmp_path / str(len(more)), Components(model=model)
+        ) as run:
             assert train(run).faults.get("tool_failed") is None
     assert torch.equal(plain.layer.weight, watched.layer.weight)
     assert torch.equal(plain.mean, watched.mean) and plain.calls == watched.calls

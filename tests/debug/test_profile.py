@@ -18,9 +18,9 @@ from runner.debug.profile import Profile
 from runner.debug.profile_report import Facts, operator_name, verdicts
 from runner.debug.profile_trace import operator_kind, read_trace
 from runner.debug.tool import Tool
-from runner.hook import Step
-from runner.run import Run
-from runner.summary import Summary
+from runner.training.hook import Step
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 QUIET = ["device.threads=2", "monitoring.progress=false", "debug=profile"]
 SMALL = [
@@ -147,10 +147,10 @@ class Encoded(nn.Module):
 
 
 def verdict_of(model: nn.Module) -> tuple[str, list[str]]:
-    from runner.build import Given
+    from runner.build import Components
 
     overrides = [*SMALL, "device.threads=1", "optimization.fused_optimizer.enabled=true"]
-    with build(compose(overrides), None, Given(model=model)) as run:
+    with build(compose(overrides), None, Components(model=model)) as run:
         summary = train(run)
         (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
     (row,) = [row for row in summary.tools if row.name == "profile"]
@@ -264,10 +264,10 @@ class Lopsided(nn.Module):
 
 
 def lopsided(folder: Path, *overrides: str) -> tuple[Profile, dict[str, Any]]:
-    from runner.build import Given
+    from runner.build import Components
 
     config = compose([*SMALL, *OWN, *overrides])
-    with build(config, folder, Given(model=Lopsided())) as run:
+    with build(config, folder, Components(model=Lopsided())) as run:
         train(run)
         (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
     return tool, json.loads((folder / "debug/profile.json").read_text())

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from runner import build, compose, train
+from runner.build_hooks import load_tools
 from runner.debug.config import DebugConfig, ToolConfig, tool
 from runner.debug.tool import Tool
 from runner.errors import ConfigError, GaveUp
-from runner.hook import Report, Step
-from runner.run import Run
-from runner.summary import Summary
-from runner.watchers import load_tools
+from runner.training.hook import Report, Step
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 SMALL = (
     "data=cancer optimization=none device.threads=1 monitoring.progress=false "

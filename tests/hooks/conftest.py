@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.batch import Batch, Sizes
 from runner.checkpoint.checkpointer import Checkpointer
+from runner.data.batch import Batch, Sizes
 from runner.device.config import DeviceConfig
 from runner.device.device import select
-from runner.objective import Objective
+from runner.objectives.base import Objective
 from runner.optim.optimizer_step import OptimizerStep
-from runner.reader import Reader
 from runner.record.config import MonitoringConfig
 from runner.record.history import History
 from runner.record.recorder import Recorder
-from runner.run import Run
 from runner.stability.config import StabilityConfig
 from runner.stability.controller import StabilityController
-from runner.stopwatch import Stopwatch
-from runner.technique import Choice
+from runner.techniques.base import Choice
+from runner.training.metrics import Reader
+from runner.training.run import Run
+from runner.training.timing import Stopwatch
 
 
 class Batches:

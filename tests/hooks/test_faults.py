@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runner import Hook, build, compose, train
 from runner.errors import ConfigError, SecurityError
-from runner.hook import Report, Step
-from runner.run import Run
+from runner.training.hook import Report, Step
+from runner.training.run import Run
 
 POISONED = [
     "data._target_=my_package.Noisy",

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from runner.batch import Sizes
-from runner.hook import Evaluation, Report
+from runner.data.batch import Sizes
 from runner.hooks import progress
 from runner.hooks.progress import Progress
 from runner.record.config import MonitoringConfig
-from runner.run import Run
+from runner.training.hook import Evaluation, Report
+from runner.training.run import Run
 
 from .conftest import MakeRun
 

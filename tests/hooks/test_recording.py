@@ -12,13 +12,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch import nn
 
-from runner.batch import Sizes
+from runner.data.batch import Sizes
 from runner.errors import Interrupted
-from runner.hook import Evaluation, Report
 from runner.hooks import recording
 from runner.hooks.recording import Recording
 from runner.record.config import MonitoringConfig
-from runner.run import Run
+from runner.training.hook import Evaluation, Report
+from runner.training.run import Run
 
 from .conftest import MakeRun
 

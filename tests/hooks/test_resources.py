@@ -17,7 +17,7 @@ from runner.device import memory
 from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
 from runner.stability.config import WatchConfig
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 ROOT = Path(__file__).parents[2]
 QUICK = [

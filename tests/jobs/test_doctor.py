@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner import compiler
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.doctor import environment, packages
 from runner.doctor.environment import GIB, MIB, Check, Status
 from runner.errors import StorageError
 from runner.jobs.doctor import Report, examine, main, show
+from runner.techniques import compiler
 from runner.techniques.config import Optimization
 
 

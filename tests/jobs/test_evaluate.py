@@ -13,7 +13,7 @@ from runner.cli.preflight import check
 from runner.composing import compose_raw
 from runner.errors import CheckpointError
 from runner.report import run as report
-from runner.summary import Summary
+from runner.training.summary import Summary
 from tests.runs import command
 
 QUICK = ["device=cpu", "monitoring=quiet", "optimization=none"]

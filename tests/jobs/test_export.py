@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from runner import build, compose, train
-from runner.batch import call, rows
+from runner.data.batch import call, rows
 from runner.errors import CheckpointError, ConfigError
-from runner.evaluation import evaluate
 from runner.jobs import evaluate as job
-from runner.summary import Summary
+from runner.training.evaluation import evaluate
+from runner.training.summary import Summary
 
 INT8 = "optimization.quantization.enabled=true"
 QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=2", "training.steps=40"]

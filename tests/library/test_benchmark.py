@@ -17,8 +17,8 @@ from runner import Evidence, Technique, benchmark_optimizations, show_comparison
 from runner.benchmark.result import BenchmarkResult
 from runner.errors import DataError, UsageError
 from runner.report.comparison import of_benchmark
-from runner.run import Run
-from runner.technique import Draft
+from runner.techniques.base import RunBuilder
+from runner.training.run import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ class Waste(Technique):
 
     size: int = 512
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         before, matrix = draft.forward, torch.randn(self.size, self.size)
 
         def forward(*args: object, **named: object) -> object:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from runner import optimize, optimize_model
 from runner.errors import ConfigError, UsageError
 from runner.library.optimize import Optimized
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
 
 BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 
 
-def row(optimized: Any, name: str) -> Engagement:
+def row(optimized: Any, name: str) -> TechniqueStatus:
     return next(row for row in optimized.engagements() if row.name == name)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.batch import Sizes, call
+from runner.data.batch import Sizes, call
 from runner.errors import ConfigError
 from runner.models.build import build_model
 from runner.models.config import Classifier, Cnn, Gpt, Mlp, ModelConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.batch import call
+from runner.data.batch import call
 from runner.models.cnn import CNN
 from runner.models.mlp import MLP
 

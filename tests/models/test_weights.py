@@ -26,10 +26,10 @@ from runner.jobs.evaluate import main as evaluate
 from runner.models.stored import KEY, Shard, Weights
 from runner.models.weights import fit_to, start_from
 from runner.replay.reopen import reopened
-from runner.run import Run
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
 from runner.security.trust import Trust
+from runner.training.run import Run
 
 QUIET = [
     "data=cancer",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.batch import Sizes
+from runner.data.batch import Sizes
 from runner.errors import ConfigError, DataError
-from runner.objective import Objective
+from runner.objectives.base import Objective
 from runner.objectives.build import build_objective
 from runner.objectives.classification import Classification
 from runner.objectives.config import ObjectiveConfig

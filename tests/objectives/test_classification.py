@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.errors import ConfigError, DataError
-from runner.objective import Objective
+from runner.objectives.base import Objective
 from runner.objectives.classification import Classification
 
 CUTS = ([37], [16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from runner import build, compose, train
 from runner.config import RunConfig
 from runner.library.guarded_optimizer import train_step
-from runner.step import make_step
+from runner.training.step import make_step
 
 from .my_training import Net
 

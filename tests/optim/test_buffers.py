@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose
-from runner.build import Given
+from runner.build import Components
 from runner.checkpoint.sound import finite, masks
 from runner.errors import ConfigError
 from runner.optim.buffers import Buffers
@@ -149,7 +149,7 @@ def test_a_lazy_model_is_refused_in_words(tmp_path: Path) -> None:
     lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
     config = compose(["data=cancer", "training.steps=2", "device=cpu", "monitoring.progress=false"])
     with pytest.raises(ConfigError, match=r"model.*LazyLinear.*lazy"):
-        build(config, tmp_path, Given(model=lazy))
+        build(config, tmp_path, Components(model=lazy))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from runner import build, compose
 from runner.errors import ConfigError
-from runner.hook import Hook, Step
-from runner.loop import train
 from runner.optim.config import OptimizerConfig
 from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer
 from runner.optim.optimizer_step import OptimizerStep
-from runner.run import Run
 from runner.stability.config import StabilityConfig
+from runner.training.hook import Hook, Step
+from runner.training.loop import train
+from runner.training.run import Run
 
 KINDS: list[dict[str, Any]] = [
     {"clip_norm": 0.3},

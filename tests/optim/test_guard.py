@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner import build, compose, train
-from runner.batch import Batch
-from runner.hook import Hook, Step
+from runner.data.batch import Batch
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
-from runner.run import Run
 from runner.stability.config import StabilityConfig
-from runner.step import make_step
+from runner.training.hook import Hook, Step
+from runner.training.run import Run
+from runner.training.step import make_step
 
 FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
 MOMENTUM = {"momentum": 0.9, "nesterov": True}

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from runner.batch import count
+from runner.data.batch import count
 from runner.optim.optimizer_step import OptimizerStep
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Mutant(Technique):
 
 @dataclass
 class Harmless(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for parameter in draft.model.parameters():
             parameter.register_hook(torch.clone)
 
@@ -35,7 +35,7 @@ class Harmless(Mutant):
 class NotCausal(Mutant):
     """Every token sees those after it."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if getattr(module, "causal", False):
                 module.causal = False  # type: ignore[assignment]
@@ -45,7 +45,7 @@ class NotCausal(Mutant):
 class BlindToPadding(Mutant):
     """Padding counts as text."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         forward = draft.forward
 
         def ignorant(input_ids: Any, attention_mask: Any) -> Any:
@@ -58,7 +58,7 @@ class BlindToPadding(Mutant):
 class DroppedGradient(Mutant):
     """The last parameter, a bias in most models, gets none."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         *_, last = draft.model.parameters()
         last.register_hook(torch.zeros_like)
 
@@ -67,7 +67,7 @@ class DroppedGradient(Mutant):
 class StaleBuffer(Mutant):
     """BatchNorm goes by this batch, and forgets it."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.momentum = 0.0
@@ -77,7 +77,7 @@ class StaleBuffer(Mutant):
 class SumOfParts(Mutant):
     """Each micro-batch counts as if it were the whole batch."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.objective.weight = lambda target: 1.0  # type: ignore[method-assign]
 
 
@@ -85,7 +85,7 @@ class SumOfParts(Mutant):
 class MeanOfMeans(Mutant):
     """The smaller last micro-batch counts as much as the others."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         size = draft.micro_batch
         draft.objective.weight = (  # type: ignore[method-assign]
             lambda target: float(-(-count(target) // size))
@@ -94,7 +94,7 @@ class MeanOfMeans(Mutant):
 
 @dataclass
 class NoDropout(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -102,13 +102,13 @@ class NoDropout(Mutant):
 
 @dataclass
 class MoreDropout(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.8
 
 
-def changed_options(draft: Draft, change: Callable[[dict[str, Any]], None]) -> None:
+def changed_options(draft: RunBuilder, change: Callable[[dict[str, Any]], None]) -> None:
     """The optimizer gets other options than were asked for, in each of its groups."""
     original = draft.optimizer_class
 
@@ -124,13 +124,13 @@ def changed_options(draft: Draft, change: Callable[[dict[str, Any]], None]) -> N
 
 @dataclass
 class NoDecay(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(weight_decay=0.0))
 
 
 @dataclass
 class DecayOnBiases(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(weight_decay=0.01))
 
 
@@ -138,25 +138,25 @@ class DecayOnBiases(Mutant):
 class CoupledDecay(Mutant):
     """Decay as a term of the gradient, which Adam then divides by its size."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(decoupled_weight_decay=False))
 
 
 @dataclass
 class ShortSecondMoment(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(betas=(0.9, 0.99)))
 
 
 @dataclass
 class ShortFirstMoment(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(betas=(0.89, 0.999)))
 
 
 @dataclass
 class LargeEps(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(eps=1e-3))
 
 
@@ -164,11 +164,11 @@ class LargeEps(Mutant):
 class Dampened(Mutant):
     """SGD whose momentum takes in half of each gradient."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         changed_options(draft, lambda group: group.update(dampening=0.5))
 
 
-def changed_steps(draft: Draft, after: Callable[[Any, dict[Any, Tensor]], None]) -> None:
+def changed_steps(draft: RunBuilder, after: Callable[[Any, dict[Any, Tensor]], None]) -> None:
     """Something happens after each step of the optimizer; it gets the weights before it."""
     original = draft.optimizer_class
 
@@ -187,7 +187,7 @@ def changed_steps(draft: Draft, after: Callable[[Any, dict[Any, Tensor]], None])
 class LargerRate(Mutant):
     """The learning rate is 2 % too large."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         def more(optimizer: Any, before: dict[Any, Tensor]) -> None:
             for p, old in before.items():
                 p.add_(p - old, alpha=0.02)
@@ -199,7 +199,7 @@ class LargerRate(Mutant):
 class Frozen(Mutant):
     """One layer gets its gradient, and no update."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         def undo(optimizer: Any, before: dict[Any, Tensor]) -> None:
             p = optimizer.param_groups[0]["params"][0]
             p.copy_(before[p])
@@ -211,7 +211,7 @@ class Frozen(Mutant):
 class NoBiasCorrection(Mutant):
     """Adam that always believes to have made many steps."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         def age(optimizer: Any, before: dict[Any, Tensor]) -> None:
             for state in optimizer.state.values():
                 state["step"].fill_(100_000)
@@ -219,7 +219,7 @@ class NoBiasCorrection(Mutant):
         changed_steps(draft, age)
 
 
-def patched(draft: Draft, name: str, method: Callable[..., Any]) -> None:
+def patched(draft: RunBuilder, name: str, method: Callable[..., Any]) -> None:
     """Another method for `OptimizerStep`, as long as the run is open."""
     draft.scope.enter_context(mock.patch.object(OptimizerStep, name, method))
 
@@ -228,14 +228,14 @@ def patched(draft: Draft, name: str, method: Callable[..., Any]) -> None:
 class LateSchedule(Mutant):
     """Each update has the learning rate of the one after it."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         right = OptimizerStep.lr_at
         patched(draft, "lr_at", lambda self, updates: right(self, updates + 1))
 
 
 @dataclass
 class NoClip(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         patched(draft, "divisor", lambda self, norm: None)
 
 
@@ -243,7 +243,7 @@ class NoClip(Mutant):
 class ClipEach(Mutant):
     """Each gradient is clipped by its own norm."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for parameter in draft.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: None)
 
@@ -259,7 +259,7 @@ class ClipEach(Mutant):
 class StaleAverage(Mutant):
     """The average of the weights stays where it began."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         patched(draft, "_follow", lambda self, weight: None)
 
 
@@ -267,7 +267,7 @@ class StaleAverage(Mutant):
 class TripledEvaluation(Mutant):
     """Logits are three times as large in evaluation mode."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         model, forward = draft.model, draft.forward
 
         def tripled(*args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class TripledEvaluation(Mutant):
 
 @dataclass
 class DropoutInEvaluation(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.Dropout):
                 module.forward = lambda x, m=module: nn.functional.dropout(x, m.p)  # type: ignore[method-assign]
@@ -289,7 +289,7 @@ class DropoutInEvaluation(Mutant):
 class BatchStatisticsInEvaluation(Mutant):
     """BatchNorm goes by the batch in evaluation mode, too."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 right = module.forward
@@ -306,7 +306,7 @@ class BatchStatisticsInEvaluation(Mutant):
 
 @dataclass
 class NoDropoutInLSTM(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.LSTM):
                 module.dropout = 0.0
@@ -314,7 +314,7 @@ class NoDropoutInLSTM(Mutant):
 
 @dataclass
 class NoDropoutInAttention(Mutant):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for module in draft.model.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0
@@ -324,7 +324,7 @@ class NoDropoutInAttention(Mutant):
 class UnscaledDropoutInAttention(Mutant):
     """What attention keeps is not divided by the share that it keeps."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         right = nn.functional.scaled_dot_product_attention
 
         def unscaled(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool) -> Tensor:
@@ -338,7 +338,7 @@ class UnscaledDropoutInAttention(Mutant):
 class PeeksOneAhead(Mutant):
     """The causal mask is off by one: each token sees the next one."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         right = nn.functional.scaled_dot_product_attention
 
         def peeking(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
@@ -355,7 +355,7 @@ class PeeksOneAhead(Mutant):
 class TiredAfterThirty(Mutant):
     """From the 31st forward on the outputs are 1 % too small."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         model, forward, made = draft.model, draft.forward, [0]
 
         def tired(*args: Any, **kwargs: Any) -> Any:
@@ -370,7 +370,7 @@ class TiredAfterThirty(Mutant):
 class SumOnTheLast(Mutant):
     """The smaller last batch of an epoch counts as if it were a full one."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         right, size = type(draft.objective).__call__, draft.batch_size
 
         def loss(self: Any, output: Any, target: Any) -> Tensor:
@@ -384,7 +384,7 @@ class SumOnTheLast(Mutant):
 class OneInAThousand(Mutant):
     """A loss that is off by a thousandth: less than bf16 rounds."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for parameter in draft.model.parameters():
             parameter.register_hook(lambda gradient: gradient * 1.001)
 
@@ -393,7 +393,7 @@ class OneInAThousand(Mutant):
 class Forgetful(Mutant):
     """Gradients that depend on how often this process computed one."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         seen = [0]
 
         def fade(gradient: Any) -> Any:

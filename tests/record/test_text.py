@@ -11,9 +11,9 @@ from torch import nn
 
 from runner.errors import ConfigError
 from runner.overrides.spelling import read
+from runner.record.storage import read_record
 from runner.record.text import describe_error, quote_for_shell, resume_argument, shorten
 from runner.security.registry import construct
-from runner.storage import read_record
 
 NAMES = [
     "/srv/plain-1.5/a_b", "mit Leerzeichen äöü/x", "it's", 'a "quoted" one', "$HOME/`id`;&", "a\\b",

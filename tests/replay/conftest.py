@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from runner import build, compose, train
-from runner.batch import Batch
 from runner.captures.manifest import captures
 from runner.captures.reader import Capture, open_capture
+from runner.data.batch import Batch
 from runner.replay.reopen import reopened
-from runner.run import Run
+from runner.training.run import Run
 
 HERE = Path(__file__).parent
 TRUSTED = ["faulty_models"]

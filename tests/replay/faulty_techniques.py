@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from runner.run import Run
-from runner.technique import Draft, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique
+from runner.training.run import Run
 
 
 class LastLayer(Technique):
     """Trains the last linear layer alone."""
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.model.requires_grad_(False)
         [m for m in draft.model.modules() if isinstance(m, nn.Linear)][-1].requires_grad_(True)
 

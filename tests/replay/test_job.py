@@ -19,7 +19,7 @@ from runner.jobs.replay import main
 from runner.replay.findings import Replay
 from runner.replay.investigation import BAD
 from runner.replay.reopen import config_of
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]

@@ -19,7 +19,7 @@ from runner.replay import page
 from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Phase
 from runner.replay.trace import trace_step
-from runner.run import Run
+from runner.training.run import Run
 from tests.replay.planted_faults import BACKWARD, FORWARD, NESTED, OF_FORWARD, Custom, planted_loss
 
 TRUSTED = "security.trusted=[faulty_models,planted_faults]"

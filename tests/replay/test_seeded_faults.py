@@ -19,7 +19,7 @@ import torch
 from runner import build, compose, train
 from runner.captures.manifest import captures
 from runner.jobs.replay import main as replay
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 TRUSTED = "security.trusted=[faulty_models,seeded_models]"
 RUN = [

@@ -14,7 +14,7 @@ from runner.replay.compiled import trace_compiled
 from runner.replay.findings import Phase
 from runner.replay.spike import explain_spike
 from runner.replay.trace import trace_step
-from runner.step import backward
+from runner.training.step import forward_backward
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
 AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
@@ -73,7 +73,7 @@ def test_what_went_into_the_module_is_told_in_numbers(captured: Any, standing: A
         found = trace_step(run, batch)
         inputs = []
         run.model.part.register_forward_pre_hook(lambda module, args: inputs.extend(args))
-        backward(run, batch)
+        forward_backward(run, batch)
     told, (x, off) = found.inputs[0], [t.detach() for t in inputs]
     assert told.shape == list(x.shape)
     assert told.not_finite == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.report.comparison import Comparison
 from runner.report.verdicts import conclusion
-from runner.summary import MemoryPeaks, StepTime, Summary, Throughput
+from runner.training.summary import MemoryPeaks, StepTime, Summary, Throughput
 
 
 def run(

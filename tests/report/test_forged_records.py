@@ -23,7 +23,7 @@ from runner.record.console import print_stdout
 from runner.report import table
 from runner.report.command import main
 from runner.report.comparison import of_folders
-from runner.summary import Summary
+from runner.training.summary import Summary
 from tests.report.planted_results import arm, attribution, failed, reference, result, technique
 from tests.report.planted_runs import job, run, sweep
 

@@ -11,14 +11,14 @@ from rich.console import Console
 from runner.build import build
 from runner.composing import compose
 from runner.errors import StorageError
-from runner.loop import train
-from runner.outcome import engagements
 from runner.record import markdown
 from runner.record.history import History
 from runner.report import run as report
 from runner.report.format import technique_status
-from runner.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
-from runner.technique import Choice, Engagement
+from runner.techniques.base import Choice, TechniqueStatus
+from runner.training.evidence import technique_statuses
+from runner.training.loop import train
+from runner.training.summary import CheckpointPaths, MemoryPeaks, StepTime, Summary, Throughput
 
 SUMMARY = Summary(
     status="done",
@@ -33,9 +33,11 @@ SUMMARY = Summary(
     ),
     memory=MemoryPeaks(612 * 2**20, 3 * 2**30),
     techniques=[
-        Engagement("tf32", False, False, "not asked for"),
-        Engagement("fused_optimizer", True, True, "AdamW runs in one kernel"),
-        Engagement("compile", True, False, "no C++ compiler was found on the path; install g++"),
+        TechniqueStatus("tf32", False, False, "not asked for"),
+        TechniqueStatus("fused_optimizer", True, True, "AdamW runs in one kernel"),
+        TechniqueStatus(
+            "compile", True, False, "no C++ compiler was found on the path; install g++"
+        ),
     ],
     skipped_steps=7,
     faults={"non_finite": 7, "metrics": 1, "rollback": 0},
@@ -87,13 +89,13 @@ def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
     tmp_path: Path,
 ) -> None:
     rows = [
-        Engagement("tf32", True, False, "no TF32 here", status="not applicable"),
-        Engagement("amp", True, False, "casting costs more", status="skipped"),
-        Engagement("channels_last", True, False, "no convolution", status="skipped"),
-        Engagement(
+        TechniqueStatus("tf32", True, False, "no TF32 here", status="not applicable"),
+        TechniqueStatus("amp", True, False, "casting costs more", status="skipped"),
+        TechniqueStatus("channels_last", True, False, "no convolution", status="skipped"),
+        TechniqueStatus(
             "compile", True, False, "mode default failed, eager instead", status="fell back"
         ),
-        Engagement("system", True, True, "", {"threads": 1}, status="engaged"),
+        TechniqueStatus("system", True, True, "", {"threads": 1}, status="engaged"),
     ]
     summary = replace(SUMMARY, techniques=rows)
     lines = [line.split() for line in shown(summary, tmp_path, 120).splitlines()]
@@ -113,7 +115,7 @@ def test_the_status_of_a_technique_says_whether_it_ran() -> None:
     small = ["model=mlp", "model.width=8", "training.steps=2", "device=cpu"]
     with build(compose([*asked, *small, "optimization=none"]), None) as run:
         train(run)
-        status = {row.name: technique_status(vars(row)) for row in engagements(run)}
+        status = {row.name: technique_status(vars(row)) for row in technique_statuses(run)}
     assert [status[name] for name in names] == ["skipped", "not applicable", "engaged"]
     assert status["amp"] == "not requested"
 

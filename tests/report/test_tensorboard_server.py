@@ -20,10 +20,10 @@ from PIL import Image
 
 from runner.build import build
 from runner.composing import compose
-from runner.loop import train
 from runner.report.comparison import Comparison, Row
 from runner.report.tensorboard_export import export_comparison
-from runner.summary import Summary
+from runner.training.loop import train
+from runner.training.summary import Summary
 
 PATIENCE_S = 60.0
 SWEPT = "++monitoring.domains={optimizer.lr:[0.01,0.1,-1.0,0.5],optimization:[none,basic]}"

@@ -35,7 +35,7 @@ CALLED = """
 os.system os.mkdir builtins.open builtins.eval shutil.copyfile venv.create subprocess.Popen
 torch.hub.load torch.load torch.utils.collect_env.run setuptools._distutils.spawn.spawn
 multiprocessing.util.spawnv_passfds uuid._get_command_stdout torch.os.mkdir pickle.loads
-runner.cli.launch.os.mkdir runner.storage.replace_text evil_pkg.Payload functools.partial
+runner.cli.launch.os.mkdir runner.record.storage.replace_text evil_pkg.Payload functools.partial
 importlib.import_module hydra.utils.instantiate hydra.utils.get_method torch.nn.init.math.sqrt
 torch.nn.functional.torch.load torch.utils.data.datapipes.iter.FileOpener
 torch.nn.Module.load_state_dict torch.nn.Linear.__init__ hydra._internal.utils._locate

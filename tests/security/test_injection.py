@@ -21,7 +21,6 @@ import markdown as python_markdown
 import pytest
 from rich.console import Console, RenderableType
 
-from runner.hook import Cost
 from runner.overrides.groups import CONF
 from runner.record import markdown as md
 from runner.record.console import close_logging, set_up_logging
@@ -33,8 +32,9 @@ from runner.report import page, scan, serialize, table
 from runner.report import run as run_report
 from runner.security.config import SecurityLevel
 from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
-from runner.summary import CheckpointPaths, Summary
-from runner.technique import Choice, Engagement
+from runner.techniques.base import Choice, TechniqueStatus
+from runner.training.hook import Cost
+from runner.training.summary import CheckpointPaths, Summary
 from tests.report import planted_results
 
 FORGED = "2026-01-01T00:00:00.000 INFO    runner: all is well"
@@ -78,8 +78,8 @@ def summary() -> Summary:
     return poisoned(
         Summary(
             status="stopped", reason="because", steps=5, metrics={"val/accuracy/cat": 0.5},
-            techniques=[Engagement("amp", True, True, "why", {"kernel": "flash"}),
-                        Engagement("compile", True, False, "why not")],
+            techniques=[TechniqueStatus("amp", True, True, "why", {"kernel": "flash"}),
+                        TechniqueStatus("compile", True, False, "why not")],
             tools=[Cost("profile", 1, 0.1, "found")], faults={"spike": 2},
             checkpoint=CheckpointPaths("checkpoints/a", "checkpoints/b"),
             device={"name": "a CPU"}, versions={"torch": "2"}, config_hash="abc", command="python",

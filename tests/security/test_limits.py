@@ -11,12 +11,12 @@ from runner import build, compose, train
 from runner.checkpoint.folder import step_name
 from runner.device import memory
 from runner.errors import ConfigError
-from runner.hook import Hook, Step
 from runner.hooks import limits as hook
-from runner.run import Run
 from runner.security.config import LimitsConfig
 from runner.security.limits import folder_bytes
-from runner.summary import Summary
+from runner.training.hook import Hook, Step
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 QUICK = ["data=cancer", "training.steps=300", "monitoring=quiet", "device=cpu",
          "optimization=none", "debug.capture.enabled=false"]  # fmt: skip

@@ -18,7 +18,7 @@ from runner.cli.preflight import check
 from runner.composing import compose
 from runner.config import plain
 from runner.errors import ConfigError, SecurityError
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 LEAVE = "security.environment=[MY_TOKEN]"
 

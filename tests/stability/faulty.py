@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from runner import build, compose
-from runner.run import Run
+from runner.training.run import Run
 
 OURS = [
     "security.trusted=[my_package]",

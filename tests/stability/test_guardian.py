@@ -16,11 +16,11 @@ from torch import Tensor
 
 from runner import evaluate, train
 from runner.errors import GaveUp, Interrupted
-from runner.hook import Hook, Step, Verdict
-from runner.reader import Reader
-from runner.resume import save
-from runner.run import Run
-from runner.summary import Summary
+from runner.training.hook import Hook, Step, Verdict
+from runner.training.metrics import Reader
+from runner.training.resume import save
+from runner.training.run import Run
+from runner.training.summary import Summary
 from tests.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder, rows
 
 pytestmark = pytest.mark.usefixtures("my_package")

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.summary import Summary
 from runner.sweep.child import Child
 from runner.sweep.plan import wait_for_running_jobs
 from runner.sweep.schedule import write_failed_summary
 from runner.sweep.state import Job
+from runner.training.summary import Summary
 
 from .conftest import NET, SHORT, environment, only, statuses, sweep, told
 

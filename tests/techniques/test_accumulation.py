@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, train
-from runner.batch import largest_part, rows, split
+from runner.data.batch import largest_part, rows, split
+from runner.data.seeds import mix
 from runner.device import memory
 from runner.errors import ConfigError
-from runner.predict import predict
-from runner.seeds import mix
-from runner.step import backward
-from runner.technique import Draft
 from runner.techniques import accumulation
 from runner.techniques.accumulation import Accumulation
+from runner.techniques.base import RunBuilder
+from runner.techniques.memory_prediction import predict
+from runner.training.step import forward_backward
 
 BASE = ["monitoring.progress=false", "device=cpu", "device.threads=1"]
 QUICK = [
@@ -40,7 +40,7 @@ MIB = 2**20
 
 def gradients(overrides: list[str]) -> dict[str, Tensor]:
     with build(compose(overrides)) as run:
-        backward(run, next(run.train.batches(0)))
+        forward_backward(run, next(run.train.batches(0)))
         return {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
 
 
@@ -64,7 +64,7 @@ def test_the_batch_is_cut_into_the_fewest_parts_that_fit(
     monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     short_of(monkeypatch, free)
-    drafts: list[Draft] = []
+    drafts: list[RunBuilder] = []
     monkeypatch.setattr(
         accumulation, "fitting", lambda d, s, f=accumulation.fitting: drafts.append(d) or f(d, s)
     )
@@ -152,7 +152,7 @@ def test_a_batch_of_five_is_three_and_two_for_batchnorm_with_their_exact_gradien
         sizes: list[int] = []
         counting = run.model.register_forward_hook(lambda _, x, out: sizes.append(len(out)))
         run.model.train()
-        step = backward(run, five)
+        step = forward_backward(run, five)
         counting.remove()
         assert sizes == [3, 2]
         ours = [p.grad.clone() for p in run.model.parameters() if p.grad is not None]

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.technique import Engagement
 from runner.techniques import kernels
+from runner.techniques.base import TechniqueStatus
 
 QUICK = ["training.steps=2", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 GPT = [
@@ -40,7 +40,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def attention(*overrides: str) -> Engagement:
+def attention(*overrides: str) -> TechniqueStatus:
     with build(compose([*GPT, *overrides])) as run:
         summary = train(run)
     return next(row for row in summary.techniques if row.name == "attention")

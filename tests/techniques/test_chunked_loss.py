@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner import build, compose, evaluate, train
-from runner.deferred import DeferredLogits, OutputLayer, defer
 from runner.errors import ConfigError, DataError
+from runner.objectives.deferred_logits import DeferredLogits, OutputLayer, defer
 from runner.objectives.language_modelling import LanguageModelling
-from runner.step import backward
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
+from runner.training.step import forward_backward
 
 TOKENS, WIDTH, VOCAB = 50, 16, 301
 QUICK = ["training.steps=3", "monitoring.progress=false", "device=cpu", "device.threads=2"]
@@ -200,14 +200,14 @@ def tokens(tmp_path: Path) -> list[str]:
 OURS = ["model=gpt", "model.width=16", "model.heads=2", "model.depth=1"]
 
 
-def engagement(*overrides: str) -> Engagement:
+def engagement(*overrides: str) -> TechniqueStatus:
     with build(compose(overrides)) as run:
         return next(row for row in train(run).techniques if row.name == "chunked_loss")
 
 
 def step_of(*overrides: str) -> list[Tensor]:
     with build(compose(overrides)) as run:
-        step = backward(run, next(run.train.batches(0)))
+        step = forward_backward(run, next(run.train.batches(0)))
         return [step.loss, *(p.grad for p in run.model.parameters() if p.grad is not None)]
 
 

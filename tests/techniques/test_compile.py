@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch._dynamo.variables.tensor import TensorVariable
 
-from runner import build, compiler, compose, train
+from runner import build, compose, train
 from runner.errors import DataError
 from runner.record.console import close_logging, set_up_logging
-from runner.step import make_step
-from runner.summary import Summary
-from runner.technique import Engagement
+from runner.techniques import compiler
+from runner.techniques.base import TechniqueStatus
+from runner.training.step import make_step
+from runner.training.summary import Summary
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs g++ here"
@@ -50,7 +51,7 @@ def trained(*overrides: str) -> Summary:
         return train(run)
 
 
-def row(summary: Summary, name: str = "compile") -> Engagement:
+def row(summary: Summary, name: str = "compile") -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == name)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
 
 QUICK = [
     "training.steps=6",
@@ -16,7 +16,7 @@ QUICK = [
 ]
 
 
-def row(*overrides: str) -> Engagement:
+def row(*overrides: str) -> TechniqueStatus:
     with build(compose([*QUICK, *overrides])) as run:
         return next(row for row in train(run).techniques if row.name == "cuda_graphs")
 

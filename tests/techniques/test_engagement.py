@@ -11,12 +11,12 @@ import torch
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.outcome import engagements
 from runner.report.format import technique_status
-from runner.run import Run
-from runner.summary import Summary
-from runner.technique import Draft, Engagement, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique, TechniqueStatus
 from runner.techniques.config import Optimization
+from runner.training.evidence import technique_statuses
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 QUICK = ["training.steps=4", "monitoring.progress=false", "device=cpu", "device.threads=2"]
 
@@ -26,7 +26,7 @@ def trained(*overrides: str) -> Summary:
         return train(run)
 
 
-def row(summary: Summary, name: str) -> Engagement:
+def row(summary: Summary, name: str) -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == name)
 
 
@@ -135,7 +135,7 @@ def test_looking_while_training_leaves_the_workers_at_what_they_do() -> None:
 
 def test_what_a_failed_run_never_looked_at_is_not_called_a_fall_back() -> None:
     with build(compose([*QUICK, "optimization=basic", "device.threads=1"])) as run:
-        first = next(engagement for engagement in engagements(run) if engagement.requested)
+        first = next(engagement for engagement in technique_statuses(run) if engagement.requested)
         assert not first.known
         assert technique_status(asdict(first)) == "unknown"
         summary = train(run)
@@ -164,7 +164,7 @@ class HalfBatch(Technique):
 
     share: float = 0.5
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         """Cut the batch."""
         draft.micro_batch = int(draft.batch_size * self.share)
 

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from runner import build, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.errors import ConfigError
-from runner.hook import Hook, Step
-from runner.outcome import engagements, look
-from runner.run import Run
-from runner.technique import Draft, Engagement, Evidence, Technique
+from runner.techniques.base import Evidence, RunBuilder, Technique, TechniqueStatus
 from runner.techniques.cuda_graphs import CudaGraphs
 from runner.techniques.pipeline import Pipeline
 from runner.techniques.tf32 import Tf32
+from runner.training.evidence import collect_evidence, technique_statuses
+from runner.training.hook import Hook, Step
+from runner.training.run import Run
 
 QUICK = [
     "training.steps=4",
@@ -45,12 +45,12 @@ def on(name: str, *knobs: str) -> list[str]:
     return [f"optimization.{name}.{switch}" for switch in switches]
 
 
-def row(run: Run, name: str) -> Engagement:
-    return next(row for row in engagements(run) if row.name == name)
+def row(run: Run, name: str) -> TechniqueStatus:
+    return next(row for row in technique_statuses(run) if row.name == name)
 
 
-def trained(name: str, overrides: list[str], **given: Any) -> Engagement:
-    with build(compose([*QUICK, *overrides]), given=Given(**given)) as run:
+def trained(name: str, overrides: list[str], **given: Any) -> TechniqueStatus:
+    with build(compose([*QUICK, *overrides]), given=Components(**given)) as run:
         train(run)
         return row(run, name)
 
@@ -213,7 +213,7 @@ class Attending(nn.Module):
 @pytest.mark.parametrize("written_out", [0, 1, 2, 4])
 def test_attention_is_engaged_by_the_share_of_calls_that_reach_the_kernel(written_out: int) -> None:
     asked = [*QUICK, *TABLE, *on("attention", "kernel=flash")]
-    with build(compose(asked), given=Given(model=Attending())) as run:
+    with build(compose(asked), given=Components(model=Attending())) as run:
         run.model.written_out = written_out  # decided by the user's code later on
         train(run)
         kernel = row(run, "attention")
@@ -301,10 +301,10 @@ def test_system_settings_that_the_users_code_takes_back_are_named() -> None:
     threads = torch.get_num_threads()
     with build(compose([*quick, *TABLE, *on("system", "neighbours=false"), "model=mlp"])) as run:
         chosen = next(c.value for c in run.choices if c.key == "device.threads")
-        look(run)
+        collect_evidence(run)
         assert row(run, "system").engaged
         torch.set_num_threads(chosen + 1)
-        look(run)
+        collect_evidence(run)
         assert not row(run, "system").engaged
         # what a thread that has started since then does with denormals may be told after it
         reason = row(run, "system").reason
@@ -335,10 +335,10 @@ def test_an_optimizer_with_a_step_of_its_own_is_not_fused_whatever_its_options_s
 def test_accumulation_says_no_once_a_batch_fits_into_one_part() -> None:
     asked = [*TABLE, "model=mlp", "training.batch_size=32", *on("accumulation", "micro_batch=8")]
     with build(compose([*QUICK, *asked])) as run:
-        look(run)
+        collect_evidence(run)
         assert row(run, "accumulation").evidence["backward_per_update"] == 4
         run.micro_batch = 64
-        look(run)
+        collect_evidence(run)
         assert not row(run, "accumulation").engaged
         assert row(run, "accumulation").reason == "a batch is no larger than 64 samples"
 
@@ -353,11 +353,11 @@ def test_a_chunked_loss_says_no_once_the_layer_makes_whole_logits() -> None:
         "model.depth=1",
     ]
     with build(compose([*QUICK, *text, *on("chunked_loss", "chunk=16", "min_mb=0")])) as run:
-        look(run)
+        collect_evidence(run)
         assert row(run, "chunked_loss").engaged
         for module in run.model.modules():
             vars(module).pop("forward", None)
-        look(run)
+        collect_evidence(run)
         assert not row(run, "chunked_loss").engaged
         assert row(run, "chunked_loss").reason == "no layer put off its logits"
 
@@ -376,7 +376,7 @@ def test_what_needs_a_gpu_says_no_where_its_switch_changes_nothing() -> None:
 class Claimed(Technique):
     """Says that it is engaged, whatever it did."""
 
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         return None
 
     def engaged(self, run: Run) -> Evidence:
@@ -384,18 +384,18 @@ class Claimed(Technique):
 
 
 class Attribute(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.model.fast = True  # type: ignore[assignment]
         draft.remarks["mine"] = {"speed": 2}
 
 
 class Context(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.contexts.append(nullcontext)
 
 
 class Wrapper(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         forward = draft.forward
         draft.forward = lambda *inputs: forward(*inputs)
         draft.model.register_forward_hook(lambda *_: None)
@@ -403,7 +403,7 @@ class Wrapper(Claimed):
 
 
 class Undone(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.scope.callback(torch.set_float32_matmul_precision, "highest")
         torch.set_float32_matmul_precision("medium")
 
@@ -413,60 +413,60 @@ class Undone(Claimed):
 
 
 class Autocast(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.contexts.append(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
 class Remember(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.forward = partial(checkpoint, draft.forward, use_reentrant=False)
 
 
 class Doubled(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         for parameter in draft.model.parameters():
             parameter.register_hook(lambda gradient: gradient * 2)
 
 
 class Unfused(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.optimizer_options["foreach"] = False
 
 
 class Precision(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.scope.callback(torch.set_float32_matmul_precision, "highest")
         torch.set_float32_matmul_precision("medium")
 
 
 class UnusedModule(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.model.unused = nn.Identity()
 
 
 class Recovery(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.recoveries.append(lambda run, error: False)
 
 
 class TensorOption(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         draft.optimizer_options["weight_decay"] = torch.tensor(0.1)
 
 
 class Modest(Claimed):
-    def apply(self, draft: Draft) -> None:
+    def apply(self, draft: RunBuilder) -> None:
         Autocast.apply(self, draft)  # type: ignore[arg-type]
 
     def engaged(self, run: Run) -> Evidence:
         return Evidence(False, "it came to nothing")
 
 
-def own(technique: Technique, *overrides: str, model: nn.Module | None = None) -> Engagement:
+def own(technique: Technique, *overrides: str, model: nn.Module | None = None) -> TechniqueStatus:
     config = compose([*QUICK, *TABLE, *overrides])
     config.optimization.extra = ["mine.Own"]
     model = model or Blocks()
-    given = Given(model=model, techniques={"mine.Own": technique})
+    given = Components(model=model, techniques={"mine.Own": technique})
     with build(config, given=given) as run:
         train(run)
         return row(run, "Own")
@@ -531,7 +531,7 @@ def test_measuring_a_technique_leaves_the_training_as_it_is() -> None:
         torch.manual_seed(0)
         config = compose([*QUICK, *TABLE])
         config.optimization.extra = ["mine.Own"] * len(technique)
-        given = Given(
+        given = Components(
             model=Blocks(), techniques=dict.fromkeys(["mine.Own"] * len(technique), *technique[:1])
         )
         with build(config, given=given) as run:

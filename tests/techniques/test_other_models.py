@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from runner import build, check_model, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.errors import ConfigError, RunnerError
-from runner.summary import Summary
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
+from runner.training.summary import Summary
 
 COMPILES = shutil.which("g++") is not None
 QUIET = ["monitoring.progress=false", "device=cpu", "device.threads=2", "training.steps=6"]
@@ -60,7 +60,7 @@ def trained(*overrides: str) -> Summary:
         return train(run)
 
 
-def rows(summary: Summary) -> dict[str, Engagement]:
+def rows(summary: Summary) -> dict[str, TechniqueStatus]:
     return {row.name: row for row in summary.techniques if row.requested}
 
 
@@ -182,7 +182,7 @@ SLOW = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="compiling nee
 def foreign_code(model: torch.nn.Module, *overrides: str) -> list[str]:
     """What the model check says of patches and hooks of a model that the caller has made."""
     few = [*QUIET, "data.validation_samples=8"]
-    with build(compose([*few, *overrides]), given=Given(model=model)) as run:
+    with build(compose([*few, *overrides]), given=Components(model=model)) as run:
         train(run)
         report = check_model(run.model)
         seen = {*run.history.counts, *(finding.code for finding in report.findings)}

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from runner import build, compose, train
-from runner.batch import Batch
-from runner.run import Run
-from runner.technique import Engagement
+from runner.data.batch import Batch
+from runner.techniques.base import TechniqueStatus
+from runner.training.run import Run
 
 PIPELINE = [
     "monitoring.progress=false",
@@ -55,7 +55,7 @@ def images(folder: str, *more: str) -> list[str]:
     ]
 
 
-def row(run: Run) -> Engagement:
+def row(run: Run) -> TechniqueStatus:
     return next(row for row in train(run).techniques if row.name == "pipeline")
 
 

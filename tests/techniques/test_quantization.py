@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from runner import build, compose, train
 from runner.errors import ConfigError
-from runner.evaluation import evaluate, standalone
-from runner.run import Run
-from runner.summary import Summary
-from runner.technique import Engagement
+from runner.techniques.base import TechniqueStatus
 from runner.techniques.int8 import Int8Linear, candidates, model_bytes, replace_layers
 from runner.techniques.quantization import Quantization
+from runner.training.evaluation import evaluate, standalone
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 ON = "optimization.quantization.enabled=true"
 QUICK = [
@@ -33,7 +33,7 @@ def built(*overrides: str) -> Run:
     return build(compose([*QUICK, *overrides]))
 
 
-def row(summary: Summary) -> Engagement:
+def row(summary: Summary) -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == "quantization")
 
 

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from runner import build, compose, train
 from runner.errors import ConfigError
 from runner.models.transformer import Block
-from runner.predict import HOLES, predict
-from runner.run import Run
-from runner.step import backward
-from runner.technique import Draft, Engagement
+from runner.techniques.base import RunBuilder, TechniqueStatus
+from runner.techniques.memory_prediction import HOLES, predict
 from runner.techniques.recompute import Recompute, Recomputed, RecomputePolicy
+from runner.training.run import Run
+from runner.training.step import forward_backward
 
 QUICK = [
     "training.steps=2",
@@ -58,13 +58,13 @@ def recomputing(what: str, *more: str) -> list[str]:
 def step(overrides: list[str]) -> tuple[dict[str, Tensor], Run]:
     """Gradients and buffers behind one forward and backward."""
     with build(compose(overrides)) as run:
-        backward(run, next(run.train.batches(0)))
+        forward_backward(run, next(run.train.batches(0)))
         found = {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
         found |= {n: b.clone() for n, b in run.model.named_buffers()}
     return found, run
 
 
-def row(overrides: list[str]) -> Engagement:
+def row(overrides: list[str]) -> TechniqueStatus:
     with build(compose(overrides)) as run:
         return next(row for row in train(run).techniques if row.name == "recompute")
 
@@ -178,7 +178,7 @@ def test_auto_leaves_alone_what_fits_and_takes_as_little_as_does_not(
     assert not fits.engaged and "it fits" in fits.reason and "MiB free" in fits.reason
     from runner.device import memory
 
-    drafts: list[Draft] = []
+    drafts: list[RunBuilder] = []
     monkeypatch.setattr(
         Recompute, "_decide", lambda *a, f=Recompute._decide: drafts.append(a[1]) or f(*a)
     )

@@ -16,10 +16,10 @@ import torch
 
 from runner import build, compose, train
 from runner.device import denormals, process
-from runner.run import Run
-from runner.summary import Summary
-from runner.technique import Evidence
+from runner.techniques.base import Evidence
 from runner.techniques.system import WAITING
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 QUICK = [
     "training.steps=2",

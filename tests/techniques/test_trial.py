@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.device import process
 from runner.objectives.custom import Custom
-from runner.outcome import look
-from runner.run import Run
+from runner.training.evidence import collect_evidence
+from runner.training.run import Run
 
 QUICK = [
     "data=digits",
@@ -55,7 +55,7 @@ class Large(nn.Module):
 
 
 def test_a_trial_that_runs_out_of_memory_does_not_end_the_run() -> None:
-    with build(compose([*QUICK, "optimization=advanced"]), given=Given(model=Large())) as run:
+    with build(compose([*QUICK, "optimization=advanced"]), given=Components(model=Large())) as run:
         (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
         assert "a copy of it and a step do not fit in memory" in choice.reason
         train(run)
@@ -165,12 +165,12 @@ def chosen(run: Run) -> dict[str, Any]:
 def test_building_a_run_and_looking_at_it_change_nothing_that_a_model_holds(level: str) -> None:
     model, loss = Busy(), counted(nn.functional.cross_entropy)
     before, noise = model.state(), torch.get_rng_state()
-    given = Given(model, objective=Custom(loss, "loss", "loss_fn"))
+    given = Components(model, objective=Custom(loss, "loss", "loss_fn"))
     with build(compose([*QUICK, *LEVELS[level]]), given=given) as run:
         assert model.state() == before
         assert loss.times == 0  # type: ignore[attr-defined]
         assert torch.equal(torch.get_rng_state(), noise)
-        look(run)
+        collect_evidence(run)
         assert model.state() == before
         assert loss.times == 0  # type: ignore[attr-defined]
         assert not any("could not be" in row.reason for row in run.evidence.values())
@@ -237,7 +237,7 @@ def test_a_model_that_cannot_be_copied_is_not_timed_and_the_reason_is_said(
             "file": lambda: stack.enter_context((tmp_path / "log").open("w")),
         }[what]()
         run = stack.enter_context(
-            build(compose([*QUICK, "optimization.amp.dtype=bf16"]), given=Given(model))
+            build(compose([*QUICK, "optimization.amp.dtype=bf16"]), given=Components(model))
         )
         (choice,) = [c for c in run.choices if c.key == "optimization.compile.min_steps"]
         assert choice.value == 20_000  # a rule's

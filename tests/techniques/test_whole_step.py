@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner import build, compiler, compose, train
+from runner import build, compose, train
 from runner.errors import DataError
-from runner.hook import Hook, Report, Step
-from runner.run import Run
-from runner.step import make_step
-from runner.summary import Summary
-from runner.technique import Engagement
+from runner.techniques import compiler
+from runner.techniques.base import TechniqueStatus
+from runner.training.hook import Hook, Report, Step
+from runner.training.run import Run
+from runner.training.step import make_step
+from runner.training.summary import Summary
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 
@@ -54,7 +55,7 @@ def trained(*overrides: str, folder: Path | None = None) -> tuple[Run, Summary, 
     return run, summary, losses.seen
 
 
-def row(summary: Summary, name: str) -> Engagement:
+def row(summary: Summary, name: str) -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == name)
 
 
@@ -119,7 +120,7 @@ def test_limits_that_change_are_seen_and_nothing_is_compiled_anew() -> None:
     with build(compose([*TINY, *WHOLE, "training.steps=9"])) as run:
         batch = next(run.train.batches(0))
         step, _ = make_step(run, batch)
-        graphs = compiler.facts()["graphs"]
+        graphs = compiler.compilation_facts()["graphs"]
         for loss, norm in ((0.5, math.inf), (math.inf, 0.5), (0.25, 0.25)):
             before = weights(run)
             run.update.set_limits(loss * float(step.loss), norm * float(step.grad_norm))
@@ -129,7 +130,7 @@ def test_limits_that_change_are_seen_and_nothing_is_compiled_anew() -> None:
             assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
         run.update.set_limits(math.inf, math.inf)
         assert make_step(run, batch)[0].skipped.item() == 0
-        assert compiler.facts()["graphs"] == graphs
+        assert compiler.compilation_facts()["graphs"] == graphs
         assert run.whole is not None and run.whole.steps == 5
 
 

@@ -21,18 +21,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import runner
-from runner.batch import Batch, call
 from runner.benchmark.auto.candidates import enable_techniques
-from runner.build import Given
+from runner.build import Components
 from runner.config import RunConfig
+from runner.data.batch import Batch, call
 from runner.data.loader import BatchLoader
 from runner.optim.whole_step import WholeStep
 from runner.parity.candidates import fresh, opened, quiet
 from runner.parity.trajectory import one_step
 from runner.record import provenance
-from runner.run import Run
 from runner.techniques import kernels
 from runner.techniques.config import Optimization
+from runner.training.run import Run
 
 WARM_UP = 3  # steps that are not timed
 MOST_STEPS, TIMED_S = 30, 0.5
@@ -69,7 +69,7 @@ def arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
     return arm
 
 
-def estimate_run(config: RunConfig, given: Given) -> RunEstimate:
+def estimate_run(config: RunConfig, given: Components) -> RunEstimate:
     """Build the run at `none` and measure it. Raises what building and stepping raise."""
     with opened(quiet(arm_config(config, ())), given=fresh(given)) as run:
         batch = run.train.at(0)
@@ -77,7 +77,7 @@ def estimate_run(config: RunConfig, given: Given) -> RunEstimate:
         return RunEstimate(run.total_steps, _time_steps(run), reasons, facts)
 
 
-def time_step(config: RunConfig, given: Given, names: Iterable[str]) -> float:
+def time_step(config: RunConfig, given: Components, names: Iterable[str]) -> float:
     """Seconds of a step with these techniques, measured briefly in this process."""
     with opened(quiet(arm_config(config, names)), given=fresh(given)) as run:
         return _time_steps(run)

@@ -38,15 +38,15 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import ParityChecker, Verdict
 from runner.benchmark.result import from_json
 from runner.benchmark.workers.pool import WorkerPool
-from runner.build import Given
+from runner.build import Components
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.config import RunConfig
 from runner.errors import RunnerError
-from runner.interrupts import Interrupts
+from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
-from runner.storage import replace_text
-from runner.technique import Choice
+from runner.techniques.base import Choice
 from runner.techniques.config import Optimization
+from runner.training.signals import Interrupts
 
 log = logging.getLogger("runner")
 
@@ -63,15 +63,18 @@ BY_RULE = "it differs from none by rounding only; the numbers of this run were n
 
 
 def resolve_auto(
-    config: RunConfig, folder: Path | None = None, given: Given | None = None, search: bool = True
-) -> Given:
+    config: RunConfig,
+    folder: Path | None = None,
+    given: Components | None = None,
+    search: bool = True,
+) -> Components:
     """What to build the run with: `given`, and what `optimization=auto` selected.
 
     Any other level is left as it is. A resumed run keeps what it had selected. Without `search`
     nothing is measured. With a `folder` the selection is written there as a config file, with the
     evidence beside it. Raises Interrupted; any other failure costs only the selection.
     """
-    given = given or Given()
+    given = given or Components()
     if config.optimization.level != "auto":
         return given
     recorded = _read_checkpoint(config, folder)
@@ -88,7 +91,7 @@ def resolve_auto(
 
 
 def resolve_config(
-    config: RunConfig, folder: Path | None = None, given: Given | None = None
+    config: RunConfig, folder: Path | None = None, given: Components | None = None
 ) -> RunConfig:
     """The same config with the selection of `optimization=auto` in its place."""
     optimization = resolve_auto(config, folder, given).optimization
@@ -96,7 +99,7 @@ def resolve_config(
 
 
 def resolve_arms(
-    arms: Sequence[Arm], folder: Path | None = None, given: Given | None = None
+    arms: Sequence[Arm], folder: Path | None = None, given: Components | None = None
 ) -> list[Arm]:
     """The same for arms of a benchmark that will be recorded in `folder`."""
     return [
@@ -111,7 +114,7 @@ def make_arms(config: RunConfig, candidates: Sequence[Candidate]) -> list[Arm]:
     return arms + [Arm(one.name, arm_config(config, one.techniques)) for one in candidates]
 
 
-def _choose(given: Given, config: RunConfig, names: list[str], reason: str) -> Given:
+def _choose(given: Components, config: RunConfig, names: list[str], reason: str) -> Components:
     value = " ".join(sort_techniques([*names, *pinned_techniques(config.optimization)])) or NONE
     return replace(
         given,
@@ -128,7 +131,7 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _measure(config: RunConfig, given: Given) -> SearchResult:
+def _measure(config: RunConfig, given: Components) -> SearchResult:
     """A result from the cache, by rule or by a search; whatever fails, there is one."""
     with Interrupts() as interrupts:
         interrupts.waiting = True  # the processes are ended by the `with` that started them
@@ -149,7 +152,7 @@ def _measure(config: RunConfig, given: Given) -> SearchResult:
             return SearchResult(reason=reason)
 
 
-def _find_result(config: RunConfig, given: Given, estimate: RunEstimate) -> SearchResult:
+def _find_result(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
     auto = config.optimization.auto
     cached = read_cache(estimate.key) if auto.cache else None
     if cached is not None:
@@ -170,7 +173,7 @@ def _find_result(config: RunConfig, given: Given, estimate: RunEstimate) -> Sear
     return result
 
 
-def _search(config: RunConfig, given: Given, estimate: RunEstimate) -> SearchResult:
+def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
     auto = config.optimization.auto
     limit = None if auto.memory_budget_mb is None else auto.memory_budget_mb * 2**20
     pinned = pinned_techniques(config.optimization)
@@ -207,7 +210,7 @@ def _search(config: RunConfig, given: Given, estimate: RunEstimate) -> SearchRes
 
 
 def _select_by_rule(
-    config: RunConfig, given: Given, estimate: RunEstimate, why: str
+    config: RunConfig, given: Components, estimate: RunEstimate, why: str
 ) -> SearchResult:
     """Without a search: the free techniques, where a step with them takes no longer here."""
     auto, pinned = config.optimization.auto, pinned_techniques(config.optimization)
@@ -238,7 +241,7 @@ def _select_by_rule(
     return result
 
 
-def _time_in_turn(config: RunConfig, given: Given, names: Sequence[str]) -> list[float]:
+def _time_in_turn(config: RunConfig, given: Components, names: Sequence[str]) -> list[float]:
     """Ratios of step times with these techniques and without; one run at a time, here.
 
     No more memory is held than the run itself will hold.

@@ -28,7 +28,7 @@ from runner.errors import StorageError, UsageError
 from runner.record.text import escape_control_chars
 from runner.security.parcel import packed
 from runner.security.registry import permit
-from runner.summary import Summary
+from runner.training.summary import Summary
 
 FINISH_S = 300.0  # to gather the results of an arm; by then it has been measured
 SLOW_S, SLOW = 60.0, 20.0  # a turn may take so long, and so many times as long as it should
@@ -49,7 +49,7 @@ class Unguarded(UsageError):
 class WorkerPool:
     """The arms' processes; as a context manager, none outlives it.
 
-    `given` are parts that the caller has made (`runner.build.Given`), `metrics` functions of the
+    `given` are parts that the caller has made (`build.Components`), `metrics` functions of the
     finished run by their names; both are sent to each process and must be picklable: else
     UsageError. SecurityError for a metric of the settings that is not trusted. Every method raises
     `ArmEnded` for an arm that has ended: failed (with the error), killed (by which signal),

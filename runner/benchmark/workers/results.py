@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.messages import Finished
 from runner.errors import OutOfMemory, StorageError
-from runner.hook import Report
 from runner.parity.flops import call_flops, peak_flops
 from runner.record.text import shorten
-from runner.recovery import is_out_of_memory
-from runner.run import Run
 from runner.security.registry import resolve
-from runner.step import backward
-from runner.summary import Summary
+from runner.training.hook import Report
+from runner.training.recovery import is_out_of_memory
+from runner.training.run import Run
+from runner.training.step import forward_backward
+from runner.training.summary import Summary
 
 if TYPE_CHECKING:
     from runner.benchmark.workers.turn_hook import TurnHook
@@ -131,7 +131,7 @@ def _work(run: Run, hook: TurnHook, notes: list[str]) -> tuple[int | None, float
         notes.append("no MFU: what is computed twice would count twice")
         return None, None
     try:
-        counted = call_flops(lambda: backward(run, run.train.at(0)))
+        counted = call_flops(lambda: forward_backward(run, run.train.at(0)))
     except Exception as error:  # such as memory, for attention that is written out
         notes.append(f"no MFU: a step could not be counted ({type(error).__name__})")
         return None, None

@@ -31,8 +31,8 @@ from runner.benchmark.workers.results import (
 from runner.data.loader import BatchLoader
 from runner.device import memory, nvml
 from runner.device.nvml import Gpu
-from runner.hook import Hook, Report, Step, Verdict
-from runner.run import Run
+from runner.training.hook import Hook, Report, Step, Verdict
+from runner.training.run import Run
 
 LEAST = 3  # steps of a turn
 LEAST_WARM = 4  # steps before there is a late one

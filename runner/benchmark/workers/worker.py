@@ -27,7 +27,7 @@ from runner.security import hidden
 
 if TYPE_CHECKING:
     from runner.benchmark.workers.turn_hook import TurnHook
-    from runner.run import Run
+    from runner.training.run import Run
 
 LOG = "worker.log"
 FOREVER = sys.maxsize
@@ -93,9 +93,9 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     from runner.benchmark.workers import results
     from runner.benchmark.workers.turn_hook import TurnHook
     from runner.build import build
-    from runner.loop import train
     from runner.record.console import set_up_logging
     from runner.security.parcel import opened
+    from runner.training.loop import train
 
     config = benchmarked(spec.config)
     set_up_logging(config.monitoring.log_level, spec.folder)
@@ -143,10 +143,10 @@ def _train_until_asked(run: Run, hook: TurnHook) -> None:
 
 
 def _given(parts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from runner.build import Given
+    from runner.build import Components
 
     metrics: dict[str, Any] = parts.pop("metrics", {})
-    return Given(**parts), metrics
+    return Components(**parts), metrics
 
 
 def _ask(pipe: Connection, answer: Any) -> float | str:
@@ -165,9 +165,9 @@ def _compiled_so_far() -> float:
     """Seconds that the compiler has had, by its own count."""
     if "torch._dynamo" not in sys.modules:
         return 0.0
-    from runner import compiler
+    from runner.techniques import compiler
 
-    return float(compiler.facts()["seconds"])
+    return float(compiler.compilation_facts()["seconds"])
 
 
 def _report_failure(error: BaseException, folder: Path | None) -> Failed:
@@ -178,7 +178,7 @@ def _report_failure(error: BaseException, folder: Path | None) -> Failed:
     from runner.record import provenance
     from runner.record.text import describe_error, escape_control_chars, shorten
     from runner.security.secrets import named
-    from runner.summary import FILE, Summary
+    from runner.training.summary import FILE, Summary
 
     if isinstance(error, RunnerError):
         message = named(str(error).partition("\n")[0])

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.batch import Inputs, call
 from runner.checks.model.report import make_reason
 from runner.checks.model.weights import NamedTensor
-from runner.deferred import logits_in
-from runner.nest import mapped, placed, tensors
+from runner.data.batch import Inputs, call
+from runner.data.nested import named_leaves, tensors, tree_map
+from runner.objectives.deferred_logits import find_logits
 from runner.security.trust import Reason, Severity
 
 SAME = 1e-6  # relative spread over samples at which answers are one and the same
@@ -89,12 +89,12 @@ def _named(output: Any) -> Iterator[tuple[str, Tensor]]:
     inside = getattr(output, "logits", None)
     if isinstance(inside, Tensor) and not isinstance(output, dict | tuple):
         output = {"logits": inside}
-    return ((name, tensor.detach()) for name, tensor in placed(output, "output"))
+    return ((name, tensor.detach()) for name, tensor in named_leaves(output, "output"))
 
 
 def _main(output: Any) -> Tensor | None:
     """The logits, or the first float there is: what answers are compared by."""
-    main = logits_in(output)
+    main = find_logits(output)
     if not isinstance(main, Tensor):
         main = next((t for _, t in _named(output) if t.is_floating_point()), None)
     return main if main is not None and main.is_floating_point() else None
@@ -232,7 +232,7 @@ def _gain(forward: Callable[..., Any], probes: Inputs, first: Tensor, size: Tens
         return None
     before, gains = flat(probes), []
     for _ in range(2):
-        changed = mapped(probes, move)
+        changed = tree_map(probes, move)
         moved = torch.linalg.vector_norm(flat(changed) - before, dim=1)
         way = (moved / torch.linalg.vector_norm(before, dim=1).clamp(min=1e-30)).float()
         grown = _difference(forward, changed, first, size)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import modes
-from runner.batch import Inputs, rows
 from runner.checks.config import ModelCheckConfig
 from runner.checks.model.behaviour import Expected, check_behaviour
 from runner.checks.model.report import ModelReport, make_reason
@@ -26,13 +24,15 @@ from runner.checks.model.weights import (
     named_tensors,
     tied_names,
 )
-from runner.hook import Hook
-from runner.nest import mapped, tensors
+from runner.data.batch import Inputs, rows
+from runner.data.nested import tensors, tree_map
+from runner.models import modes
+from runner.models.preserved_state import large_parameters, preserve_state
 from runner.record.text import shorten
-from runner.run import Run
 from runner.security.config import SecurityConfig, SecurityLevel
 from runner.security.trust import Reason, Severity
-from runner.untouched import large_parameters, untouched
+from runner.training.hook import Hook
+from runner.training.run import Run
 
 MAX_WORK = 2**29  # parameters times samples times places of a forward: some 10 ms on four cores
 MIN_SAMPLES = 16  # of a model that is too large for that: one class for all says something …
@@ -96,8 +96,8 @@ def _probe(
     """Behaviour, with nothing left behind; a model that raises is a finding."""
     device = next((one.tensor.device for one in held), torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(untouched(model, device=device, safe=large_parameters(model)))
-        stack.enter_context(modes.evaluating(model))
+        stack.enter_context(preserve_state(model, device=device, safe=large_parameters(model)))
+        stack.enter_context(modes.evaluation_mode(model))
         if "torch._dynamo" in sys.modules:  # another number of samples would recompile
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for context in contexts:
@@ -123,7 +123,7 @@ def _limit_probes(probes: Inputs, parameters: int) -> tuple[Inputs, int]:
     most = max(2, min(most, MAX_INPUTS // max(1, first[0].numel())))
     if samples <= most:
         return probes, samples
-    return mapped(probes, lambda t: t[:most] if t.ndim and len(t) == samples else t), most
+    return tree_map(probes, lambda t: t[:most] if t.ndim and len(t) == samples else t), most
 
 
 class ModelCheck(Hook):

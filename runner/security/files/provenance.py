@@ -15,12 +15,12 @@ from typing import Any
 
 from runner.errors import CheckpointError
 from runner.record.provenance import versions
+from runner.record.storage import FileDigest
 from runner.record.text import escape_control_chars
 from runner.security.files.formats import is_model_name
 from runner.security.files.policy import Policy, Provenance
 from runner.security.sealed import read_sealed
 from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust
-from runner.storage import Written
 
 MANIFEST = "manifest.json"
 UNLISTED = (MANIFEST, "replay.md")  # files of ours that it does not name
@@ -34,7 +34,7 @@ SUM_LINE = re.compile(r"([0-9a-fA-F]{64})[ \t]+\*?(.+)")
 class Recorded:
     """What a folder's manifest says of the files beside it."""
 
-    files: dict[str, Written] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     written_by: str = ""
     fault: str = ""  # why it cannot be believed
 
@@ -57,7 +57,7 @@ def read_recorded(folder: Path) -> Recorded | None:
         if path.stat().st_size > MOST_BYTES:
             return Recorded(fault=f"{MANIFEST} has more than {MOST_BYTES >> 20} MiB")
         body = read_sealed(path, FORMAT)
-        files = {str(name): Written(**entry) for name, entry in body["files"].items()}
+        files = {str(name): FileDigest(**entry) for name, entry in body["files"].items()}
         if not all(type(w.size) is int and type(w.sha256) is str for w in files.values()):
             raise TypeError
         written_by = _writer(body, folder)

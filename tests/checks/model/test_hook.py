@@ -13,14 +13,14 @@ from rich.console import Console
 from torch import nn
 
 from runner import build, compose, train
-from runner.build import Given
+from runner.build import Components
 from runner.checks.model.check import ModelCheck
-from runner.hook import Hook, Report
 from runner.jobs import evaluate as job
 from runner.record.history import History
 from runner.report import run as report
-from runner.run import Run
-from runner.summary import Summary
+from runner.training.hook import Hook, Report
+from runner.training.run import Run
+from runner.training.summary import Summary
 
 SHORT = ["data=cancer", "monitoring=quiet", "training.steps=30"]
 
@@ -88,7 +88,7 @@ def test_before_training_weights_and_structure_are_looked_at(tmp_path: Path) -> 
     model = nn.Sequential(nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model[1].running_var[0] = -1.0
     config = compose([*SHORT, "checkpoint=off"])
-    with build(config, tmp_path, Given(model=model)) as run:
+    with build(config, tmp_path, Components(model=model)) as run:
         run.hooks.append(Notes())
         summary = train(run)
     assert seen[0]["faults"] == 1 and not seen[0]["after_training"]
@@ -122,7 +122,7 @@ def test_under_strict_a_class_of_no_trusted_package_is_a_warning() -> None:
     for level, ok in (("standard", True), ("strict", False)):
         model = nn.Sequential(Own())
         config = compose([*SHORT, "checkpoint=off", f"security={level}"])
-        with build(config, given=Given(model=model)) as run:
+        with build(config, given=Components(model=model)) as run:
             (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
             found = hook.check(run, probe=False)
         assert found is not None and found.ok is ok
@@ -146,7 +146,7 @@ def test_a_look_that_fails_is_no_end_of_the_run(monkeypatch: pytest.MonkeyPatch)
             return super().named_modules(*args, **kwargs)
 
     broken = False
-    with build(compose([*SHORT, "checkpoint=off"]), given=Given(model=Odd())) as run:
+    with build(compose([*SHORT, "checkpoint=off"]), given=Components(model=Odd())) as run:
         (hook,) = [hook for hook in run.hooks if isinstance(hook, ModelCheck)]
         broken = True
         assert hook.check(run, probe=True) is None

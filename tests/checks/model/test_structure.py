@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
 from runner.checks.model.check import check_model
-from runner.deferred import defer
+from runner.objectives.deferred_logits import defer
 from runner.security.trust import Severity
 
 FAULT, WARNING, NOTE = Severity.REFUSAL, Severity.WARNING, Severity.NOTE

@@ -203,8 +203,10 @@ CALLS: dict[str, Pieces] = {
     ),
     "pip": _make("pip._internal.utils.misc", "ensure_dir"),
     "setuptools": _make("setuptools", "os.mkdir"),
-    "runner_storage": lambda m: call(name("runner.storage", "make_folder"), _path(m)),
-    "runner_text": lambda m: call(name("runner.storage", "replace_text"), _path(m), value("x")),
+    "runner_storage": lambda m: call(name("runner.record.storage", "make_folder"), _path(m)),
+    "runner_text": lambda m: call(
+        name("runner.record.storage", "replace_text"), _path(m), value("x")
+    ),
 }
 
 # Readers that are not installed here: nothing fires, and they are refused by their names.

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from runner.batch import Batch, call, count
+from runner.data.batch import Batch, call, count
 from runner.device import memory
-from runner.technique import Draft
-from runner.untouched import untouched
+from runner.models.preserved_state import preserve_state
+from runner.techniques.base import RunBuilder
 
 if TYPE_CHECKING:
     from runner.device.device import Device
@@ -73,7 +73,7 @@ class Prediction:
         return held + self.needed
 
 
-def predict(draft: Draft, samples: int | None = None, *, live: bool = False) -> Prediction:
+def predict(draft: RunBuilder, samples: int | None = None, *, live: bool = False) -> Prediction:
     """The memory of a step with `samples` (None: `draft.micro_batch`) per backward.
 
     Nothing of the model, its gradients or any generator changes. What the model itself raises
@@ -177,7 +177,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen[id(storage)] = weakref.ref(storage)
 
 
-def _fake(draft: Draft, batch: Batch, samples: int) -> tuple[Trace, int]:
+def _fake(draft: RunBuilder, batch: Batch, samples: int) -> tuple[Trace, int]:
     """The trace over fake tensors, and the bytes of the optimizer's state."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parts = -(-draft.batch_size // samples)
@@ -209,7 +209,7 @@ def _swap(model: nn.Module, mode: FakeTensorMode) -> None:
                     slots[name] = fakes[tensor]  # type: ignore[assignment]
 
 
-def _real(draft: Draft, batch: Batch, samples: int) -> Trace:
+def _real(draft: RunBuilder, batch: Batch, samples: int) -> Trace:
     """The trace over real tensors; `_as_it_was` puts back what it changes."""
     for parameter in draft.model.parameters():
         parameter.grad = None
@@ -217,7 +217,7 @@ def _real(draft: Draft, batch: Batch, samples: int) -> Trace:
     return _trace(draft, repeated, min(2, -(-draft.batch_size // samples)))
 
 
-def _trace(draft: Draft, batch: Batch, passes: int) -> Trace:
+def _trace(draft: RunBuilder, batch: Batch, passes: int) -> Trace:
     live, saved = Live(), 0
     live.leave_out(draft.model.parameters())
     live.leave_out(draft.model.buffers())
@@ -232,10 +232,10 @@ def _trace(draft: Draft, batch: Batch, passes: int) -> Trace:
 
 
 @contextmanager
-def _as_it_was(draft: Draft, safe: Iterable[Tensor] = ()) -> Iterator[None]:
+def _as_it_was(draft: RunBuilder, safe: Iterable[Tensor] = ()) -> Iterator[None]:
     """As in a training step; puts back all that it changes, but for the numbers in `safe`."""
     with (
-        untouched(
+        preserve_state(
             draft.model,
             draft.forward,
             draft.objective,
@@ -253,7 +253,7 @@ def _as_it_was(draft: Draft, safe: Iterable[Tensor] = ()) -> Iterator[None]:
         yield
 
 
-def _guess(draft: Draft) -> int:
+def _guess(draft: RunBuilder) -> int:
     """Two numbers for each weight, as Adam keeps."""
     return 2 * _bytes(p for p in draft.model.parameters() if p.requires_grad)
 

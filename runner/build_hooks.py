@@ -20,20 +20,20 @@ from runner.debug.config import DebugConfig, enabled_tools
 from runner.debug.oom_report import OomReport
 from runner.device.resources import Machine
 from runner.errors import ConfigError
-from runner.hook import Hook
 from runner.hooks.faults import Faults
 from runner.hooks.limits import Limits
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
 from runner.record.export import check
-from runner.run import Run
 from runner.security.registry import assembled
+from runner.training.hook import Hook
+from runner.training.run import Run
 
 OWN = "debug.hooks"
 
 
-def watchers(
+def build_hooks(
     config: RunConfig,
     debug: DebugConfig,
     settings: Mapping[str, Any],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from runner.technique import Choice
+    from runner.techniques.base import Choice
 
 Inputs = Any
 """What a model is called with: a tensor, a tuple (positional) or a dict (by keyword)."""

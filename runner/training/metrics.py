@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.hook import Report, Step
+from runner.training.hook import Report, Step
 
 KEPT = 4  # windows whose numbers are kept after they were reported
 SKIPPED = 10_000  # skipped steps that are remembered

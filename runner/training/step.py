@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from runner import compiler
-from runner.batch import Batch, call, count, rows, split
+from runner.data.batch import Batch, call, count, rows, split
+from runner.data.seeds import mix
 from runner.errors import UsageError
-from runner.hook import Evaluation, Hook, Report, Step, Verdict
-from runner.run import Run
-from runner.seeds import mix
+from runner.techniques import compiler
+from runner.training.hook import Evaluation, Hook, Report, Step, Verdict
+from runner.training.run import Run
 
 if TYPE_CHECKING:
     from runner.optim.whole_step import WholeStep
@@ -126,7 +126,7 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
     """Forward and backward; repeated after a failure while one of `run.recoveries` helps."""
     while True:
         try:
-            return backward(run, batch)
+            return forward_backward(run, batch)
         except Exception as error:
             run.update.abandon()
             if not any(recover(run, error) for recover in run.recoveries):
@@ -134,7 +134,7 @@ def _backward_with_recovery(run: Run, batch: Batch) -> Step:
         # repeated outside of `except`, where no traceback references the activations
 
 
-def backward(run: Run, batch: Batch) -> Step:
+def forward_backward(run: Run, batch: Batch) -> Step:
     """Forward and backward over one batch; gradients are in `.grad`, the update is not made."""
     number = run.progress.step + 1
     run.device.reseed(mix(run.seed, number))  # dropout depends on the step alone: resume is exact

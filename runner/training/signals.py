@@ -24,7 +24,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM where nothing is there to be finished; unwinds what Ctrl-C would."""
 
 
-def early(error: KeyboardInterrupt, where: str = "") -> Interrupted:
+def interruption_before_run(error: KeyboardInterrupt, where: str = "") -> Interrupted:
     """The error that a signal amounts to, where no run was there yet to take it."""
     number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
     return Interrupted(number, where)

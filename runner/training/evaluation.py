@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import modes
-from runner.batch import Batch, call, count, rows, split
-from runner.hook import Evaluation
+from runner.data.batch import Batch, call, count, rows, split
+from runner.models import modes
 from runner.random_state import exclusive_random_state
-from runner.recovery import evaluate_less_at_once
-from runner.run import Run, check_run
+from runner.training.hook import Evaluation
+from runner.training.recovery import halve_evaluation_batch
+from runner.training.run import Run, check_run
 
 
 @exclusive_random_state("evaluate")
@@ -30,7 +30,7 @@ def evaluate(run: Run, model: nn.Module | None = None) -> Evaluation:
     forward = run.forward if model is None else model
     totals: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        stack.enter_context(modes.evaluating(seen))
+        stack.enter_context(modes.evaluation_mode(seen))
         # a second graph, for eval mode, would take as long to compile as the first
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if model is None:
@@ -56,7 +56,7 @@ def _tally(run: Run, forward: Callable[..., Any], batch: Batch) -> dict[str, Ten
                 sums = _add(sums, run.objective.tally(call(forward, part[0]), part[1]))
             return sums
         except Exception as error:
-            if not evaluate_less_at_once(run, error, samples):
+            if not halve_evaluation_batch(run, error, samples):
                 raise
 
 

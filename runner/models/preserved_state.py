@@ -51,7 +51,7 @@ def large_parameters(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def untouched(
+def preserve_state(
     *roots: object, device: torch.device, safe: Iterable[Tensor] = (), complete: bool = False
 ) -> Iterator[None]:
     """Restore models, and what they hold, to their state on entry; and all random generators.

@@ -34,7 +34,9 @@ class Objective(ABC):
         "bits_per_token",
     )
     unit: str = "samples"  # what `weight` counts: samples | tokens
-    takes_deferred: bool = False  # logits that an output layer put off (`runner.deferred`)
+    takes_deferred: bool = (
+        False  # logits that an output layer put off (`runner.objectives.deferred_logits`)
+    )
     indices: int | None = None  # targets are indices below this; 0: no indices; None: not known
     ignored: int | None = None  # a class index that stands for no target
 

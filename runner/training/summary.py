@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import StorageError
-from runner.hook import Cost
+from runner.record.storage import read_record, replace_text
 from runner.record.text import dataclass_from_dict, json_safe
-from runner.storage import read_record, replace_text
-from runner.technique import Choice, Engagement
+from runner.techniques.base import Choice, TechniqueStatus
+from runner.training.hook import Cost
 
 FILE = "summary.json"
 
@@ -63,7 +63,7 @@ class Summary:
     metrics: dict[str, float] = field(default_factory=dict)
     throughput: Throughput = field(default_factory=Throughput)
     memory: MemoryPeaks = field(default_factory=MemoryPeaks)
-    techniques: list[Engagement] = field(default_factory=list)
+    techniques: list[TechniqueStatus] = field(default_factory=list)
     tools: list[Cost] = field(default_factory=list)  # debug tools: what each took and found
     skipped_steps: int = 0
     faults: dict[str, int] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Summary:
                 "memory": dataclass_from_dict(MemoryPeaks, found.get("memory", {})),
                 "checkpoint": dataclass_from_dict(CheckpointPaths, found.get("checkpoint", {})),
                 "techniques": [
-                    dataclass_from_dict(Engagement, row) for row in found.get("techniques", [])
+                    dataclass_from_dict(TechniqueStatus, row) for row in found.get("techniques", [])
                 ],
                 "tools": [dataclass_from_dict(Cost, row) for row in found.get("tools", [])],
                 "choices": [dataclass_from_dict(Choice, row) for row in found.get("choices", [])],

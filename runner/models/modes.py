@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
+def preserve_training_mode(model: nn.Module) -> Iterator[None]:
     """Every module's mode is afterwards what it was."""
     modes = {module: module.training for module in model.modules()}
     try:
@@ -26,9 +26,9 @@ def kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """In evaluation mode, and afterwards each module as it was."""
-    with kept(model):
+    with preserve_training_mode(model):
         model.eval()
         yield
 

@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.errors import UsageError
-from runner.technique import RunParts
+from runner.techniques.base import RunParts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-    from runner.batch import Loader
     from runner.captures.writer import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.batch_validator import BatchValidator
+    from runner.data.batch import Loader
     from runner.device.leaks import LeakDetector
-    from runner.hook import Evaluation, Hook
     from runner.optim.optimizer_step import OptimizerStep
     from runner.optim.whole_step import WholeStep
-    from runner.reader import Reader
     from runner.record.history import History
     from runner.record.recorder import Recorder
     from runner.stability.controller import StabilityController
-    from runner.stopwatch import Stopwatch
-    from runner.technique import Engagement, Evidence, Technique
+    from runner.techniques.base import Evidence, Technique, TechniqueStatus
+    from runner.training.hook import Evaluation, Hook
+    from runner.training.metrics import Reader
+    from runner.training.timing import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Run(RunParts):
     checkpointer: Checkpointer
     hooks: list[Hook]
     techniques: list[tuple[str, Technique]]  # those applied, in order
-    engagements: list[Engagement]  # those that could not be, with the reason
+    engagements: list[TechniqueStatus]  # those that could not be, with the reason
     watch: Stopwatch
     reader: Reader
     guardian: StabilityController

@@ -19,8 +19,8 @@ from runner.checkpoint.folder import Restored
 from runner.checkpoint.sound import broken
 from runner.errors import CheckpointError
 from runner.record.text import shorten
-from runner.run import Progress, Run
-from runner.technique import Choice
+from runner.techniques.base import Choice
+from runner.training.run import Progress, Run
 
 log = logging.getLogger("runner")
 
@@ -43,7 +43,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
         unread = run.reader.unread if run.captures is not None else None
-        bad = trouble(run)
+        bad = first_bad_step(run)
         if bad and run.checkpointer.in_memory and run.saved_step >= 0 and not final:
             return  # it would take the place of the one to go back to
         run.checkpointer.lead_to = {step for step in (unread, bad) if step}
@@ -55,7 +55,7 @@ def save(run: Run, best: bool = False, final: bool = False) -> None:
         run.checkpointer.close()
 
 
-def trouble(run: Run) -> int:
+def first_bad_step(run: Run) -> int:
     """The first of the bad steps that the run is in, or of the stretch in hand; 0: all is well.
 
     The host waits for the device.
@@ -166,7 +166,7 @@ def set_random(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
 
 
-def roll_back(run: Run, factor: float) -> bool:
+def restore_last_good_checkpoint(run: Run, factor: float) -> bool:
     """Weights, buffers and optimizer back to the last good checkpoint; the learning rate is next.
 
     The data goes on from where it is, so the batches that broke the run are not met again, and so
@@ -201,7 +201,7 @@ def _last_good(run: Run) -> Restored | None:
     be left, comes last.
     """
     decision = run.guardian.decision
-    bad = (decision.since if decision is not None else 0) or trouble(run)
+    bad = (decision.since if decision is not None else 0) or first_bad_step(run)
     where: Path | None = None  # the newest
     second: tuple[tuple[bool, bool], Restored] | None = None
     while True:

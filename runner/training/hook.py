@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runner.run import Run
+    from runner.training.run import Run
 
 
 class Verdict(IntEnum):

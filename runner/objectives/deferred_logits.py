@@ -83,7 +83,7 @@ def undo(layer: nn.Module) -> None:
     layer.__dict__.pop("forward", None)
 
 
-def logits_in(output: Any) -> Any:
+def find_logits(output: Any) -> Any:
     """Where a model's output has its logits: itself, `logits` by name, or the first of a tuple."""
     if isinstance(output, Tensor | DeferredLogits):
         return output

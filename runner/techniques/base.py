@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from runner.batch import Batch, Loader, Sizes
+    from runner.data.batch import Batch, Loader, Sizes
     from runner.data.config import DataConfig
     from runner.device.device import Device
-    from runner.objective import Objective
-    from runner.run import Recovery, Run
+    from runner.objectives.base import Objective
     from runner.techniques.recompute import Recomputed
+    from runner.training.run import Recovery, Run
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Technique(ABC):
         return None
 
     @abstractmethod
-    def apply(self, draft: Draft) -> str | None:
+    def apply(self, draft: RunBuilder) -> str | None:
         """Change the draft, or say why nothing in it can take the technique.
 
         Global switches are flipped through `draft.scope`, which undoes them.
@@ -71,7 +71,7 @@ class Technique(ABC):
 
 
 @dataclass
-class Engagement:
+class TechniqueStatus:
     """One technique's row in the summary: asked for, taken hold or not, and why."""
 
     name: str
@@ -107,7 +107,7 @@ class RunParts:
 
 
 @dataclass(kw_only=True)
-class Draft(RunParts):
+class RunBuilder(RunParts):
     """A run being built; `parts` is what becomes of it."""
 
     optimizer_class: type[torch.optim.Optimizer]

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runner.batch import largest_part
 from runner.config import RunConfig
 from runner.count_limits import check_count
+from runner.data.batch import largest_part
 from runner.debug.config import DebugConfig
 from runner.errors import ConfigError
-from runner.loop_config import TrainingConfig
-from runner.recovery import MICRO_BATCH
-from runner.technique import Choice
+from runner.techniques.base import Choice
+from runner.training.config import TrainingConfig
+from runner.training.recovery import MICRO_BATCH
 
 log = logging.getLogger("runner")
 
 LOOKS, FEWEST = 6, 3  # of a debug tool at a run; a fault that is judged over looks takes three
 
 
-def batches(config: RunConfig, samples: int) -> tuple[int, int]:
+def resolve_batches(config: RunConfig, samples: int) -> tuple[int, int]:
     """Samples in a batch, no more than there are, and batches in an epoch."""
     size = config.training.batch_size
     steps = samples // size if config.data.drop_last else -(-samples // size)
@@ -39,7 +39,7 @@ def batches(config: RunConfig, samples: int) -> tuple[int, int]:
     return min(size, samples), steps
 
 
-def length(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
+def resolve_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, list[Choice]]:
     """The number of steps to train, and the reason for it if the config names none."""
     steps, choices = _steps(config, steps_per_epoch)
     check_count("training.steps", steps)

@@ -10,32 +10,32 @@ from torch import Tensor
 
 def tensors(value: Any) -> list[Tensor]:
     """Every tensor in the nest."""
-    return [tensor for _, tensor in placed(value)]
+    return [tensor for _, tensor in named_leaves(value)]
 
 
-def placed(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_leaves(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor in the nest with its place: `output.key`, `output[1]`; `key` or `1` alone."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from placed(item, f"{place}.{key}" if place else str(key))
+            yield from named_leaves(item, f"{place}.{key}" if place else str(key))
     elif hasattr(value, "_fields"):  # a namedtuple
-        yield from placed(value._asdict(), place)
+        yield from named_leaves(value._asdict(), place)
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from placed(item, f"{place}[{i}]" if place else str(i))
+            yield from named_leaves(item, f"{place}[{i}]" if place else str(i))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nest with every tensor changed; what is no tensor stays."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        items = {key: mapped(item, change) for key, item in value.items()}
+        items = {key: tree_map(item, change) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)
     if isinstance(value, tuple | list):
-        parts = [mapped(item, change) for item in value]
+        parts = [tree_map(item, change) for item in value]
         fields = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
         return type(value)(*parts) if fields else type(value)(parts)
     return value

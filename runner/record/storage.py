@@ -24,7 +24,7 @@ OLD = ".old-"  # before the name of a folder that is being replaced
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """What a file must still be when it is read."""
 
     size: int
@@ -61,12 +61,12 @@ class HashedFile:
         self._file.flush()
 
     @property
-    def written(self) -> Written:
+    def written(self) -> FileDigest:
         """Size and digest so far."""
-        return Written(self._size, self._digest.hexdigest())
+        return FileDigest(self._size, self._digest.hexdigest())
 
 
-def write_file(path: Path, fill: Callable[[HashedFile], None]) -> Written:
+def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:
     """Write a new file durably; `fill` gets it open. Raises OSError when the disk makes trouble."""
     with open(path, "xb", buffering=1 << 20, opener=for_owners) as file:
         hashed = HashedFile(file)
@@ -209,7 +209,7 @@ def recover(folder: Path) -> None:
             os.rename(old, final)
 
 
-def point(link: Path, target: str) -> None:
+def update_link(link: Path, target: str) -> None:
     """Make `link` lead to its neighbour `target`, at once: readers see the old or the new one."""
     temporary = link.with_name(f".tmp-{link.name}")
     with suppress(FileNotFoundError):
@@ -221,7 +221,7 @@ def point(link: Path, target: str) -> None:
     os.replace(temporary, link)
 
 
-def pointed(link: Path) -> str | None:
+def read_link(link: Path) -> str | None:
     """The name that `link` leads to, or None."""
     try:
         return os.readlink(link) if link.is_symlink() else read_record(link).decode()

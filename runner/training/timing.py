@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from runner.summary import StepTime, Throughput
+from runner.training.summary import StepTime, Throughput
 
 PHASES = ("data", "forward", "backward", "optimizer", "whole_step", "other")
 SETTLING = 3  # first steps: allocations, lazy initialisation, kernel selection

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
-from runner.batch import largest_part, split
+from runner.data.batch import largest_part, split
 from runner.device import memory
 from runner.errors import ConfigError, OutOfMemory, RunnerError
-from runner.run import Run
-from runner.technique import Choice
+from runner.techniques.base import Choice
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
@@ -57,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return SIGNS.search(text) is not None
 
 
-def use_less_memory(run: Run, error: Exception) -> bool:
+def halve_micro_batch(run: Run, error: Exception) -> bool:
     """Halve the micro-batch, if it was the memory; the batch and its gradient stay the same.
 
     Raises OutOfMemory where one sample is too much already, and ConfigError where BatchNorm got a
@@ -105,7 +105,7 @@ def _refuse_single_sample(at: str, samples: int, micro_batch: int) -> None:
     raise ConfigError(key, f"{at} has a {what} of one sample, and BatchNorm needs 2 or more", fix)
 
 
-def evaluate_less_at_once(run: Run, error: Exception, samples: int) -> bool:
+def halve_evaluation_batch(run: Run, error: Exception, samples: int) -> bool:
     """Halve the `samples` that a validation puts through the model, if it was the memory."""
     size = min(run.evaluation_batch or samples, samples)
     if not is_out_of_memory(error):
@@ -131,7 +131,7 @@ def _note(run: Run, message: str, action: str, error: Exception) -> None:
 
 
 @contextmanager
-def in_plain_words(doing: str) -> Iterator[None]:
+def translate_oom(doing: str) -> Iterator[None]:
     """Nothing can be cut smaller here: say that memory ran out `doing` this, and what helps."""
     try:
         yield
@@ -139,7 +139,7 @@ def in_plain_words(doing: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         asked = _asked(error)
-        let_go(error)
+        release_references(error)
     else:
         return
     raise OutOfMemory(f"out of memory{asked} {doing}; {NOTHING_SMALLER}")
@@ -155,7 +155,7 @@ def _advice(run: Run) -> str:
 
 def _let_go(run: Run, error: Exception) -> None:
     """Free what the failed step holds: its traceback has the activations, the weights gradients."""
-    let_go(error)
+    release_references(error)
     for parameter in run.model.parameters():
         parameter.grad = None
     if run.device.kind == "cpu" and "out_of_memory" not in run.history.counts:
@@ -163,7 +163,7 @@ def _let_go(run: Run, error: Exception) -> None:
     memory.clean(run.device)
 
 
-def let_go(error: BaseException | None) -> None:
+def release_references(error: BaseException | None) -> None:
     """Free what the frames hold that an error came through."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.errors import DataError
 from runner.record.text import shorten
-from runner.technique import Draft
+from runner.techniques.base import RunBuilder
 
 log = logging.getLogger("runner")
 
@@ -83,14 +83,14 @@ def prepare(scope: ExitStack) -> None:
         warnings.filterwarnings("ignore", message=message)
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
-    count_anew()
+    reset_counters()
     folder, default = cache_folder(os.environ), default_cache_dir()
     if str(folder) != os.environ.get(CACHE):  # not the user's choice
         scope.callback(os.environ.__setitem__, CACHE, default)
         os.environ[CACHE] = str(_make_cache(folder, scope))
 
 
-def count_anew() -> None:
+def reset_counters() -> None:
     """Let `facts` be about what is compiled from here on."""
     import torch
 
@@ -98,7 +98,7 @@ def count_anew() -> None:
     torch._dynamo.utils.clear_compilation_metrics()
 
 
-def modes(asked: str, draft: Draft) -> list[str]:
+def modes(asked: str, draft: RunBuilder) -> list[str]:
     """The mode to start with, and those to go down to."""
     first = asked
     if draft.cuda_graphs and asked in ("auto", "default"):
@@ -108,7 +108,7 @@ def modes(asked: str, draft: Draft) -> list[str]:
     return list(dict.fromkeys([first, "default"]))
 
 
-def options(draft: Draft, cpp_wrapper: bool) -> dict[str, Any]:
+def options(draft: RunBuilder, cpp_wrapper: bool) -> dict[str, Any]:
     """What the compiler is to do for the whole step."""
     if draft.device.kind == "cpu":
         return {"cpp_wrapper": cpp_wrapper}
@@ -233,7 +233,7 @@ def kernels() -> dict[str, int]:
     return dict(found)
 
 
-def facts() -> dict[str, Any]:
+def compilation_facts() -> dict[str, Any]:
     """What was compiled since `prepare`: graphs, breaks, recompiles, seconds, cold or warm."""
     import torch
     from torch._dynamo.utils import counters
@@ -268,7 +268,7 @@ def facts() -> dict[str, Any]:
     return found
 
 
-def check_tokens(draft: Draft) -> None:
+def check_tokens(draft: RunBuilder) -> None:
     """Let no token id beyond the vocabulary reach compiled code on a CPU: it ends the process.
 
     There an index is checked inside a parallel region, and an error out of that is no exception.
@@ -283,7 +283,7 @@ def check_tokens(draft: Draft) -> None:
             ids = ids[0]
         if isinstance(ids, dict):
             ids = ids.get("input_ids")
-        if ids is not None and beyond(ids, vocab):
+        if ids is not None and out_of_range(ids, vocab):
             raise DataError(
                 f"a token id is out of range: ids go from {int(ids.min())} to {int(ids.max())}, "
                 f"and the vocabulary has {vocab} (data.vocab)"
@@ -293,7 +293,7 @@ def check_tokens(draft: Draft) -> None:
     draft.placements.append(place)
 
 
-def beyond(indices: Any, limit: int) -> bool:
+def out_of_range(indices: Any, limit: int) -> bool:
     """Whether any of them is below 0 or not below `limit`; 2 µs, and on a GPU the host waits."""
     import torch
 

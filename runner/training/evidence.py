@@ -10,14 +10,14 @@ from runner.device import memory
 from runner.errors import StorageError
 from runner.masking import masked
 from runner.record import provenance
-from runner.run import Run
-from runner.summary import CheckpointPaths, MemoryPeaks, Summary
-from runner.technique import Engagement, Evidence
+from runner.techniques.base import Evidence, TechniqueStatus
+from runner.training.run import Run
+from runner.training.summary import CheckpointPaths, MemoryPeaks, Summary
 
 log = logging.getLogger("runner")
 
 
-def summarise(
+def build_summary(
     run: Run, status: str, reason: str = "", must: bool = False, job: str = "train"
 ) -> Summary:
     """Build the summary and write it to the run's folder as `summary.json`.
@@ -47,7 +47,7 @@ def summarise(
             memory.peak_device_bytes(run.device),
             run.predicted_bytes,
         ),
-        techniques=engagements(run),
+        techniques=technique_statuses(run),
         tools=[cost for hook in run.hooks if (cost := hook.cost(run)) is not None],
         skipped_steps=progress.skipped,
         faults=dict(faults),
@@ -73,16 +73,16 @@ def summarise(
     return summary
 
 
-def look(run: Run) -> None:
+def collect_evidence(run: Run) -> None:
     """Collect the evidence of every technique; some call the model a few times.
 
     Restores the model afterwards, its Python attributes included.
     """
-    from runner.untouched import large_parameters, untouched
+    from runner.models.preserved_state import large_parameters, preserve_state
 
     if not run.techniques:
         return
-    with untouched(
+    with preserve_state(
         run.model, run.forward, run.objective, device=run.device.torch,
         safe=large_parameters(run.model),
     ):  # fmt: skip
@@ -93,7 +93,7 @@ def look(run: Run) -> None:
                 run.evidence[name] = Evidence(False, f"could not be looked at: {error}")
 
 
-def engagements(run: Run) -> list[Engagement]:
+def technique_statuses(run: Run) -> list[TechniqueStatus]:
     """A row per technique: requested, engaged, and the evidence collected so far."""
     rows = {row.name: row for row in run.engagements}
     for name, _ in run.techniques:
@@ -101,10 +101,12 @@ def engagements(run: Run) -> list[Engagement]:
         if evidence is None:
             reason = fallen or "the run ended before it was looked at"
             status = "fell back" if fallen else ""
-            rows[name] = Engagement(name, True, False, reason, known=bool(fallen), status=status)
+            rows[name] = TechniqueStatus(
+                name, True, False, reason, known=bool(fallen), status=status
+            )
             continue
         status = "engaged" if evidence.engaged else "fell back" if fallen else "failed"
-        rows[name] = Engagement(
+        rows[name] = TechniqueStatus(
             name, True, evidence.engaged, evidence.reason, evidence.facts, status=status
         )
     return list(rows.values())

@@ -6,7 +6,7 @@ import logging
 import math
 from contextlib import ExitStack
 
-from runner.batch import Batch
+from runner.data.batch import Batch
 from runner.errors import (
     ConfigError,
     Interrupted,
@@ -14,20 +14,20 @@ from runner.errors import (
     RunnerError,
     StorageError,
 )
-from runner.evaluation import evaluate
-from runner.hook import Evaluation, Verdict
-from runner.interrupts import Interrupts
-from runner.objective import unknown
-from runner.outcome import engagements, look, summarise
+from runner.objectives.base import unknown
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
-from runner.recovery import in_plain_words, is_out_of_memory
-from runner.resume import roll_back, save, trouble
-from runner.run import Run, check_run
 from runner.security.secrets import told_by_name
-from runner.step import call_hooks, make_step, overrides_event, record_step
-from runner.summary import Summary
+from runner.training.evaluation import evaluate
+from runner.training.evidence import build_summary, collect_evidence, technique_statuses
+from runner.training.hook import Evaluation, Verdict
+from runner.training.recovery import is_out_of_memory, translate_oom
+from runner.training.resume import first_bad_step, restore_last_good_checkpoint, save
+from runner.training.run import Run, check_run
+from runner.training.signals import Interrupts
+from runner.training.step import call_hooks, make_step, overrides_event, record_step
+from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
@@ -52,15 +52,15 @@ def train(run: Run) -> Summary:
         hydra_files.adopt_resumed_config(run.folder)
     run.recorder.open(run.progress.step, run.record_offset)
     run.record_offset = None
-    summarise(run, "running", must=True)
+    build_summary(run, "running", must=True)
     status, reason = "failed", "a hook swallowed an exception"
     try:
         with ExitStack() as stack:
             for hook in run.hooks:
                 stack.enter_context(hook.session(run))
-            with told_by_name(), in_plain_words("while training"):
+            with told_by_name(), translate_oom("while training"):
                 _train(run)
-            look(run)
+            collect_evidence(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
     except Interrupted as error:
         status, reason = "interrupted", str(error)
@@ -69,7 +69,7 @@ def train(run: Run) -> Summary:
         reason = summarize_error(error)
         raise
     finally:
-        summary = summarise(run, status, reason)
+        summary = build_summary(run, status, reason)
     return summary
 
 
@@ -196,7 +196,7 @@ def _validate_and_checkpoint(run: Run, interrupts: Interrupts) -> None:
         _apply_verdict(run, _report(run, wait=True))  # reports of earlier steps first
     if improved or (due and run.saved_step < step):
         save(run, best=improved)
-        summarise(run, "running")  # for a run that is killed later
+        build_summary(run, "running")  # for a run that is killed later
     _apply_verdict(run, verdict)
 
 
@@ -206,7 +206,7 @@ def _handle_last_report(run: Run) -> None:
     Without a bad step the open window stays open: a run with more steps continues it.
     """
     verdict = _report(run, wait=True)
-    if trouble(run):
+    if first_bad_step(run):
         run.reader.close(run.watch.elapsed())
         verdict = max(verdict, _report(run, wait=True))
     _apply_verdict(run, verdict)
@@ -272,8 +272,8 @@ def _report(run: Run, wait: bool = False) -> Verdict:
 def _enforce_strict(run: Run) -> None:
     """Raise ConfigError, under optimization.strict, where a requested technique did not engage."""
     run.strict = False  # once is enough
-    look(run)
-    for row in engagements(run):
+    collect_evidence(run)
+    for row in technique_statuses(run):
         if row.requested and not row.engaged:
             raise ConfigError(
                 f"optimization.{row.name}",
@@ -293,7 +293,7 @@ def _apply_verdict(run: Run, verdict: Verdict) -> None:
         guardian.ask(run)
     while (rule := guardian.execute(run)) is not None:
         _report(run, wait=True)  # reports in flight are about the weights that are replaced
-        if roll_back(run, rule.factor):
+        if restore_last_good_checkpoint(run, rule.factor):
             guardian.rolled_back(run)
         else:
             guardian.give_up(run)
