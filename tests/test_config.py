@@ -18,8 +18,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 import runner
-from runner.composing import compose, compose_raw, typed
-from runner.config import RunConfig, config_hash, flat, validate_config
+from runner.composing import compose, compose_raw, from_plain, typed
+from runner.config import RunConfig, config_hash, flat, plain, validate_config
 from runner.data import config as data_config
 from runner.errors import ConfigError, SecurityError, UsageError
 from runner.jobs import JOBS
@@ -355,6 +355,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "one text": (lambda: compose("training.steps=3"), r"compose: overrides is one string; give"),
     "numbers": (lambda: compose([3]), r"compose: overrides is a list of texts"),  # type: ignore[list-item]
     "no run": (lambda: runner.train(compose([])), r"train: takes a run, not a RunConfig: with bu"),  # type: ignore[arg-type]
+    "no run either": (lambda: runner.evaluate([]), r"evaluate: takes a run, not a list"),  # type: ignore[arg-type]
 }
 
 
@@ -363,3 +364,17 @@ def test_an_argument_of_the_wrong_kind_is_one_line(what: str) -> None:
     call, says = WRONG[what]
     with pytest.raises(UsageError, match=f"^{says}"):
         call()
+
+
+def test_what_a_sweep_tells_its_jobs_for_tensorboard_is_no_part_of_a_run() -> None:
+    """A capture of such a job is opened again, and its config counts as that of a single run."""
+    told = compose(["++monitoring.domains={optimizer.lr:[0.1,null],optimization:[none,'a b']}"])
+    assert told.monitoring.domains["optimizer.lr"] == [0.1, None]
+    assert config_hash(told) == config_hash(compose([]))
+    assert from_plain(plain(told)).monitoring.domains == {}
+
+
+def test_a_folder_may_be_a_text(tmp_path: Path) -> None:
+    config = compose(["data=cancer", "training.steps=2"])
+    with runner.build(config, str(tmp_path / "run")) as run:
+        assert run.folder == tmp_path / "run"

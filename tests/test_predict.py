@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 from runner import build, compose, train
@@ -197,3 +198,22 @@ def test_within_15_percent_of_what_the_gpu_held(model: str) -> None:
         held = train(run).memory
     assert held.predicted_bytes is not None
     assert held.predicted_bytes - base == pytest.approx(held.peak_device_bytes - base, rel=0.15)
+
+
+def test_no_real_step_is_made_with_a_model_in_training() -> None:
+    model = Net(readable=False)
+    seen.clear()
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
+    with ExitStack() as scope, pytest.raises(DataDependentOutputException):
+        predict(draft(model, scope), live=True)
+    assert set(seen) == {FakeTensor}
+    with ExitStack() as scope:
+        predict(draft(model, scope))
+    assert Tensor in seen
+
+
+def test_small_real_steps_foresee_what_fake_ones_do() -> None:
+    with ExitStack() as scope:
+        fake, real = (predict(draft(Net(r), scope, 512)) for r in (True, False))
+    assert real.needed == pytest.approx(fake.needed, rel=0.2)
+    assert real.saved == pytest.approx(fake.saved, rel=0.1)

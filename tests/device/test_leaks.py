@@ -160,3 +160,32 @@ def test_the_interval_of_a_straight_line_is_a_point_and_that_of_noise_holds_zero
     rough = noise(MIB)
     trend: Trend = judge([(step, int(rough(step))) for step in range(64)])
     assert trend.low < 0 < trend.high and not trend.leaking
+
+
+def test_a_resumed_run_begins_to_watch_where_it_goes_on() -> None:
+    detector = LeakDetector(warm_up=100)
+    for step in range(7000, 7100, EVERY):
+        detector.add(step, BASE * step)
+    assert not detector.levels
+    detector.add(7100, BASE)
+    assert detector.levels
+
+
+@pytest.mark.parametrize("window", [8, 15, 20])
+def test_a_window_has_blocks_of_two_samples_or_more(window: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        LeakDetector(window=window)
+    if window < 16:
+        with pytest.raises(ValueError, match="too few"):
+            judge([(s, s) for s in range(window)])
+
+
+def test_memory_that_a_compiler_freed_hides_no_growth() -> None:
+    said = described(lambda s: 200 * MIB * (s == EVERY) + LINE(s), 60)
+    assert said == f"{FEW} (1 of 40): growing 2.8 MB a step so far"
+
+
+def test_no_leak_is_found_only_in_as_many_samples_as_a_verdict_takes() -> None:
+    rough = noise(4 * MIB)
+    assert described(rough, 440) == f"{FEW} (39 of 40): no growth beyond noise so far"
+    assert described(rough, 450) == "no leak found in 40 samples"

@@ -4,12 +4,15 @@ import mmap
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from runner.device import cgroup, memory
+from runner.device.config import DeviceConfig, DeviceKind
+from runner.device.device import select
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="control groups and /proc are Linux's")
@@ -128,3 +131,13 @@ def test_no_limit_is_none(tmp_path):
     assert cgroup.memory_limit(root) is None
     assert cgroup.cpu_quota(root) is None
     assert cgroup.memory_limit(tmp_path / "elsewhere") is None
+
+
+def test_a_cpu_has_no_memory_of_its_own():
+    with ExitStack() as scope:
+        assert memory.peak_device_bytes(select(DeviceConfig(kind=DeviceKind.cpu), scope)) == 0
+
+
+def test_available_memory_is_less_than_all_there_is():
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory.available_bytes() < total

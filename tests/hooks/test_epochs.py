@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
 
 from runner import build, compose, train
 from runner.hooks import epochs
+from runner.training.hook import Hook, Report
+from runner.training.run import Run
 
 OVERRIDES = [
     "device.threads=1",
@@ -64,3 +67,27 @@ def test_an_epoch_that_was_under_way_when_the_run_went_on_is_not_timed(tmp_path:
     with build(compose(again), tmp_path) as run:
         train(run)
     assert seconds(tmp_path) == []
+
+
+class Timed(Hook):
+    """Asks the clock at each report."""
+
+    def __init__(self, clock: epochs.Epochs) -> None:
+        self.clock = clock
+
+    def on_report(self, run: Run, report: Report) -> None:
+        self.clock.seconds(run, report)
+
+
+def test_several_epochs_between_two_reports_share_the_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    every = OVERRIDES[:-1] + ["monitoring.every=1000", "training.epochs=4"]
+    with caplog.at_level(logging.DEBUG, "runner"), build(compose(every)) as run:
+        clock = epochs.Epochs(0, run.train.steps_per_epoch)
+        run.hooks.append(Timed(clock))
+        start = time.monotonic()
+        train(run)
+        took = time.monotonic() - start
+    (record,) = [r for r in caplog.records if r.getMessage().startswith("epoch 4 ended after ")]
+    assert 0 < 4 * float(record.getMessage().split()[-2]) <= took

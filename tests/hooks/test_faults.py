@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runner import Hook, build, compose, train
 from runner.errors import ConfigError, SecurityError
+from runner.record import plots
 from runner.training.hook import Report, Step
 from runner.training.run import Run
 
@@ -116,3 +119,13 @@ def test_a_run_with_tools_and_without_a_fault_leaves_files_that_say_so(tmp_path:
     with build(compose(short), tmp_path / "none") as run:
         train(run)
     assert not (tmp_path / "none/debug/history.json").exists()
+
+
+def test_the_picture_of_norms_marks_bad_steps_in_red_and_draws_both_lines() -> None:
+    def colours(bad: list[int]) -> list[bool]:
+        picture = plots.grad_norms([10, 20], [1.0, 2.0], [3.0, 4.0], bad)
+        wanted = [np.round(255 * np.array(to_rgb(c))) for c in (plots.BLUE, plots.PALE, plots.RED)]
+        return [bool((picture[..., :3] == colour).all(-1).any()) for colour in wanted]
+
+    assert colours([15]) == [True, True, True]
+    assert colours([]) == [True, True, False]

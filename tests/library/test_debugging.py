@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner import debug_operation, debugger, profile
+from runner.debug.gradient_layers import GradientReport
 from runner.errors import UsageError
 from runner.library.debugging import MOST, OTHERS, Debugger, NotFinite
 
@@ -187,3 +188,26 @@ def test_what_is_amiss_with_gradients_is_recorded_and_said(
     own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))
     kinds = [fault.kind for fault in own.summary().faults]
     assert kinds == ["non_finite", "no_gradient", "not_optimized"]
+
+
+def test_finite_values_and_integers_leave_no_trace(own: Debugger) -> None:
+    for value in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
+        own.check(value)
+    assert own.summary().faults == []
+    assert own.summary().worst is None
+
+
+def test_sound_gradients_are_looked_at_and_nothing_is_recorded(own: Debugger) -> None:
+    model = nn.Linear(3, 1)
+    model(torch.randn(5, 3)).sum().backward()
+    report = own.check_gradients(model)
+    assert isinstance(report, GradientReport)
+    assert own.summary().operations[0].name == "check_gradients"
+    assert own.summary().faults == []
+
+
+def test_memory_that_an_operation_leaves_behind_is_seen(own: Debugger) -> None:
+    kept = []
+    with own.context("hoards") as row:
+        kept.append(torch.ones(16 * 2**20))  # 64 MiB, written to
+    assert row.memory > 50 * 2**20

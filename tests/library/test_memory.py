@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -100,3 +101,23 @@ def test_on_a_gpu_a_phase_has_the_peak_of_its_tensors() -> None:
     assert memory.phases["small"].added_device == MIB
     assert memory.stats().peak_device >= 64 * MIB
     assert memory.clear() >= 64 * MIB
+
+
+def test_a_phase_that_raises_is_counted_too(memory: Memory) -> None:
+    with pytest.raises(ZeroDivisionError), memory.track("broken"):
+        _ = 1 // 0
+    assert memory.phases["broken"].times == 1
+
+
+def test_threads_may_track_at_the_same_time(memory: Memory) -> None:
+    def work(name: str) -> None:
+        for _ in range(20):
+            with memory.track(name):
+                hold(1)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: phase.times for name, phase in memory.phases.items()} == dict.fromkeys("abcd", 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -62,3 +63,45 @@ def test_a_mistake_names_the_argument(net: nn.Module, call: str, said: str) -> N
     names = {"net": net, "x": torch.randn(2, 64), "torch": torch, "check_model": check_model}
     with pytest.raises(UsageError, match=said):
         eval(call, names)  # noqa: S307
+
+
+def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.Module) -> None:
+    net[1].weight.data[3, 5] = math.nan
+    net.register_buffer("<script>\n|x", torch.tensor([math.inf]))
+    report = check_model(net)
+    assert not report.ok and report.verdict == "2 faults"
+    lines = str(report).splitlines()
+    assert lines[0] == "2 faults"
+    assert sum("weights.not_finite" in line for line in lines) == 2
+    assert any("1.weight: 1 NaN of 2,048 values, the first at [3, 5]" in line for line in lines)
+    text = report.markdown()
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    assert all(line.startswith("| ") for line in text.splitlines() if "script" in line)
+    plain = json.loads(json.dumps(report.as_dict()))
+    assert plain["ok"] is False and plain["reasons"][0]["severity"] == "fault"
+
+
+def test_numbers_have_units(net: nn.Module) -> None:
+    text = str(check_model(net, torch.randn(8, 64)))
+    for name, unit in (
+        ("probes", "samples"),
+        ("a tiny change of the inputs comes out", "times as large"),
+        ("checked in", "s"),
+    ):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name}: ")]
+        assert line.endswith(f" {unit}")
+
+
+def test_the_worst_comes_first(net: nn.Module) -> None:
+    net.append(nn.Linear(10, 10))
+    nn.init.zeros_(net[5].weight)
+    net[1].weight.data[0] = 0
+    net[4].bias.data[0] = math.inf
+    report = check_model(net)
+    assert [r.severity.word for r in report.reasons] == ["fault", "warning", "note"]
+    assert report.verdict == "1 fault, 1 warning, 1 note"
+    assert [line.partition(" ")[0] for line in str(report).splitlines()[1:4]] == [
+        "fault",
+        "warning",
+        "note",
+    ]

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from runner import Stability, optimize
 from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
 from runner.library.bad_steps import replay_step
+from runner.library.stability import StabilitySummary
 from runner.replay.findings import Phase
+from runner.stability.anomalies import Anomaly
 from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -366,3 +369,12 @@ def test_a_mistake_names_the_argument(
     with pytest.raises(ConfigError, match="stability.clip_norm"):
         Stability(["stability.clip_norm=-1"])
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_of_many_bad_steps_a_summary_shows_the_first_and_the_latest() -> None:
+    row = Anomaly(1, "non_finite", math.nan, math.nan, math.inf, math.inf, True, "skipped")
+    rows = [replace(row, step=step) for step in range(1, 501)]
+    text = str(StabilitySummary(500, 500, 0, {"non_finite": 500}, rows))
+    lines = text.splitlines()
+    assert len(lines) == 24 and "non_finite" in lines[3] and "480 more" in text
+    assert lines[3].startswith("1 ") and lines[-1].startswith("500 ")

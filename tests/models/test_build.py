@@ -152,3 +152,9 @@ def test_what_is_no_model_or_cannot_learn_is_refused(factory: Any, says: str) ->
 def test_an_argument_that_a_foreign_class_lacks_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"model\.widht: .*did you mean \+model\.width"):
         foreign(Net, widht=3)
+
+
+def test_the_options_own_keys_reach_the_model() -> None:
+    small, large = (build_model(Mlp(width=w, depth=3), TABLE, never) for w in (8, 16))
+    assert [p.shape[0] for p in small.parameters()][::2] == [8, 8, 8, 2]
+    assert [p.shape[0] for p in large.parameters()][::2] == [16, 16, 16, 2]

@@ -93,3 +93,21 @@ def test_cnn_gives_the_same_in_channels_last_order() -> None:
     model.to(memory_format=torch.channels_last)
     output = model(images.to(memory_format=torch.channels_last))
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_fresh_mlp_keeps_the_scale_of_its_inputs_through_any_depth() -> None:
+    model = mlp(in_features=256, width=256, depth=12, classes=256)
+    hidden = model.layers[:-1](torch.randn(512, 256))
+    assert 0.5 < float(hidden.detach().square().mean()) < 2.0
+
+
+def test_cnn_trains_on_a_batch_of_one() -> None:
+    model = cnn(stages=4, width=4)
+    assert model(torch.randn(1, 1, 8, 8)).isfinite().all()
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    model, x = mlp(dropout=0.5), torch.randn(4, 64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))

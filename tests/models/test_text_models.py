@@ -130,3 +130,16 @@ def test_an_empty_text_gives_a_finite_output_and_gradient() -> None:
 def test_more_tokens_than_positions_is_an_error_that_names_both(make: Any) -> None:
     with pytest.raises(DataError, match=r"17 tokens.* 16.*data\.sequence=17"):
         make()(ids(2, 17))
+
+
+def test_the_classifier_takes_a_boolean_mask() -> None:
+    model, tokens = classifier().eval(), ids(3)
+    torch.testing.assert_close(model(tokens, mask(16, 3, 5).bool()), model(tokens, mask(16, 3, 5)))
+
+
+def test_what_adds_to_the_residual_stream_starts_smaller_with_the_depth() -> None:
+    model = gpt(width=128, depth=8)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            std = 0.02 / 4 if "projection" in name else 0.02
+            assert float(weight.detach().std()) == pytest.approx(std, rel=0.1), name

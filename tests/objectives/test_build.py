@@ -220,3 +220,8 @@ def test_a_loss_that_is_no_single_number_is_an_error(returned: Any, says: str) -
 def test_what_cannot_be_a_loss_is_refused(found: Any, arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         foreign(found, **arguments)
+
+
+def test_a_target_without_a_tensor_cannot_be_counted() -> None:
+    with pytest.raises(ConfigError, match=r"data: the target is a str without a tensor"):
+        foreign(power).weight("five")

@@ -239,3 +239,14 @@ def test_metrics_of_nothing_are_an_error(ignored: bool) -> None:
     sums = objective.tally(torch.randn(2, 6), torch.full((2,), -100)) if ignored else {}
     with pytest.raises(DataError, match="no targets to measure"):
         objective.metrics(sums)
+
+
+def test_a_class_that_did_not_occur_has_no_accuracy() -> None:
+    objective = Classification(3, ("cat", "dog", "owl"))
+    metrics = objective.metrics(objective.tally(torch.eye(3)[:2], torch.tensor([0, 1])))
+    assert {k for k in metrics if "/" in k} == {"accuracy/cat", "accuracy/dog"}
+
+
+def test_a_tally_holds_on_to_no_graph() -> None:
+    sums = Classification(6).tally(torch.randn(2, 6, requires_grad=True), torch.tensor([0, 1]))
+    assert not any(t.requires_grad for t in sums.values())

@@ -128,3 +128,11 @@ def test_many_logits_are_tallied_a_slice_at_a_time(monkeypatch: pytest.MonkeyPat
     expected = objective.metrics(objective.tally(logits.bfloat16(), target))
     monkeypatch.setattr("runner.objectives.language_modelling.SLICE", 30 * 4)  # rows of 4
     assert objective.metrics(objective.tally(logits.bfloat16(), target)) == pytest.approx(expected)
+
+
+def test_perplexity_of_a_hopeless_model_is_still_a_number() -> None:
+    objective = LanguageModelling(2)
+    logits = torch.tensor([[[1e5, 0.0]]])
+    assert objective.metrics(objective.tally(logits, torch.tensor([[1]])))["perplexity"] < float(
+        "inf"
+    )

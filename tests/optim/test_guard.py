@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner import build, compose, train
 from runner.data.batch import Batch
+from runner.optim.buffers import LARGEST
 from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer, find_optimizer
@@ -458,3 +459,45 @@ def test_cuda_raises_nothing_between_reports(optimizer: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert summary.status == "done"
+
+
+def test_a_buffer_that_is_infinite_from_the_start_is_left_alone() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("mask", torch.tensor([0.0, -math.inf, 0.0]))
+            self.register_buffer("nothing", torch.zeros(0))
+            self.register_buffer("seen", torch.zeros(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + x.square().mean()  # not in place, and it has a graph
+            return self.layer(x * self.seen.mean().detach().clamp(max=1.0))
+
+    net = Masked()
+    update = make(net, "AdamW", {}, FUSED, True)
+    batch = batches(1)[0]
+    batch = (batch[0], batch[1])
+    assert not step(net, update, batch)[1]
+    assert float(net.seen.sum()) > 0  # type: ignore[operator,arg-type]
+    before = net.seen.clone()  # type: ignore[operator]
+    assert step(net, update, (batch[0] * 1e19 * 3, batch[1]))[1]
+    assert torch.equal(net.seen, before)  # type: ignore[arg-type]
+
+
+def test_no_limit_is_the_largest_number_there_is() -> None:
+    update = make(model("AdamW"), "AdamW", {}, FUSED, True)
+    assert update.limits.tolist() == [LARGEST, LARGEST]
+    update.set_limits(3.0, 4.0)
+    assert update.limits.tolist() == [3.0, 4.0]
+    update.set_limits(math.inf, math.nan)
+    assert update.limits.tolist() == [LARGEST, LARGEST]
+
+
+def test_without_the_guard_limits_are_for_nothing() -> None:
+    net = model("AdamW")
+    update = make(net, "AdamW", {}, FUSED, True)
+    update.set_limits(0.0, 0.0)
+    assert step(net, update, batches(1)[0])[1]
+    update.guard = False
+    assert not step(net, update, batches(1)[0])[1]

@@ -300,3 +300,58 @@ def test_sgd_with_dampening_is_not_guarded_in_the_kernel() -> None:
         results.append([p.detach().clone() for p in net.parameters()])
     for fused, plain in zip(*results, strict=True):
         assert torch.allclose(fused, plain, atol=1e-7)
+
+
+def test_a_buffer_that_the_model_replaces_goes_back_with_a_skipped_step() -> None:
+    class Tracks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return self.layer(x)
+
+    for how in ({"fused": True}, {}):
+        net = Tracks()
+        update = make(net, how=how)
+        one_step(net, update, batches(1)[0])
+        before = net.mean.clone()
+        assert one_step(net, update, (torch.full((16, 6), math.nan), batches(1)[0][1]))[1]
+        assert torch.equal(net.mean, before)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {}])
+def test_clipping_matches_torchs_clip_grad_norm(how: Any) -> None:
+    data = batches(6)
+    ours, theirs = model(), model()
+    # not Adam: it would blow up the rounding noise of biases ahead of BatchNorm
+    update = make(ours, "SGD", {}, how, stability=StabilityConfig(clip_norm=0.2))
+    optimizer = make(theirs, "SGD", {}, how).optimizer
+    for i, (x, y) in enumerate(data):
+        norm, _ = one_step(ours, update, (x, y))
+        for group in optimizer.param_groups:
+            group["lr"] = update.lr_at(i)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(theirs(x), y).backward()
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)
+        optimizer.step()
+        assert norm == pytest.approx(float(expected), rel=1e-4)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_sparse_gradients_are_guarded_and_clipped() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    config = OptimizerConfig(name="SGD", lr=1.0, weight_decay=0.0)
+    optimizer = build_optimizer(config, torch.optim.SGD, table, {})
+    update = OptimizerStep(table, optimizer, StabilityConfig(clip_norm=1.0), 1.0, [1.0])
+    before = table.weight.detach().clone()
+    update.begin()
+    loss = table(torch.tensor([1, 1, 2])).sum() * 10
+    loss.backward()
+    norm, skipped = update.measure(loss.detach())
+    update.apply(norm, skipped)
+    assert float(norm) == pytest.approx(math.sqrt(4 * 20**2 + 4 * 10**2))
+    assert float((table.weight.detach() - before).norm()) == pytest.approx(1.0, rel=1e-5)

@@ -170,3 +170,20 @@ def test_a_kept_decision_or_count_of_nothing_is_refused() -> None:
             kept_by(StabilityConfig(), kind=kind)
     with pytest.raises(KeyError, match="zz"):
         table(Rule()).load({"used": [0], "counts": {"zz": 1}, "steps": {"zz": [1]}})
+
+
+def test_it_says_what_was_tried() -> None:
+    rules = table(Rule(), Rule(action=Action.rollback))
+    assert rules.tried() == "nothing"
+    for step in range(4, 11):
+        rules.note(0, step)
+    rules.note(1, 12)
+    said = "skipped a step 7 times (steps 4, 5, 6, 7, 8, …); rolled back once (step 12)"
+    assert rules.tried() == said
+    other = table(Rule(), Rule(action=Action.rollback))
+    other.load(rules.state())
+    assert (other.tried(), other.used) == (said, [7, 1])
+
+
+def test_what_needs_no_config_file_has_a_table_too() -> None:
+    assert [rule.action for rule in StabilityConfig().recovery] == [Action.skip, Action.rollback]

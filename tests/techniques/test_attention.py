@@ -309,3 +309,29 @@ def test_hugging_faces_bert_gives_the_same_with_padding(name: str) -> None:
     with kernels.use(name, model, strictly=True):
         torch.testing.assert_close(forward(), expected)
         assert not fused(ran(forward))
+
+
+def test_looking_at_the_calls_changes_nothing_of_the_model() -> None:
+    with build(compose([*GPT, "optimization.attention.enabled=false"])) as run:
+        expected = run.model.state_dict()
+        mode = run.model.training
+    with build(compose(GPT)) as run:
+        torch.testing.assert_close(run.model.state_dict(), expected, rtol=0, atol=0)
+        assert run.model.training is mode
+
+
+def test_plain_drops_shares_and_keeps_their_mean() -> None:
+    query, key = heads(8, 4, 32, 8), heads(8, 4, 32, 8)
+    out = kernels.plain(query, key, torch.ones(8, 4, 32, 1), dropout_p=0.5).detach()
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.05)
+    assert float(out.std()) > 0.05
+
+
+def test_plain_in_16_bits_is_as_near_to_double_as_16_bits_allow() -> None:
+    leaves = [heads(2, 4, 64, 32, dtype=torch.float64) for _ in range(3)]
+    exact = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    found = kernels.plain(*(t.bfloat16() for t in leaves), is_causal=True)
+    assert found.dtype is torch.bfloat16
+    assert float((found - exact).abs().max().detach()) < 4 * 2**-8 * float(
+        exact.abs().max().detach()
+    )

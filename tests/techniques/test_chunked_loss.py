@@ -352,3 +352,24 @@ def hugging_face(vocab: int, sequence: int) -> nn.Module:
 
 def test_the_output_layer_has_nothing_to_save() -> None:
     assert not OutputLayer().state_dict()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_upstream_gradient_multiplies(precision: str) -> None:
+    case = sample()
+    with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
+        once, scaled = chunked(case, 16), chunked(case, 16, 65536.0)
+    torch.testing.assert_close([g / 65536 for g in scaled[1:]], once[1:])
+    assert all(float(g.abs().max()) > 0 for g in once)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    leaves = [
+        torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((5, 3), (7, 3), (7,))
+    ]
+    target = torch.tensor([1, 6, -100, 0, 3])
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return DeferredLogits(hidden, weight, bias, 2).mean_cross_entropy(target, -100)
+
+    assert torch.autograd.gradcheck(loss, leaves)

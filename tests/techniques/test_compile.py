@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -175,3 +177,26 @@ def test_a_token_that_is_not_in_the_vocabulary_is_an_error_and_not_the_end_of_th
         with pytest.raises(DataError, match="token id is out of range"):
             for place in run.train.placements:  # type: ignore[attr-defined]
                 place((wrong, target))
+
+
+def test_messages_are_shown_as_before_once_the_last_of_two_runs_has_closed() -> None:
+    loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo")]
+
+    def shown_by() -> list[object]:
+        return [warnings.showwarning, *(logger.handlers for logger in loggers)]
+
+    before, first, second = shown_by(), ExitStack(), ExitStack()
+    compiler.condense_warnings(first)
+    compiler.condense_warnings(second)
+    during = shown_by()
+    assert during != before
+    first.close()
+    assert shown_by() == during
+    second.close()
+    assert shown_by() == before
+
+
+def test_timing_a_step_changes_no_number() -> None:
+    timed = trained(*TINY, "optimization=compile", "optimization.compile.min_steps=null")
+    plain = trained(*TINY, "optimization=none")
+    assert timed.metrics == plain.metrics

@@ -273,3 +273,17 @@ def test_a_part_that_its_owner_keeps_in_evaluation_mode_stays_in_it() -> None:
         loop.summary()
         assert not backbone.training and model[1].training
     assert int(backbone[1].num_batches_tracked) == 0
+
+
+def test_a_closed_run_leaves_its_model_eager() -> None:
+    with build(compose([*QUIET, *TABLE, "model=mlp", "optimization=compile"])) as run:
+        model = run.model
+        assert model._compiled_call_impl is not None
+    assert model._compiled_call_impl is None
+
+
+def test_a_cpu_without_bf16_stays_in_fp32_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.device.capabilities.cpu_flags", lambda: frozenset({"avx2"}))
+    summary = trained(*TABLE, "model=mlp", "optimization=advanced")
+    told(summary)
+    assert "no fast 16-bit" in rows(summary)["amp"].reason

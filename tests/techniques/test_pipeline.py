@@ -15,6 +15,7 @@ from PIL import Image
 from runner import build, compose, train
 from runner.data.batch import Batch
 from runner.techniques.base import TechniqueStatus
+from runner.training.hook import Hook, Step
 from runner.training.run import Run
 
 PIPELINE = [
@@ -158,3 +159,30 @@ def test_memory_of_a_batch_is_not_taken_while_a_step_still_reads_it() -> None:
         run.train.close()
         expected = [x.double().sum().item() for x, _ in some(run, 8)]
     assert [s.item() for s in sums] == pytest.approx(expected)
+
+
+class Losses(Hook):
+    """Each step's loss."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.seen.append(float(step.loss))
+
+
+def test_measuring_leaves_the_training_as_it_is(pictures: str) -> None:
+    losses = []
+    for enabled in ("true", "false"):
+        hook = Losses()
+        more = [
+            f"optimization.pipeline.enabled={enabled}",
+            "data.workers=null",
+            "optimization.pipeline.budget_s=0.1",
+        ]
+        with build(compose(images(pictures, *more))) as run:
+            run.hooks.append(hook)
+            train(run)
+        losses.append(hook.seen)
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]

@@ -285,3 +285,13 @@ def test_it_runs_on_a_gpu(mode: str) -> None:
         found = row(train(run))
     assert found.engaged
     assert found.evidence["backend"] == "torch"
+
+
+def test_a_forward_that_the_user_replaced_stays_in_the_copy() -> None:
+    with built() as run:
+        inputs = next(run.validation.batches(0))[0]
+        layers = run.model.get_submodule("layers")
+        plain = layers.forward
+        layers.forward = lambda x: 3 * plain(x)  # type: ignore[method-assign]
+        run.model.eval()
+        assert torch.equal(standalone(run)(inputs), run.model(inputs))

@@ -183,3 +183,15 @@ def test_the_command_line_has_threads_sleep_soon_unless_told_otherwise(
     summary = Summary.read(tmp_path / "outputs" / "run")
     found = next(row for row in summary.techniques if row.name == "system")
     assert found.evidence["waiting"] == (own or {"GOMP_SPINCOUNT": "10000"})
+
+
+def test_one_thread_is_a_choice_with_the_same_reason_on_any_machine() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with prepared("optimization.system.small_mflop=0") as run:
+            value, reason = chosen(run)["device.threads"]
+    finally:
+        torch.set_num_threads(before)
+    assert value == 1
+    assert "MFLOP, enough to share out, but torch has only one thread" in reason

@@ -18,6 +18,7 @@ from runner import build, compose, train
 from runner.build import Components
 from runner.device import process
 from runner.objectives.custom import Custom
+from runner.techniques import cost, kernels, pipeline
 from runner.training.evidence import collect_evidence
 from runner.training.run import Run
 
@@ -249,3 +250,56 @@ def test_a_model_that_cannot_be_copied_is_not_timed_and_the_reason_is_said(
             threads = next(c.reason for c in run.choices if c.key == "device.threads")
             assert "a forward is not counted, it holds" in threads
         assert train(run).status == "done"
+
+
+class Clock:
+    """Stands in for the machine's clock: each reading so many seconds after the one before."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], float]], None]:
+    """Gives all that is timed before a run another clock."""
+
+    def clocked(clock: Callable[[], float]) -> None:
+        for module in (cost, kernels, pipeline):
+            monkeypatch.setattr(module, "perf_counter", clock)
+
+    return clocked
+
+
+@pytest.mark.parametrize("level", ["default", "ultra"])
+def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
+    level: str, machine: Callable[[Callable[[], float]], None]
+) -> None:
+    called, decided = [], []
+    for seconds in (1e-3, 1.0):
+        machine(Clock(seconds))
+        first = calls
+        steps = "training.steps=1_000_000"  # so many that a close look could be worth it
+        with build(compose([*QUICK, *LEVELS[level], steps]), given=Components(Busy())) as run:
+            called.append(calls - first)
+            decided.append(chosen(run))
+    assert called[0] == called[1] > 0
+    if level == "default":  # what was timed is noted
+        key = "optimization.compile.min_steps"
+        assert decided[0][key] > decided[1][key] > 0
+
+
+def test_two_runs_that_are_pinned_alike_are_the_same_to_the_bit(
+    machine: Callable[[Callable[[], float]], None],
+) -> None:
+    pins = ["device.threads=1", "optimization.compile.min_steps=100"]
+    ended = []
+    for seconds in (1e-7, 10.0):
+        machine(Clock(seconds))
+        model = Busy()
+        with build(compose([*QUICK, *pins]), given=Components(model)) as run:
+            ended.append((train(run).metrics, model.state()["tensors"], model.forwards))
+    assert ended[0] == ended[1]
