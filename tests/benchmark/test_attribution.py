@@ -78,6 +78,7 @@ def test_planted_interactions_are_recovered_and_told(factor: float, how: str) ->
         assert one.removed == pytest.approx(factor * SPEEDUPS[name], rel=0.03)
     assert effect(found, "fused_optimizer").interaction == pytest.approx(1.0, abs=0.03)
     assert f"amp and compile are worth {how} in company than alone" in found.sentences
+    assert any(s.startswith("compile is worth 1.3× alone") for s in found.sentences)
     assert world.most_alive <= 7  # plain, level, two arms for each of two techniques, the control
 
 
@@ -187,6 +188,15 @@ def test_nothing_is_said_to_be_within_less_than_two_percent() -> None:
         removed=1.015, removed_interval=(1.011, 1.019),
     )  # fmt: skip
     assert summary_text([one], "ultra", 0.003) == ["nothing is worth more than 2.0 %: amp"]
+
+
+def test_what_the_reference_has_too_is_not_measured() -> None:
+    world = World(SPEEDUPS)
+    settings = BenchmarkConfig(attribute_budget_s=60.0)
+    how = MeasureOptions(settings, pool=world.crew, clock=world.clock)
+    found = attribute(arm("advanced"), arm("basic"), how, check_parity=agreed)
+    assert effect(found, "fused_optimizer").note == "is in basic too"
+    assert effect(found, "amp").added == pytest.approx(1.5, rel=0.05)
 
 
 def test_a_technique_that_changes_the_numbers_is_told() -> None:

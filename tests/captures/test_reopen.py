@@ -109,6 +109,15 @@ def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(
             assert loss == pytest.approx(capture.loss, rel=0.01) and loss != capture.loss
 
 
+def test_a_capture_can_be_opened_twice_in_one_process(kit: Any, made: Path) -> None:
+    stayed = open_capture(captures(made)[1])
+    for _ in range(2):
+        with reopened(stayed, trusted=kit.TRUSTED) as (run, batch):
+            step = forward_backward(run, batch)
+            run.update.apply(step.grad_norm, step.skipped)
+            assert float(step.loss) == stayed.loss
+
+
 def test_what_was_run_again_once_can_be_kept(kit: Any, made: Path, tmp_path: Path) -> None:
     moved, stayed = map(open_capture, captures(made))
     assert with_weights(stayed, tmp_path, trusted=kit.TRUSTED) is stayed

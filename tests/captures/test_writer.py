@@ -89,6 +89,16 @@ def test_weights_as_they_were_are_kept_where_no_update_was_made_since(
     assert (stayed.manifest.checkpoint, stayed.manifest.steps_again) == (16, 0)
 
 
+def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
+    kit: Any,
+    tmp_path: Path,
+) -> None:
+    kit.trained(tmp_path, kit.Taker([6]), "checkpoint.enabled=false")
+    (capture,) = map(open_capture, captures(tmp_path))
+    assert capture.manifest.weights is Weights.later
+    assert capture.manifest.checkpoint is None and capture.model is not None
+
+
 def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(
     kit: Any, tmp_path: Path
 ) -> None:
@@ -98,6 +108,18 @@ def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(
     assert not (tmp_path / "checkpoints" / "step_00000000").exists()
     restored = capture.checkpoint()
     assert restored is not None and restored.step == 0
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(
+    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "captures").write_text("in the way")
+    hook = kit.Taker([3, 5])
+    assert kit.trained(tmp_path, hook).status == "done"
+    assert hook.taken == {3: None, 5: None}
+    warned = [r for r in caplog.records if r.levelname == "WARNING" and "job=replay" in r.message]
+    assert len(warned) == 1
 
 
 def test_what_does_not_fit_the_bound_is_not_written_and_said_once(

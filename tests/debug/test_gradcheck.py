@@ -115,6 +115,14 @@ def test_a_wrong_backward_is_found_by_module_function_and_input(
         assert "contains tail.scale" in checks["module", name].why
 
 
+@pytest.mark.parametrize("function", [Scale, Doubled, Turned], ids=lambda cls: cls.__name__)
+def test_the_verdict_is_that_of_torchs_own_check(function: Any) -> None:
+    x, by = torch.randn(3, 4).double().requires_grad_(), torch.ones(1).double().requires_grad_()
+    theirs = torch.autograd.gradcheck(function.apply, (x, by), raise_exception=False)
+    checks = by_name(gradcheck_model(Own(function.__name__), images()))
+    assert (checks["function", "tail.scale"].result == "passed") is theirs
+
+
 def test_a_right_one_passes_with_all_that_is_around_it() -> None:
     checks = gradcheck_model(Own(), images(), cross_entropy)
     assert [c.kind for c in checks] == ["function", "objective", "module", "module", "module"]
@@ -139,6 +147,38 @@ def test_torchs_own_layers_pass_with_sparse_gradients_too(sparse: bool) -> None:
     checks = gradcheck_model(Sparse(sparse), (ids, None), modules=["*"])
     assert {c.name for c in checks} == {"embed", "norm", "head", "head.0", "head.1", "Sparse"}
     assert {c.result for c in checks} == {"passed"}
+
+
+class WrongRows(Function):
+    """An embedding whose sparse gradient is half of what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.size = weight.shape
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        values = upstream[0].reshape(-1, ctx.size[1]) / 2
+        return torch.sparse_coo_tensor(ids.reshape(1, -1), values, ctx.size), None
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return WrongRows.apply(self.weight, ids)
+
+
+def test_a_wrong_sparse_gradient_is_found() -> None:
+    checks = by_name(gradcheck_model(Rows(), torch.arange(12).reshape(3, 4)))
+    found = checks["function", "Rows"]
+    assert (found.result, found.where) == ("wrong", "weight")
+    assert found.error == pytest.approx(0.5, rel=1e-3)
 
 
 class Kinked(nn.Module):

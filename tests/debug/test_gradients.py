@@ -17,8 +17,8 @@ from runner import build, compose, train
 from runner.build import Components
 from runner.debug.config import Bounds, GradientsConfig
 from runner.debug.dead_units import DeadUnits
-from runner.debug.gradient_layers import State, check_gradients
-from runner.debug.gradients import Gradients
+from runner.debug.gradient_layers import Layer, State, bars, check_gradients, group_by_module
+from runner.debug.gradients import GradientRecord, Gradients
 from runner.training.run import Run
 from runner.training.summary import Summary
 
@@ -145,6 +145,16 @@ def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
 def test_a_model_without_gradients_or_parameters_is_no_error() -> None:
     assert [layer.state for layer in check_gradients(mlp()).layers] == [State.NO_GRADIENT] * 4
     assert check_gradients(nn.ReLU()).problems == []
+
+
+def test_deep_sigmoids_vanish_towards_the_input() -> None:
+    torch.manual_seed(0)
+    hidden = [m for _ in range(12) for m in (nn.Linear(32, 32), nn.Sigmoid())]
+    model = Net(nn.Linear(64, 32), *hidden, nn.Linear(32, 10))
+    model(torch.randn(16, 64)).square().mean().backward()
+    states = [row.state for row in check_gradients(model).layers if row.dimensions == 2]
+    assert states[:3] == [State.VANISHING] * 3
+    assert states[-6:] == [State.FINE] * 6
 
 
 @pytest.mark.parametrize(
@@ -315,6 +325,31 @@ def test_an_exploding_gradient_is_named(tmp_path: Path) -> None:
     assert summary.faults["exploding_gradient"] > 0
 
 
+def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path: Path) -> None:
+    class Odd(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.layers[:3](x)
+            x = nn.functional.relu(nn.functional.linear(x, self.layers[3].weight.T))
+            return self.now(x) if self.calls % 4 == 0 else self.layers[5](x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Odd(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+    model.layers[5].weight.requires_grad_(False)
+    model.layers[1].bias = model.layers[3].bias  # tied
+    model.now = nn.Linear(16, 10)
+    _, summary = run_of(LOOKING, tmp_path, model)
+    assert summary.status == "done"
+    last = {row["layer"] for row in rows(tmp_path)}
+    assert last == {"layers.1.weight", "layers.1.bias", "layers.3.weight", "layers.5.bias",
+                    "now.weight", "now.bias"}  # fmt: skip
+    seen = {(row["layer"], row["state"]) for row in rows(tmp_path)}
+    assert {("now.weight", "fine"), ("now.weight", "no gradient")} <= seen
+    assert "no_gradient" not in summary.faults
+
+
 def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
     tmp_path: Path,
 ) -> None:
@@ -327,6 +362,14 @@ def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
     assert states["layers.3.bias"] == ("not finite", None)
     assert states["layers.1.weight"] == ("fine", None)
     assert finding(summary) == "layers.3.bias is not finite at 1 of 1 look"
+
+
+def test_what_was_not_finite_at_one_look_is_said_at_the_end_too(tmp_path: Path) -> None:
+    model, calls = mlp(), iter(range(1, 100))
+    model.layers[3].bias.register_hook(lambda g: g * math.nan if next(calls) in (3, 4) else g)
+    steps = [*LOOKING, "training.validate_every=99", "optimization=none"]  # none but the run's own
+    _, summary = run_of(steps, tmp_path, model)
+    assert finding(summary) == "layers.3.bias is not finite at 1 of 6 looks"
 
 
 def test_too_few_looks_are_said_and_not_taken_for_nothing_amiss(
@@ -385,11 +428,57 @@ def test_the_folder_and_tensorboard_have_it_all(tmp_path: Path) -> None:
     assert len(events.Scalars("gradients/norm/layers.0")) == 6
 
 
+def test_the_picture_is_of_a_look_at_which_something_was_learned(tmp_path: Path) -> None:
+    overrides = [*LOOKING, "model=mlp", "debug.every=1", "schedule=cosine", "schedule.floor=0"]
+    run, _ = run_of([*overrides, "training.steps=40"], tmp_path)
+    tool = next(hook for hook in run.hooks if isinstance(hook, Gradients))
+    step, rates = tool.shown[2], [run.update.lr_at(step) for step in range(40)]
+    assert (tool.last, rates[-1]) == (40, pytest.approx(0.0, abs=0.01 * max(rates)))
+    assert step == max(i + 1 for i, rate in enumerate(rates) if rate >= 0.01 * max(rates)) < 40
+    assert tool.drawn == step
+    assert rows(tmp_path)[-1]["step"] == 40
+
+
 def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     short = [*LOOKING, "model=mlp", "training.steps=4"]
     run_of(short, tmp_path)
     run_of([*LOOKING, "model=mlp", "checkpoint.resume=auto"], tmp_path)
     assert sorted({row["step"] for row in rows(tmp_path)}) == [2, 4, 6, 8, 10, 12]
+
+
+def test_it_rests_after_max_iterations(tmp_path: Path) -> None:
+    run_of([*LOOKING, "model=mlp", "debug.max_iterations=7"], tmp_path)
+    assert {row["step"] for row in rows(tmp_path)} == {2, 4, 6}
+
+
+def test_the_record_stays_bounded_and_keeps_both_ends() -> None:
+    record = GradientRecord()
+    layers = [Layer(str(i), 1, 1) for i in range(1000)]  # 20 looks of them are the most
+    for step in range(1, 400):
+        record.add(step, layers, {"0": (1, 2)})
+    steps = [step for step, _ in record.looks]
+    assert len(steps) <= 20
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert steps[-8:] == list(range(392, 400))
+    assert [row["step"] for row in record.units] == steps
+
+
+def test_a_bar_names_the_layer_that_something_is_amiss_with() -> None:
+    layers = [
+        Layer("a.weight", 4, 2, norm=1.0), Layer("a.bias", 2, 1, norm=1.0),
+        Layer("b.weight", 4, 2, norm=0.0, state=State.VANISHING),
+        Layer("b.bias", 2, 1, norm=1.0),
+        Layer("c.weight", 4, 2, state=State.NO_GRADIENT), Layer("c.bias", 2, 1,
+                                                                state=State.NO_GRADIENT),
+    ]  # fmt: skip
+    assert [bar.label for bar in bars(layers, {})] == ["a", "b.weight", "c"]
+
+
+def test_deep_modules_share_a_group_where_there_are_too_many() -> None:
+    names = [f"blocks.{i}.{part}.weight" for i in range(4) for part in ("a", "b")] + ["scale"]
+    assert len(group_by_module(names, 9)) == 9
+    blocks = [f"blocks.{i}" for i in range(4)]
+    assert list(group_by_module(names, 8)) == [*blocks, "scale"]
 
 
 def test_nothing_is_written_without_a_folder_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:

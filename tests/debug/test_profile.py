@@ -83,6 +83,16 @@ def test_a_run_is_told_what_keeps_it_from_being_faster(
     assert row.seconds > 0
 
 
+def test_what_is_fused_already_is_not_recommended() -> None:
+    tool, _, _ = profiled([*SMALL, *UNFUSED, "optimization.fused_optimizer.enabled=true"])
+    assert not any("fused_optimizer" in said for said in tool.verdicts), tool.verdicts
+
+
+def test_waiting_for_data_is_the_only_word_on_a_run_that_waits_for_data() -> None:
+    tool, _, _ = profiled([*SMALL, *OWN, "data.workers=0", "+data.seconds=0.001"])
+    assert len(tool.verdicts) == 1
+
+
 class Looking(Tool):
     """A debug tool that takes longer than the steps, between them."""
 
@@ -134,6 +144,17 @@ class OneByOne(nn.Module):
         return torch.stack([self.layer(row) for row in x])
 
 
+class Large(nn.Module):
+    """The only large products of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.01 * torch.randn(30, 8192))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight @ self.weight.T
+
+
 class Encoded(nn.Module):
     """An encoder, and a head."""
 
@@ -169,6 +190,12 @@ def test_a_loop_of_small_operators_is_host_bound_and_its_module_is_named(
     assert "operators on whole tensors instead of a loop over samples or time" in finding
 
 
+def test_the_only_large_product_is_named_as_the_hot_spot_and_is_not_host_bound() -> None:
+    finding, verdicts = verdict_of(Encoded(Large()))
+    assert not any(said.startswith("host-bound") for said in verdicts), verdicts
+    assert "% of the operators' time is in encoder.loop" in finding, verdicts
+
+
 def paused(longest: float) -> Iterator[dict[str, Any]]:
     """Three steps of 11 ms; in the second one the light module is stopped for `longest` µs."""
     host, at = {"ph": "X", "pid": 1, "tid": 1}, 0.0
@@ -198,6 +225,14 @@ def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
         module, share = read_trace({"traceEvents": list(paused(longest))}).hot_spot
         assert module is not None and module.name == "heavy"
         assert share == pytest.approx(10 / 11)
+
+
+def test_a_busy_machine_changes_no_share_of_calling() -> None:
+    """What operators take is measured against others of the same moment, in CPU time."""
+    reading = read_trace({"traceEvents": list(paused(1000.0))})
+    assert (reading.calls, reading.calibration_calls, reading.calling) == (6, 0, 0.0)
+    reading.calibration_calls, reading.calibration_share = 3, 0.5
+    assert reading.calling == pytest.approx(1.0)
 
 
 def test_attention_is_named_and_its_technique_where_it_is_off() -> None:
@@ -349,6 +384,20 @@ def test_a_window_lies_between_two_validations(tmp_path: Path) -> None:
     (row,) = tool.windows
     assert row["steps"] == 2
     assert {m["calls"] for m in row["modules"] if m["calls"]} == {2}
+
+
+def test_a_run_shorter_than_its_window_is_profiled_as_far_as_it_goes() -> None:
+    tool, summary, _ = profiled([*SMALL, "training.steps=5"])
+    assert summary.status == "done"
+    (row,) = tool.windows
+    assert (row["first"], row["steps"]) == (3, 3)
+
+
+def test_a_window_that_would_meet_a_validation_is_moved_behind_it() -> None:
+    tool, _, _ = profiled([*SMALL, "training.validate_every=20", "debug.profile.start=18"])
+    (row,) = tool.windows
+    assert (row["first"], row["steps"]) == (23, 5)
+    assert {m["calls"] for m in row["modules"] if m["calls"]} == {5}
 
 
 class Busy(Hook):

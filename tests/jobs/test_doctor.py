@@ -87,6 +87,15 @@ def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_told():
     assert "fail" in printed(report)
 
 
+def test_the_worst_check_is_the_status(report):
+    def status(*found: Status) -> Status:
+        return replace(report, checks=[Check("x", one, "") for one in found]).status
+
+    assert status(Status.ok, Status.warn) is Status.warn
+    assert status(Status.warn, Status.fail, Status.ok) is Status.fail
+    assert status(Status.ok) is Status.ok
+
+
 def test_text_in_brackets_is_shown_as_it_is(report):
     odd = replace(report, checks=[Check("[red]name", Status.warn, "[/] found", "[bold]fix")])
     out = printed(odd)
@@ -114,6 +123,10 @@ def test_a_missing_and_a_too_old_package_are_named_with_who_needs_them():
     assert check.status is Status.fail
     assert "runner needs numpy>=9999, found" in check.found
     assert check.fix == "pip install 'no-such-package-zz>=2' 'numpy>=9999'"
+
+
+def test_requirements_that_cannot_be_found_are_no_all_clear():
+    assert environment.requirements_met([], []).status is Status.warn
 
 
 def test_what_a_package_needs_in_turn_is_looked_at(tmp_path, monkeypatch):
@@ -151,6 +164,17 @@ def test_the_compiler_named_in_cxx_is_the_one_that_is_asked(tmp_path):
     assert second.status is Status.warn and "does not run" in second.found
 
 
+def test_no_compiler_is_a_warning_with_the_fix(tmp_path):
+    check = next(iter(environment.compilers("cpu", {"PATH": str(tmp_path)})))
+    assert check.status is Status.warn and "CXX" in check.fix
+
+
+def test_triton_is_looked_for_on_a_gpu_only(tmp_path):
+    environ = {"PATH": str(tmp_path)}
+    assert "triton" not in {check.name for check in environment.compilers("cpu", environ)}
+    assert "triton" in {check.name for check in environment.compilers("cuda", environ)}
+
+
 def test_a_compile_cache_that_cannot_be_written_is_a_warning(tmp_path):
     fine = environment.inductor_cache({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "a" / "b")})
     assert fine.status is Status.ok and not (tmp_path / "a").exists()
@@ -173,6 +197,12 @@ def test_the_compile_cache_that_is_checked_is_the_one_that_runs_use(tmp_path, mo
     with ExitStack() as scope:
         compiler.prepare(scope)
         assert os.environ[compiler.CACHE] != check.found
+
+
+def test_the_disk_check_reads_the_nearest_folder_that_is_there(tmp_path):
+    check = environment.disk(tmp_path / "outputs" / "runs")
+    assert check.found.endswith(str(Path("outputs") / "runs"))
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_an_outputs_folder_that_cannot_be_written_fails(tmp_path):

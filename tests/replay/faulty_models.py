@@ -124,6 +124,20 @@ class Masks(nn.Module):
         return x * filled.softmax(1)  # MASKS
 
 
+class Writes(nn.Module):
+    """Puts NaN there by hand."""
+
+    def forward(self, x: Tensor, off: Tensor) -> Tensor:
+        return x * torch.where(off > 0, float("nan"), 1.0)  # WRITES
+
+
+class Times(nn.Module):
+    """The same, as a factor."""
+
+    def forward(self, x: Tensor, off: Tensor) -> Tensor:
+        return x * float("nan") if off.any() else x  # TIMES
+
+
 class Grows(nn.Module):
     """Finite, and far too much."""
 
@@ -147,6 +161,8 @@ PARTS: dict[str, Any] = {
     "root": Root,
     "raises": Raises,
     "masks": Masks,
+    "writes": Writes,
+    "times": Times,
     "grows": Grows,
     "hangs": Hangs,
 }

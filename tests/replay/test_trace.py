@@ -68,6 +68,26 @@ def test_a_fault_is_traced_to_module_and_line(
     assert found.line.source.endswith(f"# {mark}")
 
 
+@pytest.mark.parametrize("part", ["writes", "times"])
+def test_a_nan_that_the_code_itself_names_is_not_said_to_come_of_inf(
+    part: str, captured: Any, standing: Any, marked: Any
+) -> None:
+    with standing(captured(POISON, f"+model.part={part}")) as (run, batch, _):
+        found = trace_step(run, batch)
+    assert found.line is not None
+    assert found.line.number == marked(part.upper())
+    assert found.cause.endswith("of a constant NaN")
+
+
+def test_the_operation_and_the_parameters_with_bad_gradients_are_named(
+    captured: Any, standing: Any
+) -> None:
+    with standing(captured(POISON, "+model.part=root")) as (run, batch, _):
+        found = trace_step(run, batch)
+    assert found.operation == "div.Tensor in SqrtBackward0"
+    assert found.parameters == ["first.bias", "first.weight"]  # not those after it
+
+
 def test_what_went_into_the_module_is_told_in_numbers(captured: Any, standing: Any) -> None:
     with standing(captured(POISON, "+model.part=log")) as (run, batch, capture):
         found = trace_step(run, batch)
