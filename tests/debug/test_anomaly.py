@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from runner.data.batch import Batch
 from runner.debug.anomaly import Anomaly
 from runner.debug.module_trace import ModuleTrace
 from runner.debug.source_line import OURS, place_in_text
+from runner.debug.tool import Tool
 from runner.errors import GaveUp
 from runner.objectives.custom import Custom
 from runner.training.run import Run
@@ -213,6 +217,38 @@ def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in anomalies(tmp_path)] == [[4]]
     assert "every 2 steps; such a step takes" in finding(summary)
+
+
+def test_steps_that_it_does_not_look_at_have_the_guards_own_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*ANOMALY, "model=mlp", "debug.anomaly.every=2"]
+    run_of(overrides, tmp_path, Net(Root(), bad=(4, 5)))
+    said = [r.getMessage() for r in caplog.records if "finite" in r.getMessage()]
+    assert len(said) == 1 and said[0].startswith("step 5: a gradient was not finite")
+
+
+def test_what_other_tools_take_at_the_same_steps_is_not_on_its_account(tmp_path: Path) -> None:
+    class Slow(Tool):
+        name = "slow"
+
+        def around(self, run: Run) -> Any:
+            return self._around()
+
+        @contextmanager
+        def _around(self) -> Iterator[None]:
+            end = time.perf_counter() + 0.4
+            while time.perf_counter() < end:
+                pass
+            yield
+
+    config = compose([*ANOMALY, "model=mlp", "debug.anomaly.every=5", "training.steps=20"])
+    with build(config, tmp_path, Components()) as run:
+        run.hooks.insert(0, Slow(config.debug, every=5))
+        summary = train(run)
+    cost = next(tool for tool in summary.tools if tool.name == "anomaly")
+    assert cost.looks == 4
+    assert cost.seconds < 0.8  # half of what the other one took
 
 
 def test_another_error_stays_what_it_is() -> None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.debug.memory import MemoryTool
+from runner.debug.memory import MemoryTool, Point, Timeline
 from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
 from runner.debug.object_counts import count_objects, find_growth
 from runner.errors import OutOfMemory
@@ -151,6 +151,22 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -
     assert not torch.nn.modules.module._global_forward_hooks
 
 
+def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) -> None:
+    full = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
+    kept = []
+    for folder, more in (("plain", []), ("recomputed", full)):
+        with build(compose([*GPT, "training.steps=8", *LOOK, *more]), tmp_path / folder) as run:
+            train(run)
+        rows = found_in(tmp_path / folder)["account"]["rows"]
+        kept.append(sum(row["activations"] for row in rows if row["name"].startswith("blocks")))
+    assert kept[1] < kept[0] / 4
+
+
+def test_without_a_folder_nothing_is_written_and_nothing_breaks() -> None:
+    with build(compose([*MLP, *LOOK])) as run:
+        assert train(run).status == "done"
+
+
 def test_a_short_run_is_looked_at_and_tells_what_it_found(tmp_path: Path) -> None:
     with build(compose([*MLP, "debug=memory"]), tmp_path) as run:  # every 50, and 30 steps
         summary = train(run)
@@ -279,6 +295,13 @@ def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
     assert any("objects of builtins.list" in x for x in said)
 
 
+def test_functions_that_an_import_makes_are_no_growth() -> None:
+    before = count_objects()
+    made = [lambda: None for _ in range(500)]
+    said = [str(growth) for growth in find_growth(before, count_objects())]
+    assert len(made) == 500 and not any("function" in x for x in said)
+
+
 def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor(
     mapped: Callable[[int], mmap.mmap],
 ) -> None:
@@ -315,6 +338,13 @@ class Limited(Objective):
 
     def metrics(self, totals: Any) -> Any:
         return self.own.metrics(totals)
+
+
+def test_a_picture_has_one_line_for_two_that_are_the_same() -> None:
+    same = Timeline([Point(step, 100 * 2**20, 100 * 2**20) for step in (10, 20)])
+    assert list(same.lines()[0]) == ["process"]
+    apart = Timeline([Point(step, 100 * 2**20, 120 * 2**20) for step in (10, 20)])
+    assert list(apart.lines()[0]) == ["process, at most", "process"]
 
 
 def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ def test_the_worst_check_is_the_status(report):
     assert status(Status.ok) is Status.ok
 
 
+def test_a_fix_is_on_a_line_of_its_own(report):
+    shown = replace(report, checks=[Check("load", Status.warn, "load 9.0", "wait")])
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(show(shown))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    at = next(i for i, line in enumerate(lines) if "load 9.0" in line)
+    assert lines[at + 1].strip() == "fix: wait"
+
+
 def test_text_in_brackets_is_shown_as_it_is(report):
     odd = replace(report, checks=[Check("[red]name", Status.warn, "[/] found", "[bold]fix")])
     out = printed(odd)

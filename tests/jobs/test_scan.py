@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.composing import compose
-from runner.errors import Interrupted, SecurityError, UsageError
+from runner.errors import ConfigError, Interrupted, SecurityError, UsageError
 from runner.jobs.scan import main
 from runner.security.files.file_bytes import hash_file
 from runner.security.files.scan import Scanner
@@ -112,6 +112,13 @@ def test_a_dcp_folder_is_one_thing_refused_with_the_way_out(tmp_path, folder):
     (row,) = written(folder)["rows"]
     assert row["kind"] == "dcp"
     assert "dcp_to_torch_save" in json.dumps(row["reasons"])
+
+
+def test_a_path_with_nothing_there_is_a_usage_error(tmp_path, folder):
+    with pytest.raises(UsageError, match="scan.path: there is nothing at"):
+        scan(tmp_path / "gone", folder)
+    with pytest.raises(ConfigError, match="scan.rows"):
+        scan(tmp_path, folder, "scan.rows=-1")
 
 
 def test_a_folder_without_anything_to_load_is_no_pass(tmp_path, folder):

@@ -10,6 +10,7 @@ from runner.captures.manifest import FOLDER
 from runner.jobs.replay import main
 from runner.replay.findings import Attempt, Cause, Phase, Replay
 from runner.replay.investigation import advice
+from runner.replay.page import facts
 from runner.replay.spike import explain_spike
 
 POISON = "+data.poison=[3,17,20,33,41,50]"
@@ -71,3 +72,13 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     only = a_replay(found, capture=first)
     only.step = 43
     assert "captured too" not in " ".join(advice(only))
+
+
+def test_the_page_says_in_which_run_it_looked_and_what_the_script_tells() -> None:
+    replay = a_replay(Cause(Phase.spike, "the batch itself"), seen="the step without any technique")
+    replay.script = "reproduce.py"
+    told = [value for name, value in facts(replay) if name in ("looked at", "script")]
+    assert told == [
+        "the step without any technique",
+        "reproduce.py makes the step again; exit code 3: it is bad",
+    ]

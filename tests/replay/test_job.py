@@ -16,7 +16,7 @@ from runner import build, compose
 from runner.captures.reader import open_capture
 from runner.errors import NotVerified
 from runner.jobs.replay import main
-from runner.replay.findings import Replay
+from runner.replay.findings import Phase, Replay
 from runner.replay.investigation import BAD
 from runner.replay.reopen import config_of
 from runner.training.summary import Summary
@@ -78,6 +78,24 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
     done = run_script(folder)
     assert done.returncode == BAD, done.stderr
     assert done.stdout.splitlines()[-1] == f"bad: {found.found.cause}"
+
+
+@pytest.mark.slow  # four processes that compile
+def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
+    captured: Any, marked: Any, tmp_path: Path
+) -> None:
+    path = captured(
+        POISON, "+model.part=compiled", "optimization.compile.enabled=true",
+        "optimization.whole_step.enabled=true", "optimization.fused_optimizer.enabled=true",
+    )  # fmt: skip
+    found = replay(path, tmp_path / "replay")
+    assert found.reproduced
+    assert found.blame is not None
+    assert sorted(found.blame.techniques) == ["compile", "whole_step"]
+    assert (found.found.phase, found.found.module) == (Phase.forward, "part")
+    assert found.found.line is not None
+    assert found.found.line.number == marked("COMPILED")
+    assert run_script(tmp_path / "replay").returncode == BAD
 
 
 def test_a_step_that_is_good_after_all_is_said_to_be(captured: Any, tmp_path: Path) -> None:
