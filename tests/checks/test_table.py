@@ -325,6 +325,42 @@ def test_a_column_that_tells_a_rare_class_is_named(rows: int, attacks: int, miss
     assert leaks() == ["column 'c5'"]
 
 
+def test_columns_of_no_meaning_and_honest_ones_are_not_accused_of_a_rare_class() -> None:
+    own = np.random.default_rng(3)
+    for rows, attacks in ((100, 20), (1000, 30)):
+        y = np.zeros(rows, np.int64)
+        y[own.choice(rows, attacks, replace=False)] = 1
+        x = own.normal(0, 1, (rows, 1000))
+        x[:, 1] += 3 * y
+        every, columns = np.arange(rows), tuple(Column(f"c{i}") for i in range(1000))
+        data = Table(x.astype(np.float32), y, columns, every, every[:1], classes=2)
+        findings = check_table(data, TableConfig(shared=Policy.off))
+        assert not [r for r in findings.reasons if r.code == "table.leak"]
+
+
+QUANTITY = RNG.standard_normal((400, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        (QUANTITY[:, 0] > 0).astype(np.float32),
+        np.floor(4 * QUANTITY[:, 0]),
+        QUANTITY[:, 0] * 2.54 + 7,
+        -np.exp(QUANTITY[:, 0].astype(float)),
+    ],
+    ids=["a threshold", "rounded", "another unit", "another scale"],
+)
+def test_a_column_that_the_quantity_was_made_of_is_named(target: np.ndarray) -> None:
+    every, columns = np.arange(400), tuple(Column(name) for name in "abc")
+    data = Table(QUANTITY, target, columns, every[:300], every[300:])
+    (reason,) = [r for r in check_table(data, TableConfig()).reasons if r.code == "table.leak"]
+    assert reason.where == "column 'a'"
+    assert "it is the label itself or sorts it" in reason.evidence
+    share = float(reason.evidence.partition("explains ")[2].partition("%")[0])
+    assert share > 98  # equal targets have one rank: nothing tells which of them comes first
+
+
 def flows(folder: Path) -> list[str]:
     columns, labels, _, _ = with_copies(other_label=False)
     table({**columns, "flag": [0] * N, "<b>after": Y + 1}, labels, folder)

@@ -22,6 +22,7 @@ from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
 from runner.debug.object_counts import count_objects, find_growth
 from runner.errors import OutOfMemory
 from runner.objectives.base import Objective
+from runner.record import plots
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 
@@ -345,6 +346,15 @@ def test_a_picture_has_one_line_for_two_that_are_the_same() -> None:
     assert list(same.lines()[0]) == ["process"]
     apart = Timeline([Point(step, 100 * 2**20, 120 * 2**20) for step in (10, 20)])
     assert list(apart.lines()[0]) == ["process, at most", "process"]
+
+
+def test_the_picture_of_modules_has_a_legend_for_what_there_is_and_names_told_apart() -> None:
+    def drawn(name: str, **parts: float) -> bytes:
+        return plots.memory_modules([name], {k: [v] for k, v in parts.items()}).tobytes()
+
+    first, second = (f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(2))
+    assert drawn(first, parameters=1.0, average=0.0) == drawn(first, parameters=1.0)
+    assert drawn(first, parameters=1.0) != drawn(second, parameters=1.0)
 
 
 def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path: Path) -> None:

@@ -63,6 +63,33 @@ def test_bars_say_the_ratio_and_its_interval_and_why_there_is_none() -> None:
     ]  # fmt: skip
 
 
+def test_points_are_the_devices_memory_where_there_is_any() -> None:
+    def found(compared: Comparison) -> list[tuple[str, float]]:
+        return [(point.label, point.y) for point in figures.memory_points(compared)]
+
+    fast = {"samples_per_second": 10.0}
+    plain = benchmark(
+        arm("none", 1.0, **fast), arm("ultra", 2.0, peak_process_bytes=50 * MIB, **fast)
+    )
+    assert found(plain) == [("none", 100.0), ("ultra", 50.0)]
+    device = benchmark(arm("none", 1.0, peak_device_bytes=8 * MIB, **fast), arm("ultra", 2.0))
+    assert found(device) == [("none", 8.0)]
+
+
+def test_attribution_has_two_bars_for_each_technique() -> None:
+    found = Attribution("ultra", [
+        Effect("amp", 1.5, (1.4, 1.6), 1.2, (1.1, 1.3)),
+        Effect("compile", 0.9, None, None, None, note="cannot be left out"),
+    ])  # fmt: skip
+    compared = benchmark(arm("none", 1.0), attribution=found)
+    bars = {side: figures.effect_bars(compared, side) for side in ("added", "removed")}
+    assert {side: [(b.label, b.value, b.ends) for b in own] for side, own in bars.items()} == {
+        "added": [("amp", 1.5, (1.4, 1.6)), ("compile", 0.9, None)],
+        "removed": [("amp", 1.2, (1.1, 1.3)), ("compile", None, None)],
+    }
+    assert bars["removed"][1].text == "cannot be left out"
+
+
 def test_every_picture_is_as_wide_as_the_others_and_of_a_bounded_height() -> None:
     long = "training.batch_size=256 optimizer=sgd optimization=advanced model.width=64 seed=1"
     many = [arm(f"{i} {long}", 1.0 + i, speedup_interval=(0.5, 2.0 + i)) for i in range(40)]

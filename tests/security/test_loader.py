@@ -21,11 +21,13 @@ from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes, hash_file
+from runner.security.files.formats import is_loadable
 from runner.security.files.loader import Opened, open_file
 from runner.security.files.policy import FileLimits, Policy
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.state import read_arrays
 from runner.security.trust import Severity, Trust
+from tests.security.files.archives import Member, archive, saved
 from tests.security.files.benign import same
 from tests.security.planted import Mark
 
@@ -409,3 +411,47 @@ def test_a_foreign_file_is_examined_in_the_sandbox_and_nowhere_else(tmp_path: Pa
     nothing = Policy(limits=FileLimits(memory=1))  # no process can start in so little
     with pytest.raises(SecurityError, match=r"refused: x\.npy: "):
         open_file(path, nothing)
+
+
+def many(folder: Path) -> bytes:
+    """The table at the end is longer than what one would look at, and the pickle is its first."""
+    return saved({"x": Mark(folder / "mark"), **{f"{i}": torch.ones(1) for i in range(1500)}})
+
+
+def late(folder: Path) -> bytes:
+    """The pickle is the last of many members."""
+    return archive([*(Member(f"a/{i:0100}", b"") for i in range(1500)), Member("a/data.pkl", b".")])
+
+
+def commented(folder: Path) -> bytes:
+    """As late, and its end is as far from the end of the file as it may be."""
+    members = [*(Member(f"a/{i}", b"") for i in range(9)), Member("a/data.pkl", b".")]
+    return archive(members, comment=b"c" * 65535)
+
+
+def capital(folder: Path) -> bytes:
+    """torch's reader looks names up without regard to case."""
+    return archive([Member("a/0", b""), Member("a/DATA.PKL", b".")])
+
+
+def other(folder: Path) -> bytes:
+    """An archive of other things."""
+    return archive([Member(f"word/{i:0100}.xml", b"data.pk") for i in range(1500)])
+
+
+def damaged(folder: Path) -> bytes:
+    """An archive of other things, of which one cannot be read."""
+    return archive([Member("a.jar", b"PK"), Member("b.png", b"\x89PNG", method=99)])
+
+
+@pytest.mark.parametrize(
+    ("make", "loads"),
+    [(make, True) for make in (many, late, commented, capital)]
+    + [(other, False), (damaged, False)],
+)
+def test_an_archive_that_a_loader_would_take_is_found_under_any_name(
+    make: Callable[[Path], bytes], loads: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.model"
+    path.write_bytes(make(tmp_path))
+    assert is_loadable(path) is loads

@@ -175,6 +175,15 @@ def test_own_and_pinned_files_need_no_process_foreign_ones_one_for_all_and_none_
     assert not psutil.pid_exists(started)
 
 
+def test_an_own_capture_with_a_checkpoint_and_a_report_in_it_has_no_finding(tmp_path):
+    folder = checkpoint(tmp_path / "outputs/debug/captures/step_00000007")
+    checkpoint(folder / "checkpoint")
+    (folder / "replay.md").write_text("what was found")
+    with Scanner(Policy(own=(tmp_path / "outputs",))) as scanner:
+        found = scanner.scan(list_folder(folder))
+    assert (found.trust, found.reasons) == (Trust.CHECKED, [])
+
+
 def test_a_file_that_changes_while_it_is_examined_gets_no_verdict(tmp_path, monkeypatch):
     path = good(tmp_path)
     examine_it = Sandbox.examine
