@@ -122,7 +122,7 @@ def test_a_run_of_somebody_elses_vouches_for_nothing_though_it_is_resumed_where_
     with build(compose(overrides), theirs) as run:
         train(run)
     again = [*overrides, "security=strict", f"checkpoint.resume={theirs}"]
-    with resumed_at(theirs), pytest.raises(SecurityError, match="this run tree wrote"):
+    with resumed_at(theirs), pytest.raises(SecurityError, match="of this run tree"):
         build(compose(again), theirs)
     monkeypatch.chdir(tmp_path)  # and now it is one of ours
     with resumed_at(theirs), build(compose(again), theirs) as run:

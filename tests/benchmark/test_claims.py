@@ -128,7 +128,7 @@ def measured(planted: PlantedPool, *trials: Trial) -> Claims:
     config = compose(["experiment=claims"])
     config.benchmark = BenchmarkConfig(budget_s=60.0 * len(trials))
     how = MeasureOptions(config.benchmark, pool=planted, clock=planted.clock)
-    return measure_claims(config, trials=trials, how=how)
+    return measure_claims(config, trials=trials, options=how)
 
 
 @pytest.mark.parametrize(

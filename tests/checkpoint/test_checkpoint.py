@@ -139,10 +139,10 @@ def test_the_manifest_says_what_is_needed_to_judge_a_checkpoint(tmp_path):
 def test_another_torch_is_said(tmp_path, monkeypatch):
     save(Checkpointer(tmp_path, keep=1), 1)
     written = torch.__version__
-    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
     restored = Checkpointer(tmp_path, keep=1).restore()
     assert restored.step == 1
-    assert any(f"torch {written}, and here it is 9.9" in text for text in restored.differences)
+    assert any(f"torch {written}, and here it is 9.9.0" in text for text in restored.differences)
 
 
 def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
