@@ -96,7 +96,9 @@ class Investigation:
         within = [i for i in replay.found.samples if i < len(capture.samples)]
         replay.samples = [int(capture.samples[i]) for i in within]
         replay.advice = advice(replay)
-        self._write_script(replay, without)
+        # the trace of compiled code leaves the compilers out; the script needs what makes it bad
+        needed = blame.needed if blame is not None else []
+        self._write_script(replay, [name for name in without if name not in needed])
         return replay
 
     def attempt(

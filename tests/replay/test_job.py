@@ -95,6 +95,7 @@ def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     assert (found.found.phase, found.found.module) == (Phase.forward, "part")
     assert found.found.line is not None
     assert found.found.line.number == marked("COMPILED")
+    assert run_script(tmp_path / "replay").returncode == BAD
 
 
 def test_a_step_that_is_good_after_all_is_said_to_be(captured: Any, tmp_path: Path) -> None:

@@ -444,9 +444,20 @@ def damaged(folder: Path) -> bytes:
     return archive([Member("a.jar", b"PK"), Member("b.png", b"\x89PNG", method=99)])
 
 
+def unnamed(folder: Path) -> bytes:
+    """numpy reads a member that begins as an array, by whatever name."""
+    return archive([Member("a/0", b"text"), Member("a/1", b"\x93NUMPY\x01\x00")])
+
+
+def followed(folder: Path) -> bytes:
+    """torch's reader finds the directory further from the end than Python's looks for it."""
+    members = [Member("a/0", b""), Member("a/DATA.PKL", b".")]
+    return archive(members) + b"\0" * 100_000
+
+
 @pytest.mark.parametrize(
     ("make", "loads"),
-    [(make, True) for make in (many, late, commented, capital)]
+    [(make, True) for make in (many, late, commented, capital, unnamed, followed)]
     + [(other, False), (damaged, False)],
 )
 def test_an_archive_that_a_loader_would_take_is_found_under_any_name(

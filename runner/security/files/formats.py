@@ -6,12 +6,17 @@ import io
 import mmap
 import re
 import zipfile
+import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 from runner.errors import CheckpointError
 from runner.security.trust import Reason, Severity
 
 Data = bytes | mmap.mmap
+
+ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"  # first bytes
+LATE_PICKLE = re.compile(rb"data\.pkl", re.I)
 
 SAVE_AGAIN = "save it again as safetensors, or with torch.save of tensors and plain containers"
 DAMAGED = "get the file again, or compare its sha256 with that of its author"
@@ -115,9 +120,9 @@ def _identify_content(data: Data, name: str) -> str:
     head = bytes(data[:HEAD])
     if not head:
         raise Refused("format.empty", "", "the file is empty")
-    if head.startswith(b"PK\x03\x04"):
+    if head.startswith(ZIP):
         return _identify_zip(data)
-    if head.startswith(b"\x93NUMPY"):
+    if head.startswith(NPY):
         return "npy"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= len(data):
         return "safetensors"
@@ -171,17 +176,37 @@ def is_loadable(path: Path) -> bool:
             if not file.read(1):
                 return False
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _is_model_content(data, suffix)
+                return _is_model_content(file, data, suffix)
     except FileNotFoundError:
         return False
     except (CheckpointError, OSError):
         return True
 
 
-def _is_model_content(data: mmap.mmap, suffix: str) -> bool:
+def _holds_array(archive_file: BinaryIO) -> bool:
+    """Whether a member begins as an .npy file does: `np.load` reads it under any name."""
+    with zipfile.ZipFile(archive_file) as archive:
+        for member in archive.infolist():
+            try:
+                with archive.open(member) as file:
+                    if file.read(len(NPY)) == NPY:
+                        return True
+            except (zipfile.BadZipFile, RuntimeError, NotImplementedError, zlib.error, OSError):
+                continue  # encrypted or damaged: numpy cannot read it either
+    return False
+
+
+def _is_model_content(file: BinaryIO, data: mmap.mmap, suffix: str) -> bool:
     try:
         kind = _identify_content(data, "")
     except Refused as refused:
-        unreadable = ("zip.directory", "format.unsupported")
-        return suffix == ".bin" and refused.reason.code in unreadable
+        code = refused.reason.code
+        if suffix == ".bin" and code in ("zip.directory", "format.unsupported"):
+            return True
+        if data[:4] != ZIP:
+            return False
+        # numpy and torch.load open archives in which no name announces an array or a pickle
+        if code == "format.unknown":
+            return _holds_array(file)
+        return LATE_PICKLE.search(data) is not None
     return kind != "pickle" or suffix == ".bin" or PICKLE.match(data[:2]) is not None
