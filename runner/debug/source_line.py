@@ -17,9 +17,14 @@ import runner
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(runner.__file__).parent) + os.sep
-SHOWN = tuple(OURS + part for part in ("models" + os.sep, "objectives" + os.sep, "deferred.py"))
+SHOWN = tuple(OURS + part + os.sep for part in ("models", "objectives"))
 """Of ours, the code of models and losses."""
-STEP = tuple(OURS + name for name in ("batch.py", "step.py", "loop.py"))
+STEP_MODULE = os.path.join(OURS, "training", "step.py")
+CALLERS = (
+    STEP_MODULE,
+    os.path.join(OURS, "training", "loop.py"),
+    os.path.join(OURS, "data", "batch.py"),
+)
 """The callers of the model; what called these is no part of the step."""
 
 Place = tuple[str, int]
@@ -62,7 +67,7 @@ def current_place() -> Place | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path == OURS + "step.py":
+        if path == STEP_MODULE:
             return None
         if is_shown(path):
             return path, frame.f_lineno
@@ -75,7 +80,7 @@ def raising_line(trace: TracebackType | None) -> Line | None:
     line, begun = None, False
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        begun = begun or path == OURS + "step.py"
+        begun = begun or path == STEP_MODULE
         if begun and is_shown(path):
             line = line_at((path, trace.tb_lineno))
         trace = trace.tb_next
@@ -85,6 +90,6 @@ def raising_line(trace: TracebackType | None) -> Line | None:
 def place_in_text(text: str) -> Place | None:
     """The innermost such place in a trace as Python prints it; whoever started the run is not."""
     frames = [(path, int(number)) for path, number in FRAME.findall(text)]
-    called = [i for i, (path, _) in enumerate(frames) if path.startswith(STEP)]
+    called = [i for i, (path, _) in enumerate(frames) if path in CALLERS]
     inside = frames[called[-1] + 1 :] if called else frames
     return next((frame for frame in reversed(inside) if is_shown(frame[0])), None)
