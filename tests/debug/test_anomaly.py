@@ -279,7 +279,7 @@ def test_the_innermost_line_that_is_not_torchs_or_the_runners_machinery_is_named
 
     torch_file = str(Path(torch.__file__).parent / "nn" / "modules" / "module.py")
     started = frame("/home/me/train.py", "train(run)")  # whoever starts a run is to blame for none
-    called = frame(f"{OURS}step.py", "call(run.forward, batch[0])")
+    called = frame(f"{OURS}training/step.py", "call(run.forward, batch[0])")
     theirs = frame("/home/me/net.py", "x.sqrt()") + frame(torch_file, "return forward_call(*args)")
     watched = frame(f"{OURS}debug/dead_units.py", "output = func(*args, **kwargs)")
     model = frame(f"{OURS}models/mlp.py", "x.relu()")
