@@ -25,7 +25,6 @@ from runner.hooks.limits import Limits
 from runner.hooks.progress import Progress
 from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
-from runner.record.export import check
 from runner.security.registry import assembled
 from runner.training.hook import Hook
 from runner.training.run import Run
@@ -48,7 +47,6 @@ def build_hooks(
     tools = load_tools(debug)
     machine = Machine(folder, config.monitoring.system_every_s, config.stability.watch.gpu)
     if folder is not None:
-        check(config.monitoring.export)
         outputs = config.checks.outputs
         hooks.append(Recording(config.monitoring, settings, machine=machine, outputs=outputs))
         # around the tools: it exports what they say

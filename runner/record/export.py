@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError
 from runner.record.config import TableKind
 from runner.record.storage import open_regular
 
@@ -17,19 +16,6 @@ log = logging.getLogger("runner")
 
 FOLDER = "debug/tables"
 Rows = list[dict[str, Any]]
-
-
-def check(kinds: Sequence[TableKind]) -> None:
-    """Raise ConfigError where what a kind of table needs is not installed."""
-    if TableKind.parquet in kinds:
-        try:
-            import pyarrow.parquet  # noqa: F401  # only whether it is there
-        except ImportError:
-            raise ConfigError(
-                "monitoring.export",
-                "parquet needs pyarrow",
-                "pip install runner[parquet]; or use csv",
-            ) from None
 
 
 def export(folder: Path, kinds: Sequence[TableKind]) -> list[Path]:
