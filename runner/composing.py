@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from threading import RLock
 from typing import Any
 
@@ -27,44 +28,9 @@ from runner.security.config_rules import bound_references, restart_reference_cou
 from runner.security.plain import check_plain
 from runner.sweep.config import LauncherConfig
 
-_LOCK = RLock()  # Hydra's state, and which variables may be read, belong to the process
-
-
-def register() -> None:
-    """Tell Hydra every key and its type, and what the names in config.yaml stand for.
-
-    Data and model have one schema per option, so that an option has its own keys and no others.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(group="schema", name="run", node=RunConfig)
-    store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
-    for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
-        for kind, schema in schemas.items():
-            store.store(group=f"schema/{group}", name=kind, node=schema)
-    secrets.install()
-    bound_references()
-    OmegaConf.register_new_resolver("runner.name", _default_name, replace=True)
-    OmegaConf.register_new_resolver("runner.id", _random_id, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("runner.home", _home, replace=True)
-    # cached by the text of its argument: jobs of a sweep get what the first one got
-    OmegaConf.register_new_resolver("runner.once", _same, use_cache=True, replace=True)
-
-
-def _default_name(*, _root_: DictConfig) -> str:
-    if _root_.job.kind in (JobKind.doctor, JobKind.scan):
-        return str(_root_.job.kind.name)
-    names = []
-    for group in ("data", "model"):
-        part = _root_[group]
-        names.append((part.get("_target_") or part.kind).rpartition(".")[2])
-    return "-".join(names)
-
-
-NEEDED = ("checkpoint.resume", "scan.path", "replay.path")
-JOBS = 4  # of a sweep, that are composed before it is suggested
-HOMES = {
+SCHEMAS = (("data", data_config.OPTIONS), ("model", model_config.OPTIONS))
+"""Groups with a schema per option, so that an option has its own keys and no others."""
+FOLDERS = {
     JobKind.evaluate: "evaluations",
     JobKind.verify: "verifications",
     JobKind.replay: "replays",
@@ -72,21 +38,37 @@ HOMES = {
     JobKind.scan: "scans",
     JobKind.doctor: "doctor",
 }
+"""Below `outputs/`; other jobs lie apart, so that the newest of `outputs/runs` is a training."""
+REQUIRED = ("checkpoint.resume", "scan.path", "replay.path")
+JOBS = 4  # of a sweep, that are composed before it is suggested
+_LOCK = RLock()  # Hydra's state, and which variables may be read, belong to the process
 
 
-def _home(kind: Any) -> str:
-    """Other jobs than training lie apart: the newest folder of `outputs/runs` is a training's."""
-    return HOMES.get(JobKind(getattr(kind, "value", kind)), "runs")
+def register() -> None:
+    """Tell Hydra every key and its type, and the resolvers of config.yaml."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(group="schema", name="run", node=RunConfig)
+    store.store(group="hydra/launcher", name="isolated", node=LauncherConfig, provider="runner")
+    for group, schemas in SCHEMAS:
+        for kind, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=kind, node=schema)
+    secrets.install()
+    bound_references()
+    resolver = partial(OmegaConf.register_new_resolver, replace=True)
+    resolver("runner.name", _default_name)
+    resolver("runner.home", lambda kind: FOLDERS.get(JobKind(getattr(kind, "value", kind)), "runs"))
+    resolver("runner.id", lambda: token_hex(3), use_cache=True)
+    # cached by the text of its argument: jobs of a sweep get what the first one got
+    resolver("runner.once", lambda value: value, use_cache=True)
 
 
-def _random_id() -> str:
-    from secrets import token_hex
-
-    return token_hex(3)
-
-
-def _same(value: Any) -> Any:
-    return value
+def _default_name(*, _root_: DictConfig) -> str:
+    if _root_.job.kind in (JobKind.doctor, JobKind.scan):
+        return str(_root_.job.kind.name)
+    parts = (_root_[group] for group, _ in SCHEMAS)
+    return "-".join((part.get("_target_") or part.kind).rpartition(".")[2] for part in parts)
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
@@ -94,14 +76,14 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
     Works inside another Hydra application and in several threads. Raises ConfigError.
     """
-    from runner.overrides.spelling import spelled
+    from runner.overrides.spelling import normalize_overrides
 
     if isinstance(overrides, str):
         raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
     with _LOCK, secrets.door(typed_security(overrides, CONF).readable):
-        return typed(compose_raw(spelled(overrides, compose_raw), hydra_too=True))
+        return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
 
 
 def compose_raw(
@@ -120,23 +102,17 @@ def compose_raw(
         path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
         return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
 
-    def composes(overrides: list[str]) -> bool:
-        return _composes(overrides, partial(compose, hydra_too=False))
-
-    def check_added(config: DictConfig) -> None:
-        from runner.overrides.diagnosis import added
-
-        for key, _ in _unknown(config, ""):
-            if not key.startswith("hydra"):
-                if error := added(key, overrides, compose, composes, folders):
-                    raise error
-
+    composes = partial(_composes, compose=partial(compose, hydra_too=False))
     restart_reference_count()
     try:
-        found = compose(list(overrides), hydra_too)
-        if any(text.startswith("+") for text in overrides):
-            check_added(found)
-        return found
+        config = compose(list(overrides), hydra_too)
+        unknown = _unknown(config) if any(text.startswith("+") for text in overrides) else ()
+        for key in (key for key, _ in unknown if not key.startswith("hydra")):
+            from runner.overrides.diagnosis import explain_added
+
+            if error := explain_added(key, overrides, compose, composes, folders):
+                raise error
+        return config
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -148,28 +124,27 @@ def compose_raw(
 
 
 def _composes(overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> bool:
-    """Whether they make the config of a run, or one that lacks mandatory values; of a sweep the
-    first jobs.
+    """Whether a suggestion makes a config, or one that only lacks values or trust.
+
+    Of a sweep the first jobs are composed.
     """
-    from runner.overrides.spelling import some_jobs, spelled
+    from runner.overrides.spelling import normalize_overrides, sample_jobs
 
     try:
-        for job in some_jobs(overrides)[:JOBS]:
-            config = compose(spelled(job, compose))
+        for job in sample_jobs(overrides)[:JOBS]:
+            config = compose(normalize_overrides(job, compose))
             if not OmegaConf.missing_keys(config):
                 typed(config)
     except ConfigError as error:
-        return error.key in NEEDED  # another value, to be named next
-    except SecurityError:  # whom to trust is for the user to say, who is asked for it next
+        return error.key in REQUIRED
+    except SecurityError:
         return True
     except (RunnerError, HydraException, OmegaConfBaseException, ValueError):
         return False
     return True
 
 
-def _compose(
-    overrides: list[str], config_name: str, hydra_too: bool, conf: Path = CONF
-) -> DictConfig:
+def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path) -> DictConfig:
     import hydra
     from hydra import version
     from hydra.core.global_hydra import GlobalHydra
@@ -190,24 +165,41 @@ def typed(config: DictConfig) -> RunConfig:
     """The dataclasses that `config` describes, every check of theirs passed.
 
     Hydra's own part, where there is one, answers `${hydra:…}` and is taken out of `config`. Raises
-    ConfigError for a key that no schema has, a mandatory one without a value, and an interpolation
-    that leads nowhere.
+    ConfigError for an unknown key, a mandatory one without a value, and an interpolation that
+    leads nowhere.
     """
     restart_reference_count()
     with _LOCK, _hydra_part(config):
-        return _typed(config)
+        for key, known in _unknown(config):
+            raise no_such_key(key, known)
+        try:
+            if missing := sorted(OmegaConf.missing_keys(config)):
+                also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
+                raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
+            with secrets.a_door(_environment(config)):
+                run_config = OmegaConf.to_object(config)
+                hidden.note(config)
+        except OmegaConfBaseException as error:
+            if refused := secrets.refusal_in(error):
+                raise refused from None
+            first = secrets.named(str(error).partition("\n")[0])
+            raise ConfigError(error.full_key or "config", first) from error
+    if not isinstance(run_config, RunConfig):
+        fix = "its defaults must begin as conf/config.yaml"
+        raise ConfigError("config", "is not that of a run", fix)
+    return run_config
 
 
 @contextmanager
 def _hydra_part(config: DictConfig) -> Iterator[None]:
     """Take Hydra's part out of a config; while entered, `${hydra:…}` reads it."""
-    if "hydra" not in config:  # a job's: Hydra has set its part
+    if "hydra" not in config:  # Hydra has set it for the job
         yield
         return
-    about: Any = HydraConfig.instance()
-    before = about.cfg
+    global_config: Any = HydraConfig.instance()
+    before = global_config.cfg
     if "${hydra:" in str(OmegaConf.to_container(config, resolve=False)):
-        whole = about.cfg = config.copy()
+        whole = global_config.cfg = config.copy()
         with read_write(whole.hydra), open_dict(whole.hydra):
             if OmegaConf.is_missing(whole.hydra.job, "num"):
                 whole.hydra.job.num, whole.hydra.job.id = 0, "0"
@@ -218,34 +210,11 @@ def _hydra_part(config: DictConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        about.cfg = before
-
-
-def _typed(config: DictConfig) -> RunConfig:
-    for key, known in _unknown(config, ""):
-        raise no_such_key(key, known)
-    try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
-            raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
-        with secrets.a_door(_may_read(config)):
-            found = OmegaConf.to_object(config)
-            hidden.note(config)
-    except OmegaConfBaseException as error:
-        if refused := secrets.refusal_in(error):
-            raise refused from None
-        first = secrets.named(str(error).partition("\n")[0])
-        raise ConfigError(error.full_key or "config", first) from error
-    if not isinstance(found, RunConfig):
-        raise ConfigError(
-            "config", "is not that of a run", "its defaults must begin as conf/config.yaml"
-        )
-    return found
+        global_config.cfg = before
 
 
 def no_such_key(key: str, known: Sequence[str]) -> ConfigError:
-    """With the one that was probably meant, else with all that there are."""
+    """The error about an unknown key, with the nearest known one, else with all of them."""
     from runner.overrides.suggestions import nearest
 
     near = nearest(key, known)
@@ -253,16 +222,16 @@ def no_such_key(key: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(key, "there is no such key", fix)
 
 
-def _may_read(config: DictConfig) -> list[str]:
+def _environment(config: DictConfig) -> list[str]:
     """The variables that the config of another application says it may read."""
-    found = OmegaConf.to_container(config, resolve=False)
-    security = found.get("security") if isinstance(found, dict) else None
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    security = raw.get("security")
     names = security.get("environment") if isinstance(security, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Keys added with `+` that the schema does not know, at any depth, and those it does know."""
+def _unknown(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Keys that the schema lacks, at any depth, and those it has."""
     schema = OmegaConf.get_type(config)
     known = getattr(schema, "__dataclass_fields__", None)
     for key in config:
@@ -275,24 +244,22 @@ def _unknown(config: DictConfig, prefix: str) -> Iterator[tuple[str, list[str]]]
                 yield from _unknown(node, f"{name}.")
 
 
-def from_plain(found: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
+def from_plain(tree: Mapping[str, Any], trusted: Sequence[str] = ()) -> RunConfig:
     """The config that `plain` took apart; whom to trust is for the caller to say.
 
     Raises ConfigError where it does not fit this version, SecurityError for a class not trusted
     and for what is no plain data.
     """
-    check_plain(found, may_read=secrets.permitted())
+    check_plain(tree, may_read=secrets.permitted())
     try:
         config = OmegaConf.structured(RunConfig)
-        for group, schemas in (("data", data_config.OPTIONS), ("model", model_config.OPTIONS)):
-            config[group] = OmegaConf.structured(schemas[found[group]["kind"]])
-        kept = {key: value for key, value in found.items() if key not in NOT_OF_THE_RUN}
-        merged = OmegaConf.merge(config, kept, {"security": {"trusted": list(trusted)}})
+        for group, schemas in SCHEMAS:
+            config[group] = OmegaConf.structured(schemas[tree[group]["kind"]])
+        own = {key: value for key, value in tree.items() if key not in NOT_OF_THE_RUN}
+        merged: Any = OmegaConf.merge(config, own, {"security": {"trusted": list(trusted)}})
     except (OmegaConfBaseException, LookupError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError("config", f"is not one of this version's runs ({reason})") from error
-    if not isinstance(merged, DictConfig):
-        raise ConfigError("config", "is not that of a run")
     return typed(merged)
 
 

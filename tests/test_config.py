@@ -25,8 +25,8 @@ from runner.errors import ConfigError, SecurityError, UsageError
 from runner.jobs import JOBS
 from runner.jobs.config import JobKind
 from runner.models import config as model_config
-from runner.overrides.groups import CONF, chosen, options
-from runner.overrides.suggestions import TORCH_OPTIMIZERS
+from runner.overrides.aliases import TORCH_OPTIMIZERS
+from runner.overrides.groups import CONF, default_options, options
 from runner.security import secrets
 
 NEEDS = {
@@ -70,8 +70,10 @@ def test_every_part_has_a_group_and_every_kind_an_option() -> None:
 
 def test_the_defaults_read_from_the_file_are_those_that_hydra_takes() -> None:
     choices = compose_raw([], hydra_too=True).hydra.runtime.choices
-    assert {k: str(v or "null") for k, v in choices.items() if k in chosen()} == chosen()
-    assert set(chosen()) == set(options())
+    assert {
+        k: str(v or "null") for k, v in choices.items() if k in default_options()
+    } == default_options()
+    assert set(default_options()) == set(options())
 
 
 def test_levels_switch_on_what_they_say() -> None:

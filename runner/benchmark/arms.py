@@ -16,7 +16,12 @@ from runner.config import RunConfig
 from runner.data.config import LOADING
 from runner.errors import ConfigError
 from runner.overrides.groups import ALIASES, options
-from runner.overrides.spelling import EXCLUDE, read, spelled, sweeps
+from runner.overrides.spelling import (
+    EXCLUSIVE,
+    normalize_overrides,
+    parse_override,
+    sweep_overrides,
+)
 from runner.overrides.suggestions import nearest
 from runner.record.text import escape_control_chars
 
@@ -55,14 +60,14 @@ def arms_of(
     them.
     """
     levels = options(*folders)["optimization"]
-    base = [text for text in overrides if not _is_of(read(text).key, NOT_OF_ARMS)]
+    base = [text for text in overrides if not _is_of(parse_override(text).key, NOT_OF_ARMS)]
     compose = partial(compose_raw, config_name=config_name, folders=folders)
     arms: list[Arm] = []
     for text in settings.arms:
         name, own = _apart(text, levels)
         merged = [*_under(base, own), *own]
         try:
-            config = typed(compose(spelled(["job=train", *merged], compose)))
+            config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
             raise ConfigError(KEY, f"{_shown(name)}: {error}") from error
         again = [*_flags(folders, config_name), *_train(merged), *merged]
@@ -128,7 +133,7 @@ def _apart(text: str, levels: Sequence[str] | dict[str, str]) -> tuple[str, list
     if not words:
         raise ConfigError(KEY, "an arm is empty", f"there are {', '.join(levels)}")
     own = [_override(word, text, levels) for word in words]
-    keys = [ALIASES.get(read(word).key, read(word).key) for word in own]
+    keys = [ALIASES.get(parse_override(word).key, parse_override(word).key) for word in own]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ConfigError(KEY, f"{_shown(text)} sets {twice} twice", "leave one away")
@@ -146,8 +151,8 @@ def _override(word: str, text: str, levels: Sequence[str] | dict[str, str]) -> s
             f"{fix}levels are {', '.join(levels)}; an override is written key=value",
         )  # fmt: skip
     try:
-        key = read(word).key
-        if sweeps([word]):
+        key = parse_override(word).key
+        if sweep_overrides([word]):
             raise ConfigError(
                 KEY, f"{_shown(word)} names several values", "write an arm for each of them"
             )
@@ -169,17 +174,19 @@ def _is_of(key: str, parts: Sequence[str]) -> bool:
 
 def _under(base: Sequence[str], own: Sequence[str]) -> list[str]:
     """What was typed for all arms and is left standing by an arm's own."""
-    keys = {ALIASES.get(read(text).key, read(text).key) for text in own}
-    keys |= {EXCLUDE[key] for key in keys if key in EXCLUDE}
-    return [o for o in base if ALIASES.get(read(o).key, read(o).key) not in keys]
+    keys = {ALIASES.get(parse_override(text).key, parse_override(text).key) for text in own}
+    keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
+    return [
+        o for o in base if ALIASES.get(parse_override(o).key, parse_override(o).key) not in keys
+    ]
 
 
 def _base(config: RunConfig, own: Sequence[str], merged: Sequence[str]) -> str:
     """The level that an arm did not ask for and has, and whether anybody asked for it."""
     level = {"optimization", "experiment"}
-    if level & {read(o).key for o in own}:
+    if level & {parse_override(o).key for o in own}:
         return ""
-    default = "" if level & {read(o).key for o in merged} else ", the default"
+    default = "" if level & {parse_override(o).key for o in merged} else ", the default"
     return f"optimization={config.optimization.level}{default}"
 
 
@@ -190,7 +197,7 @@ def _flags(folders: Sequence[Path], config_name: str) -> list[str]:
 
 def _train(overrides: Sequence[str]) -> list[str]:
     """A recipe may ask for the benchmark itself."""
-    return ["job=train"] if any(read(o).key == "experiment" for o in overrides) else []
+    return ["job=train"] if any(parse_override(o).key == "experiment" for o in overrides) else []
 
 
 def _folder(name: str, taken: Sequence[str]) -> str:

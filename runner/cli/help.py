@@ -8,7 +8,7 @@ import textwrap
 from importlib.metadata import PackageNotFoundError, version
 
 from runner import __version__
-from runner.overrides.groups import ALIASES, chosen, options
+from runner.overrides.groups import ALIASES, default_options, options
 
 ABOUT = """\
 Trains a PyTorch model on real data, from a config that is put together on the command line:
@@ -75,7 +75,7 @@ def help_text() -> str:
     """The whole help, ready to print."""
     command = "runner" if os.path.basename(sys.argv[0]) == "runner" else "python -m runner"
     parts = [f"Usage: {command} [group=option …] [key=value …]\n\n{ABOUT}"]
-    defaults = chosen()
+    defaults = default_options()
     lines = []
     groups = options()
     for group in [*defaults, *(g for g in groups if g not in defaults)]:

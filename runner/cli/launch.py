@@ -29,7 +29,7 @@ from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, U
 from runner.jobs import find
 from runner.jobs.config import JobKind
 from runner.masking import masked, masked_all
-from runner.overrides.diagnosis import translated
+from runner.overrides.diagnosis import translate
 from runner.overrides.groups import CONF
 from runner.record import hydra_files, provenance
 from runner.record.console import close_logging, set_up_logging
@@ -103,7 +103,7 @@ def launch(request: Request) -> int:
     except (Reported, SweepFailed) as error:
         raise _sweep_failed(state) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise secrets.refusal_in(error) or translated(error) from error
+        raise secrets.refusal_in(error) or translate(error) from error
     except ValueError as error:  # of a job it would be Reported: this is about Hydra's flags
         of_logs = str(error).startswith("Unable to configure")
         logs = "hydra.job_logging or hydra.hydra_logging: " if of_logs else ""

@@ -20,7 +20,7 @@ from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
-from runner.overrides.spelling import some_jobs, spelled
+from runner.overrides.spelling import normalize_overrides, sample_jobs
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.cli_overrides import CliOverrides, check_folders, read_overrides
@@ -87,13 +87,13 @@ def _check(arguments: Arguments, given: CliOverrides) -> Request:
 
     if arguments.is_hydras:
         if path is not None and not (arguments.hydra_help or arguments.shell_completion):
-            for one in some_jobs(arguments.overrides):
+            for one in sample_jobs(arguments.overrides):
                 config = compose(one)
                 if not arguments.only_shows:
                     typed(config)
         return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
     resumed = with_recorded(arguments.overrides, arguments.sweeps)
-    overrides = spelled(with_captured(resumed.overrides, config_of), config_of)
+    overrides = normalize_overrides(with_captured(resumed.overrides, config_of), config_of)
     request = Request([], arguments.sweeps, notes=_trusted(given), resumed=resumed.run)
     if arguments.only_shows:
         compose(overrides)

@@ -12,7 +12,14 @@ from omegaconf import OmegaConf
 from runner.captures.manifest import find, read_manifest
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.overrides.groups import ALIASES, FOREIGN
-from runner.overrides.spelling import EXCLUDE, STAYS, Compose, Typed, read, with_arguments
+from runner.overrides.spelling import (
+    EXCLUSIVE,
+    SHARED_KEYS,
+    CliOverride,
+    Compose,
+    parse_override,
+    with_argument_keys,
+)
 from runner.security.plain import check_plain
 from runner.security.secrets import permitted
 
@@ -29,7 +36,7 @@ def with_captured(overrides: Sequence[str], compose: Compose) -> list[str]:
     config from. Whom to trust is never taken from a capture. Raises CheckpointError for a path
     that is not there or damaged, UsageError for one that is something else.
     """
-    typed = [read(text) for text in overrides]
+    typed = [parse_override(text) for text in overrides]
     asked = [o for o in typed if o.key == KEY and o.sign != "~"]
     replays = any(o.key in ("job", "job.kind") and o.value == "replay" for o in typed)
     if not asked or not replays:
@@ -64,11 +71,11 @@ def with_captured(overrides: Sequence[str], compose: Compose) -> list[str]:
     return [*options, *kept, *overrides]
 
 
-def _typed_keys(typed: Sequence[Typed]) -> set[str]:
+def _typed_keys(typed: Sequence[CliOverride]) -> set[str]:
     """What the user says, and so the capture does not."""
     keys = {ALIASES.get(o.key, o.key) for o in typed}
-    keys |= {EXCLUDE[key] for key in keys if key in EXCLUDE}
-    return with_arguments(keys) | NOT_TAKEN
+    keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
+    return with_argument_keys(keys) | NOT_TAKEN
 
 
 def _is_beneath(key: str, keys: set[str]) -> bool:
@@ -79,7 +86,7 @@ def _is_beneath(key: str, keys: set[str]) -> bool:
 def _stays_behind(key: str, group: str) -> bool:
     """Whether it is a key of the option that a class of the user's own takes the place of."""
     name = key.removeprefix(f"{group}.")
-    return name != key and group in STAYS and name.partition(".")[0] not in STAYS[group]
+    return name != key and group in SHARED_KEYS and name.partition(".")[0] not in SHARED_KEYS[group]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from runner.checkpoint.lock import is_locked
 from runner.errors import CheckpointError, ConfigError, StorageError
-from runner.overrides.groups import ALIASES, FOREIGN, chosen, options
-from runner.overrides.spelling import EXCLUDE, Typed, read, with_arguments
+from runner.overrides.groups import ALIASES, FOREIGN, default_options, options
+from runner.overrides.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
 from runner.overrides.suggestions import nearest
 from runner.record import hydra_files
 from runner.record.hydra_files import OVERRIDES as FILE
@@ -40,7 +40,7 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
     The run continues in its own folder, unless it is evaluated, swept over, or told where to go.
     Raises CheckpointError for a path that is not there.
     """
-    typed = [read(text) for text in overrides]
+    typed = [parse_override(text) for text in overrides]
     asked = [o for o in typed if o.key == KEY and o.sign != "~"]
     if not asked:
         return Resumed(list(overrides))
@@ -60,12 +60,12 @@ def with_recorded(overrides: Sequence[str], sweeps: bool) -> Resumed:
     if any(other != before[0] for other in before[1:]):
         raise ConfigError(KEY, "names runs of different configs", "name one run at a time")
     merged = [*_under(before[0], typed), *overrides]
-    keys = {o.key: o.value for o in map(read, merged)}
+    keys = {o.key: o.value for o in map(parse_override, merged)}
     elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys
     return Resumed(merged, None if elsewhere else runs[0], runs[0])
 
 
-def _values(typed: Typed) -> list[str]:
+def _values(typed: CliOverride) -> list[str]:
     if typed.parsed.is_sweep_override():
         if not typed.parsed.is_discrete_sweep():
             raise ConfigError(KEY, f"{typed.value} names no folder")
@@ -136,20 +136,20 @@ def _recorded(run: Path | None) -> list[str]:
         raise CheckpointError(str(error)) from error
 
 
-def _under(started: Sequence[str], user: Sequence[Typed]) -> list[str]:
+def _under(started: Sequence[str], user: Sequence[CliOverride]) -> list[str]:
     """The recorded overrides that the user's leave standing."""
     groups = options()
-    mine = with_arguments({ALIASES.get(o.key, o.key) for o in user})
-    gone = {EXCLUDE[key] for key in mine if key in EXCLUDE}
+    mine = with_argument_keys({ALIASES.get(o.key, o.key) for o in user})
+    gone = {EXCLUSIVE[key] for key in mine if key in EXCLUSIVE}
     now = {ALIASES.get(o.key, o.key): o.value for o in user}
     named = {group: now[group] for group in now.keys() & groups.keys()}
-    before = {o.key: o.value for o in map(read, started)}
+    before = {o.key: o.value for o in map(parse_override, started)}
     if "experiment" not in before:  # which names options of its own
-        before = {g: option for g, option in chosen().items() if g in FOREIGN} | before
+        before = {g: option for g, option in default_options().items() if g in FOREIGN} | before
     swapped = [f"{g}." for g in named if _part({**named, **before}, g) != _part(now, g)]
     kept = []
     for text in started:
-        key = read(text).key
+        key = parse_override(text).key
         # whom to trust is for the one who types to say: a folder may come from anywhere, and
         # Hydra, which records none of its own keys there, can be told to call anything
         if (

@@ -19,7 +19,7 @@ from runner.data.paths import existing
 from runner.errors import ConfigError, RunnerError, SecurityError, UsageError
 from runner.jobs.config import JobKind
 from runner.masking import masked
-from runner.overrides.spelling import Compose, some_jobs
+from runner.overrides.spelling import Compose, sample_jobs
 from runner.record.text import escape_control_chars, quote_for_hydra
 from runner.security import secrets
 from runner.security.config import SecurityLevel
@@ -62,7 +62,7 @@ def prepare(arguments: Arguments, overrides: Sequence[str], compose: Compose) ->
     failure, unless no job can. Raises RunnerError.
     """
     overrides = [o for o in overrides if o != MODE]
-    jobs = some_jobs(overrides)
+    jobs = sample_jobs(overrides)
     failures: list[RunnerError] = []
     kinds = set()
     config = DictConfig({})

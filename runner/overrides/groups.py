@@ -1,14 +1,14 @@
-"""The config groups as they lie on disk: which options there are, and what each is for."""
+"""The config groups as they lie on disk: their options, and the comment that describes each."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-_HERE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[1]
 CONF = next(  # inside the package in a wheel, beside it in a checkout
-    (path for path in (_HERE / "conf", _HERE.parent / "conf") if (path / "config.yaml").is_file()),
-    _HERE.parent / "conf",
+    (p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (p / "config.yaml").is_file()),
+    _PACKAGE.parent / "conf",
 )
 ALIASES = {"optimization_level": "optimization", "debug_mode": "debug"}
 """Other spellings of groups."""
@@ -20,24 +20,21 @@ ARGUMENT = re.compile(
 
 
 def as_typed(override: str) -> str:
-    """`+model.width=64` of `+model.arguments.width=64`, which is what a foreign class gets."""
+    """`+model.width=64` for `+model.arguments.width=64`, which is what a foreign class gets."""
     return ARGUMENT.sub(r"\1", override)
 
 
 def options(*more: Path) -> dict[str, dict[str, str]]:
-    """Every group and, by name, its options with the first line of comment in their files.
-
-    `more` are folders with groups besides ours.
-    """
-    found: dict[str, dict[str, str]] = {}
+    """Every group of ours and of the folders in `more`: its options and their first comments."""
+    groups: dict[str, dict[str, str]] = {}
     for path in (path for folder in (CONF, *more) for path in sorted(folder.glob("*/*.yaml"))):
         lines = path.read_text(encoding="utf-8").splitlines()
         first = next((line for line in lines if not line.startswith("# @")), "")  # Hydra's header
-        found.setdefault(path.parent.name, {})[path.stem] = first.removeprefix("#").strip()
-    return found
+        groups.setdefault(path.parent.name, {})[path.stem] = first.removeprefix("#").strip()
+    return groups
 
 
-def chosen() -> dict[str, str]:
+def default_options() -> dict[str, str]:
     """Each group's option where none is named, in the order of config.yaml."""
     defaults: dict[str, str] = {}
     for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,21 +19,21 @@ from runner.overrides.groups import ALIASES, FOREIGN, options
 from runner.record.text import quote_for_shell
 
 SHAPE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
-STAYS = {
+SHARED_KEYS = {
     "data": {f.name for f in fields(DataConfig)},  # how it is split and loaded
     "model": {f.name for f in fields(ModelConfig)},
 }
 """Keys of a group that mean the same when a class of the user's own takes the option's place."""
-EXCLUDE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
-"""Naming one of these takes the other one back, wherever that came from."""
+EXCLUSIVE = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
+"""Naming one of these unsets the other one, which a recipe may have set."""
 LISTS = ("security.trusted", "security.environment")
-MANY = 24  # values of a sweep that are looked at before it starts; Hydra looks at the rest
+SAMPLE_JOBS = 24  # of a sweep, that are checked before it starts; Hydra checks the rest
 
 Compose = Callable[[list[str]], DictConfig]
 
 
 @dataclass(frozen=True)
-class Typed:
+class CliOverride:
     """One override: `sign`, `key` and `rest`, which is `=` and the value, put it together again."""
 
     sign: str  # nothing, +, ++ or ~
@@ -49,8 +49,14 @@ class Typed:
         """The value as it was typed."""
         return self.rest.partition("=")[2]
 
+    def values(self) -> list[str]:
+        """The values of a sweep over this key, [] where only Hydra knows them (glob, interval)."""
+        if not self.parsed.is_discrete_sweep() or type(self.parsed.value()).__name__ == "Glob":
+            return []
+        return list(islice(self.parsed.sweep_string_iterator(), 1 << 10))
 
-def read(text: str) -> Typed:
+
+def parse_override(text: str) -> CliOverride:
     """Take an override apart. ConfigError says what is wrong with it."""
     try:
         parsed = OverridesParser.create().parse_override(text)
@@ -59,133 +65,121 @@ def read(text: str) -> Typed:
             raise ConfigError(text, "gives no value", f"write {text.lstrip('+')}=…") from error
         lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
         key, _, value = text.partition("=")
-        several = value.startswith(("[", "{"))
-        meant = "'key=[\"a value\"]'" if several else quote_for_shell(key, value)
         raise ConfigError(
             key.lstrip("+~") or text,
             f"{text} cannot be read ({' '.join(lines[1:]).strip() or lines[0]})",
-            f"values with special characters are quoted twice: {meant}",
+            f"values with special characters are quoted twice: {quote_for_shell(key, value)}",
         ) from error
     shape = SHAPE.match(text)
     if shape is None:
         raise ConfigError(text, "names no key", "write key=value")
-    return Typed(shape["sign"], shape["key"], shape["rest"], parsed)
+    return CliOverride(shape["sign"], shape["key"], shape["rest"], parsed)
 
 
-def spelled(overrides: Sequence[str], compose: Compose) -> list[str]:
+def normalize_overrides(overrides: Sequence[str], compose: Compose) -> list[str]:
     """The overrides as Hydra wants them: other spellings of groups, arguments of foreign classes.
 
     `compose` is asked what a group's `_target_` is when no override says so.
     """
-    known = options()
-    found = []
-    for text in overrides:
-        typed = read(text)
-        sign, key = typed.sign, ALIASES.get(typed.key, typed.key)
-        if key in LISTS and typed.value.strip().isidentifier():
-            typed = read(f"{sign}{key}=[{typed.value.strip()}]")  # one name needs no brackets
-        if key in known and isinstance(typed.parsed.value(), bool | int | float | None):
-            typed = read(f"{sign}{key}='{typed.value}'")  # no option; Hydra then says so
-        if sign == "+" and key in known:  # `+experiment=…`, as other applications need it
-            sign = ""
-        found.append(Typed(sign, key, typed.rest, typed.parsed))
+    groups = options()
+    normal = [_normalize(parse_override(text), groups) for text in overrides]
     for group in FOREIGN:
-        found = _hand_over(group, found, compose)
-    return [*(str(typed) for typed in found), *_taken_back({o.key for o in found})]
+        normal = _rename_arguments(group, normal, compose)
+    keys = {override.key for override in normal}
+    recipe = keys & {"experiment", "training"}
+    unset = [EXCLUSIVE[k] for k in keys & set(EXCLUSIVE) if recipe and EXCLUSIVE[k] not in keys]
+    return [*map(str, normal), *(f"{key}=null" for key in unset)]
 
 
-def _taken_back(keys: set[str]) -> list[str]:
-    """`training.steps=100` is meant, also where the recipe says how many epochs."""
-    if not keys & {"experiment", "training"}:
-        return []
-    return [f"{EXCLUDE[key]}=null" for key in keys & set(EXCLUDE) if EXCLUDE[key] not in keys]
+def _normalize(override: CliOverride, groups: dict[str, dict[str, str]]) -> CliOverride:
+    key, value = ALIASES.get(override.key, override.key), override.value.strip()
+    if key in LISTS and value.isidentifier():  # one name needs no brackets
+        return parse_override(f"{override.sign}{key}=[{value}]")
+    if key not in groups:
+        return replace(override, key=key)
+    if isinstance(override.parsed.value(), bool | int | float | None):
+        override = parse_override(f"{key}='{override.value}'")  # Hydra says that it is no option
+    sign = "" if override.sign == "+" else override.sign  # `+experiment=…`, as elsewhere
+    return replace(override, sign=sign, key=key)
 
 
-def _hand_over(group: str, overrides: list[Typed], compose: Compose) -> list[Typed]:
+def _rename_arguments(
+    group: str, overrides: list[CliOverride], compose: Compose
+) -> list[CliOverride]:
     """With a class of the user's own, `+model.width=64` becomes `+model.arguments.width=64`."""
     targets = [o.value for o in overrides if o.key == f"{group}._target_" and o.sign != "~"]
-    added = [o for o in overrides if _is_argument(o, group)]
     target = next((t for t in targets if t not in ("", "null")), "")
-    if added and not targets:
-        rest = [str(o) for o in overrides if o not in added]
-        target = compose(one_of_each(rest))[group].get("_target_") or ""
+    added = [o for o in overrides if _is_argument(o, group)]
+    if added and not target:
+        config = compose(first_job([str(o) for o in overrides if o not in added]))[group]
+        target = "" if targets else config.get("_target_") or ""
+        if not target:
+            raise _no_such_argument(added[0], group, config)
     if not target:
-        _refuse_arguments(group, added, [o for o in overrides if o not in added], compose)
         return overrides
-    found = []
-    for typed in overrides:
-        name = typed.key.removeprefix(f"{group}.")
-        if typed in added:
-            typed = Typed(typed.sign, f"{group}.arguments.{name}", typed.rest, typed.parsed)
-        elif name != typed.key and group in STAYS and name.partition(".")[0] not in STAYS[group]:
-            raise ConfigError(
-                typed.key, f"belongs to an option that {group}._target_={target} replaces",
-                f"write +{typed.key}{typed.rest} to hand it to that class",
-            )  # fmt: skip
-        found.append(typed)
-    return found
+    return [_for_class(override, group, target) for override in overrides]
 
 
-def with_arguments(keys: set[str]) -> set[str]:
-    """The keys, and what `+model.width` is called once it is an argument of a foreign class."""
-    found = set(keys)
-    for group in FOREIGN:
-        own = {key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")}
-        found |= {f"{group}.arguments.{name}" for name in own}
-    return found
-
-
-def _is_argument(typed: Typed, group: str) -> bool:
-    name = typed.key.removeprefix(f"{group}.")
-    ours = name.partition(".")[0] in ("_target_", "arguments", "kind")
-    return typed.sign in ("+", "++") and name != typed.key and not ours
-
-
-def _refuse_arguments(
-    group: str, added: list[Typed], others: list[Typed], compose: Compose
-) -> None:
-    if not added:
-        return
-    config = compose(one_of_each([str(o) for o in others]))[group]
-    for typed in added:
-        name = typed.key.removeprefix(f"{group}.")
-        if name in config:
-            raise ConfigError(typed.key, "is there already", f"drop the +: {typed.key}{typed.rest}")
-        own = [str(k) for k in config if k not in ("kind", "_target_", "arguments")]
+def _for_class(override: CliOverride, group: str, target: str) -> CliOverride:
+    name = override.key.removeprefix(f"{group}.")
+    if _is_argument(override, group):
+        return replace(override, key=f"{group}.arguments.{name}")
+    shared = SHARED_KEYS.get(group)
+    if shared is not None and name != override.key and name.partition(".")[0] not in shared:
         raise ConfigError(
-            typed.key, f"{group}={config.kind} has no such key",
-            f"it has {', '.join(own)}; "
-            f"for a class of your own give {group}._target_=package.Class too",
-        )  # fmt: skip
+            override.key,
+            f"belongs to an option that {group}._target_={target} replaces",
+            f"write +{override.key}{override.rest} to hand it to that class",
+        )
+    return override
 
 
-def sweeps(overrides: Sequence[str]) -> list[Override]:
+def _no_such_argument(override: CliOverride, group: str, config: DictConfig) -> ConfigError:
+    if override.key.removeprefix(f"{group}.") in config:
+        fix = f"drop the +: {override.key}{override.rest}"
+        return ConfigError(override.key, "is there already", fix)
+    keys = ", ".join(str(key) for key in config if key not in ("kind", "_target_", "arguments"))
+    return ConfigError(
+        override.key,
+        f"{group}={config.kind} has no such key",
+        f"it has {keys}; for a class of your own give {group}._target_=package.Class too",
+    )
+
+
+def _is_argument(override: CliOverride, group: str) -> bool:
+    name = override.key.removeprefix(f"{group}.")
+    ours = name.partition(".")[0] in ("_target_", "arguments", "kind")
+    return override.sign in ("+", "++") and name != override.key and not ours
+
+
+def with_argument_keys(keys: set[str]) -> set[str]:
+    """The keys, and those that `+model.width` is recorded as for a foreign class."""
+    pairs = [key.partition(".") for key in keys]
+    return keys | {f"{group}.arguments.{name}" for group, _, name in pairs if group in FOREIGN}
+
+
+def sweep_overrides(overrides: Sequence[str]) -> list[Override]:
     """Those that name several values to run one after the other."""
-    return [parsed for text in overrides if (parsed := read(text).parsed).is_sweep_override()]
+    parsed = (parse_override(text).parsed for text in overrides)
+    return [override for override in parsed if override.is_sweep_override()]
 
 
-def one_of_each(overrides: Sequence[str]) -> list[str]:
+def first_job(overrides: Sequence[str]) -> list[str]:
     """The overrides of a sweep's first job."""
-    return next(iter(some_jobs(overrides)))
+    return sample_jobs(overrides)[0]
 
 
-def some_jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """Overrides of jobs of a sweep in which each value is met, or MANY of them."""
+def sample_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """Overrides of jobs of a sweep in which each value is met, or SAMPLE_JOBS of them."""
     fixed: list[str] = []
     values: list[list[str]] = []
-    for text in overrides:
-        parsed = read(text).parsed
-        if not parsed.is_sweep_override():
-            fixed.append(text)
-        elif parsed.is_discrete_sweep() and not _is_glob(parsed):
-            key = parsed.get_key_element()
-            values.append([f"{key}={v}" for v in islice(parsed.sweep_string_iterator(), MANY)])
-    jobs = [fixed + [v[0] for v in values]]
+    for override in map(parse_override, overrides):
+        if not override.parsed.is_sweep_override():
+            fixed.append(str(override))
+        elif several := override.values()[:SAMPLE_JOBS]:
+            values.append([f"{override.parsed.get_key_element()}={value}" for value in several])
+    first = [several[0] for several in values]
+    jobs = [fixed + first]
     for i, several in enumerate(values):
-        first = [v[0] for v in values]
-        jobs += [fixed + first[:i] + [v] + first[i + 1 :] for v in several[1:]]
-    return jobs[:MANY]
-
-
-def _is_glob(parsed: Override) -> bool:
-    return type(parsed.value()).__name__ == "Glob"
+        jobs += [[*fixed, *first[:i], value, *first[i + 1 :]] for value in several[1:]]
+    return jobs[:SAMPLE_JOBS]

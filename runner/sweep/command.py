@@ -14,7 +14,7 @@ from typing import Any
 import runner
 from runner.device.capabilities import usable_cores
 from runner.overrides.groups import as_typed
-from runner.overrides.spelling import Typed, read
+from runner.overrides.spelling import CliOverride, parse_override
 from runner.record.text import quote_for_hydra
 
 NOT_OF_A_JOB = (
@@ -83,7 +83,7 @@ def domains(jobs: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> str | No
     found: dict[str, dict[str, None]] = {}
     hidden = set()
     for overrides, flat in jobs:
-        for o in map(read, overrides):
+        for o in map(parse_override, overrides):
             if "${" in o.value:
                 hidden.add(o.key)
             value = flat.get(o.key, o.value)
@@ -115,7 +115,7 @@ def merge_benchmark(overrides: Sequence[str]) -> list[str] | None:
     To be asked only where every job is a benchmark. What is swept over may be neither the
     benchmark's own settings nor its arms.
     """
-    typed = [o for o in map(read, overrides) if not o.key.startswith(OF_THE_SWEEP)]
+    typed = [o for o in map(parse_override, overrides) if not o.key.startswith(OF_THE_SWEEP)]
     swept = [o for o in typed if o.parsed.is_sweep_override()]
     fixed = [o for o in typed if not o.parsed.is_sweep_override()]
     if not swept:
@@ -134,7 +134,7 @@ def merge_benchmark(overrides: Sequence[str]) -> list[str] | None:
     return [*(str(o) for o in fixed), f"benchmark.arms=[{listed}]"]
 
 
-def _values(typed: Typed) -> list[str]:
+def _values(typed: CliOverride) -> list[str]:
     """The override once for each of its values; none where Hydra alone knows them."""
     if not typed.parsed.is_discrete_sweep() or type(typed.parsed.value()).__name__ == "Glob":
         return []

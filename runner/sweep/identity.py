@@ -21,7 +21,7 @@ from runner.checkpoint.manifest import MODEL
 from runner.checkpoint.manifest import NAME as MANIFEST
 from runner.config import NOT_OF_THE_RUN, RunConfig
 from runner.device.capabilities import cpu_name
-from runner.overrides.spelling import read
+from runner.overrides.spelling import parse_override
 from runner.record import provenance
 from runner.record.storage import read_record
 
@@ -36,7 +36,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 def sweep_hash(overrides: Sequence[str], flags: Sequence[str] = ()) -> str:
     """A sha256 of what was typed, whatever its order; how and where jobs run does not count."""
-    typed = {o.key: str(o) for o in map(read, overrides)}  # the last one of a key holds
+    typed = {o.key: str(o) for o in map(parse_override, overrides)}  # the last one of a key holds
     kept = sorted(text for key, text in typed.items() if not key.startswith(HOW))
     return _digest([*flags, *kept])
 

@@ -142,11 +142,11 @@ def test_several_runs_must_have_one_config() -> None:
 
 
 def test_a_folder_with_blanks_and_quotes_reaches_hydra_whole() -> None:
-    from runner.overrides.spelling import read
+    from runner.overrides.spelling import parse_override
 
     run = make_run("my 'old' run", [])
     handed = ask("checkpoint.resume=\"my 'old' run\"").arguments[-1]
-    assert read(handed).parsed.value() == str(run)
+    assert parse_override(handed).parsed.value() == str(run)
 
 
 def test_a_checkpoint_without_its_run_starts_a_fresh_folder() -> None:

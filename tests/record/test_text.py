@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.errors import ConfigError
-from runner.overrides.spelling import read
+from runner.overrides.spelling import parse_override
 from runner.record.storage import read_record
 from runner.record.text import describe_error, quote_for_shell, resume_argument, shorten
 from runner.security.registry import construct
@@ -73,7 +73,7 @@ def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_pasted_into_a_shell_is_read_as_it_was(name: str) -> None:
     (word,) = shlex.split(quote_for_shell("data.path", name))
-    assert read(word).parsed.value() == name
+    assert parse_override(word).parsed.value() == name
 
 
 def test_a_plain_folder_is_not_quoted() -> None:
@@ -82,4 +82,4 @@ def test_a_plain_folder_is_not_quoted() -> None:
 
 def test_a_value_that_cannot_be_read_is_shown_as_it_is_to_be_typed() -> None:
     with pytest.raises(ConfigError, match="quoted twice: 'data.path=\"häuser.csv\"'$"):
-        read("data.path=häuser.csv")
+        parse_override("data.path=häuser.csv")
