@@ -105,7 +105,10 @@ class _Build:
         if folder is not None:
             _claim_folder(folder, config.checkpoint.resume, scope)
         self.device = select(config.device, scope)
-        memory.keep_to_one_heap(scope)
+        if memory.limit_left() is not None:
+            from runner.device import allocator
+
+            allocator.keep_to_one_heap(scope)
         if given.model is None:  # initial weights come from here; steps are seeded one by one
             seed_everything(config.seed)
         self.look_up = partial(resolve, trusted=config.security.names)

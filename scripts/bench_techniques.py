@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.statistics import median_interval
-from runner.device.openmp import SPIN
+from runner.device.config import SPIN
 
 MODELS = {
     # the model, and how many samples its validation part must leave for one batch

@@ -24,7 +24,7 @@ from runner.benchmark.result import FILE as BENCHMARK
 from runner.cli.preflight import Request
 from runner.cli.sweep import compare, quiet_hydra
 from runner.composing import typed
-from runner.device.openmp import patience
+from runner.device.config import omp_env
 from runner.errors import Interrupted, RunnerError, StorageError, SweepFailed, UsageError
 from runner.jobs import find
 from runner.jobs.config import JobKind
@@ -77,7 +77,7 @@ def launch(request: Request) -> int:
     """Run what was asked for and say with which code to exit. Raises RunnerError."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, and are not printed by Hydra
     logging.raiseExceptions = False  # `--info … | head` is no fault
-    os.environ.update(patience(os.environ))  # read when torch is loaded, which nothing here does
+    os.environ.update(omp_env(os.environ))  # read when torch is loaded, which nothing here does
     as_typed, state = list(sys.argv), State()
     if request.typed.off and request.sweeps:
         sys.stderr.write(f"warning: {OFF}\n")

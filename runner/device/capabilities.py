@@ -1,4 +1,4 @@
-"""What a device can compute with, and what it is fast at."""
+"""What a device can compute with, and what it is fast at; name and size of this machine."""
 
 from __future__ import annotations
 
@@ -39,16 +39,7 @@ def of_cpu(flags: frozenset[str]) -> Capabilities:
     """
     fast = not BF16_FLAGS.isdisjoint(flags)
     notes = () if fast else ("no bf16 instructions: 16-bit autocast is slower than fp32 here",)
-    return Capabilities(
-        bf16=True,
-        bf16_fast=fast,
-        fp16=True,
-        fp16_fast=False,
-        tf32=False,
-        tensor_cores=False,
-        float64=True,
-        notes=notes,
-    )
+    return Capabilities(True, fast, True, False, False, False, True, notes)
 
 
 def of_nvidia(major: int, minor: int) -> Capabilities:
@@ -61,49 +52,25 @@ def of_nvidia(major: int, minor: int) -> Capabilities:
     notes = ["fp16 gradients need a loss scale; bf16 does not"]
     if not ampere:
         notes.append(f"compute capability {major}.{minor}: bf16 is emulated, there is no TF32")
-    return Capabilities(
-        bf16=ampere,
-        bf16_fast=ampere,
-        fp16=True,
-        fp16_fast=volta,
-        tf32=ampere,
-        tensor_cores=volta,
-        float64=True,
-        notes=tuple(notes),
-    )
+    return Capabilities(ampere, ampere, True, volta, ampere, volta, True, tuple(notes))
 
 
 def of_amd(architecture: str) -> Capabilities:
-    """An AMD GPU through ROCm; gfx908 and the later gfx9 (CDNA) have matrix cores."""
+    """An AMD GPU through ROCm; gfx908 and the later gfx9 (CDNA) have matrix cores.
+
+    TF32 is off in hipBLASLt unless asked for in the environment.
+    """
     matrix = architecture.startswith(("gfx908", "gfx90a", "gfx94", "gfx95"))
-    return Capabilities(
-        bf16=True,
-        bf16_fast=matrix,
-        fp16=True,
-        fp16_fast=True,
-        tf32=False,  # off in hipBLASLt unless asked for in the environment
-        tensor_cores=matrix,
-        float64=True,
-        notes=(f"ROCm, {architecture}",),
-    )
+    return Capabilities(True, matrix, True, True, False, matrix, True, (f"ROCm, {architecture}",))
 
 
 def of_mps(bf16: bool) -> Capabilities:
-    """An Apple GPU; whether it takes bf16 is up to macOS, from 14.0 on."""
-    return Capabilities(
-        bf16=bf16,
-        bf16_fast=False,  # native from the M2 on, and torch cannot tell which one it is
-        fp16=True,
-        fp16_fast=True,
-        tf32=False,
-        tensor_cores=False,
-        float64=False,
-        notes=(
-            "no float64: numpy's default type has to be cast before it reaches the device",
-            "an operator that Metal lacks raises; PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU",
-            "memory is the machine's own, so pinning buys nothing",
-        ),
+    """An Apple GPU; macOS 14.0 takes bf16, which is native from the M2 on."""
+    notes = (
+        "no float64: numpy's default type has to be cast before it reaches the device",
+        "an operator that Metal lacks raises; PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU",
     )
+    return Capabilities(bf16, False, True, True, False, False, False, notes)
 
 
 @cache
@@ -117,18 +84,21 @@ def cpu_flags() -> frozenset[str]:
 @cache
 def cpu_name() -> str:
     """The CPU's model."""
-    found = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
-    return found or _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
+    name = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    return name or _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
 
 
 def usable_cores() -> int:
     """Cores this process may use: its affinity, and its container's quota rounded up."""
-    if sys.platform == "linux":
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    affinity = allowed_cores()
+    cores = os.cpu_count() or 1 if affinity is None else len(affinity)
     quota = cgroup.cpu_quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def allowed_cores() -> list[int] | None:
+    """The cores this process may run on; None where the system has no affinity."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else None
 
 
 def usable_memory() -> int:
@@ -145,11 +115,8 @@ def _cpuinfo(field: str) -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == field:
-            return value.strip()
-    return ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip() == field), "")
 
 
 def _sysctl(name: str) -> str:

@@ -12,6 +12,10 @@ from pathlib import Path
 
 ROOT = Path("/")
 UNLIMITED = 1 << 60  # version 1 writes about 2**63 where there is no limit
+MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
@@ -21,13 +25,12 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 def memory_left(root: Path = ROOT) -> int | None:
     """Bytes until a limit is reached; file cache that the kernel can drop counts as free."""
-    return min((max(limit - used, 0) for limit, used in _memory(root)), default=None)
+    return min((left for _, left in _memory(root)), default=None)
 
 
 def tightest(root: Path = ROOT) -> tuple[int, int] | None:
     """Limit and bytes left of the group that is fullest, by its share; None without a limit."""
-    found = [(limit, max(limit - used, 0)) for limit, used in _memory(root) if limit > 0]
-    return min(found, key=lambda pair: pair[1] / pair[0], default=None)
+    return min(_memory(root), key=lambda pair: pair[1] / pair[0], default=None)
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -57,27 +60,22 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and bytes left of each group that has a limit."""
     for version, folder in _groups(root, "memory"):
-        limit, usage, cache = (
-            ("memory.max", "memory.current", "inactive_file")
-            if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
+        limit, usage, cache = MEMORY_FILES[version]
         allowed, used = _text(folder / limit), _text(folder / usage)
-        if not (allowed.isdigit() and used.isdigit()) or int(allowed) >= UNLIMITED:
-            continue
-        statistics = dict(
-            line.split() for line in _text(folder / "memory.stat").splitlines() if " " in line
-        )
-        yield int(allowed), int(used) - int(statistics.get(cache, 0))
+        if allowed.isdigit() and used.isdigit() and 0 < int(allowed) < UNLIMITED:
+            lines = _text(folder / "memory.stat").splitlines()
+            statistics = dict(line.split() for line in lines if " " in line)
+            held = int(used) - int(statistics.get(cache, 0))
+            yield int(allowed), max(0, int(allowed) - held)
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """The folder of this process's group and of each group above it, with the version.
+    """Version and folder of this process's group and of each group above it.
 
-    In a container the mount shows only the container's own part of the tree while the path
-    may still be the host's; the folders that do not exist are then passed over, and the mount
-    itself is the container's group.
+    In a container the path may be the host's while the mount shows the container's own part:
+    folders that do not exist are passed over, and the mount itself is the container's group.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -87,13 +85,10 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
             version, mount = 1, root / "sys/fs/cgroup" / controller
         else:
             continue
-        folder = mount / path.strip("/")
-        while True:
-            if folder.is_dir():
+        group = mount / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder.is_dir() and folder.is_relative_to(mount):
                 yield version, folder
-            if folder == mount or mount not in folder.parents:
-                break
-            folder = folder.parent
 
 
 def _text(path: Path) -> str:

@@ -1,11 +1,24 @@
-"""What can be asked of the device: the `device` group."""
+"""The `device` group, and what must be in the environment before torch is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
+
+# How often OpenMP's threads look for work before they sleep. With its own 300,000 a step takes nine
+# times as long beside one busy neighbour, with this three times (with a thread fewer 1.3 times).
+# This costs nothing on a quiet machine, and fewer turns do. scripts/bench_neighbour.py measures it.
+SPIN = "10000"
+OWN_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def omp_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """How OpenMP's threads wait: variables to set; none where the user has set one."""
+    return {} if any(key in environ for key in OWN_WAITING) else {"GOMP_SPINCOUNT": SPIN}
 
 
 class DeviceKind(Enum):
@@ -23,33 +36,20 @@ class DeviceConfig:
 
     kind: DeviceKind = DeviceKind.auto
     index: int | None = None  # which one of several; None: the current one
-    memory_fraction: float | None = None  # of the accelerator's memory, 0 to 1
-    clean_above: float | None = 0.9  # share of memory held, above which it is cleaned; None: never
+    memory_fraction: float | None = bounded(None, above=0, max=1)  # of the accelerator's memory
+    clean_above: float | None = bounded(
+        0.9, above=0, max=1
+    )  # share of memory held, above which it is cleaned; None: never
     tf32: bool | None = None  # None: the tf32 technique decides
     cudnn_benchmark: bool = False
     deterministic: bool = False
-    threads: int | None = None  # intra-op threads; None: torch's own choice
-    interop_threads: int | None = None
+    threads: int | None = bounded(None, min=1)  # intra-op threads; None: torch's own choice
+    interop_threads: int | None = bounded(None, min=1)
     affinity: list[int] | None = None  # CPU cores this process may use
-    priority: int | None = None  # niceness, -20 to 19
+    priority: int | None = bounded(None, min=-20, max=19)  # niceness
 
     def __post_init__(self) -> None:
-        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise ConfigError(
-                "device.memory_fraction", f"{self.memory_fraction} is not a share", "use 0 to 1"
-            )
-        if self.clean_above is not None and not 0 < self.clean_above <= 1:
-            raise ConfigError(
-                "device.clean_above",
-                f"{self.clean_above} is not a share of the memory",
-                "use 0 to 1, or null to leave memory alone",
-            )
-        for key in ("threads", "interop_threads"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"device.{key}", f"{value} is not a count", "use 1 or more")
-        if self.priority is not None and not -20 <= self.priority <= 19:
-            raise ConfigError("device.priority", f"{self.priority} is no niceness", "-20 to 19")
+        check_bounds(self, "device")
         if self.deterministic and self.cudnn_benchmark:
             raise ConfigError(
                 "device.cudnn_benchmark",

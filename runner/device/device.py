@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import device as TorchDevice
 
-from runner.device import capabilities, numerics, process
-from runner.device.capabilities import Capabilities
+from runner.device import capabilities
+from runner.device.capabilities import Capabilities, allowed_cores, usable_cores
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.errors import ConfigError, DeviceError
 
@@ -56,15 +56,15 @@ class Device:
     @property
     def settings(self) -> dict[str, Any]:
         """The knobs as they stand now, read back from where they act."""
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "threads": torch.get_num_threads(),
             "interop_threads": torch.get_num_interop_threads(),
-            "affinity": process.affinity(),
+            "affinity": allowed_cores(),
             "priority": os.getpriority(os.PRIO_PROCESS, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if self.kind == "cuda":
-            found |= {
+            settings |= {
                 "cudnn_benchmark": torch.backends.cudnn.benchmark,
                 "cudnn_deterministic": torch.backends.cudnn.deterministic,
                 "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
@@ -72,8 +72,8 @@ class Device:
                 "memory_fraction": torch.cuda.get_per_process_memory_fraction(self.torch),
             }
         elif self.kind == "mps":
-            found["memory_fraction"] = self.memory_fraction  # Metal does not tell
-        return found
+            settings["memory_fraction"] = self.memory_fraction  # Metal does not tell
+        return settings
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -104,37 +104,10 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
     Raises DeviceError when it is not there, ConfigError for a knob that it does not have.
     """
     kind, reason = _pick(config.kind)
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    if config.index is not None and not 0 <= config.index < count:
-        raise DeviceError(
-            f"device.index: there is no {kind} device {config.index}; there is: {_present()}"
-        )
-    if kind == "cuda":
-        before = torch.cuda.current_device()
-        where = TorchDevice("cuda", before if config.index is None else config.index)
-        scope.callback(torch.cuda.set_device, before)
-        torch.cuda.set_device(where)
-        properties = torch.cuda.get_device_properties(where)
-        name, memory, can = properties.name, properties.total_memory, _of_cuda(properties)
-    elif kind == "mps":
-        where = TorchDevice("mps")
-        name, memory = f"GPU of {capabilities.cpu_name()}", torch.mps.recommended_max_memory()
-        can = capabilities.of_mps(torch.backends.mps.is_macos_or_newer(14, 0))
-    else:
-        where = TorchDevice("cpu")
-        name, memory = capabilities.cpu_name(), capabilities.usable_memory()
-        can = capabilities.of_cpu(capabilities.cpu_flags())
-
-    _refuse_misplaced(config, kind, can, f"the run is on {kind}, {name}")
+    where, name, memory, able = _open(kind, config.index, scope)
+    _refuse_misplaced(config, kind, able, f"the run is on {kind}, {name}")
     notes = _set_process(config, scope)
-    if config.deterministic:
-        numerics.set_deterministic(kind, scope)
-    if kind == "cuda":
-        numerics.set_cudnn_benchmark(config.cudnn_benchmark, scope)
-        if config.tf32 is not None:
-            numerics.set_tf32(config.tf32, scope)
-    if config.memory_fraction is not None:
-        numerics.set_memory_fraction(config.memory_fraction, where, scope)
+    _set_numerics(config, kind, where, scope)
     for note in notes:
         log.warning("%s", note)
     return Device(
@@ -142,9 +115,9 @@ def select(config: DeviceConfig, scope: ExitStack) -> Device:
         torch=where,
         name=name,
         reason=reason,
-        capabilities=can,
+        capabilities=able,
         memory_bytes=memory,
-        cores=capabilities.usable_cores(),
+        cores=usable_cores(),
         reseed=_reseeder(where),
         warnings=tuple(notes),
         memory_fraction=config.memory_fraction,
@@ -202,66 +175,122 @@ def _why_no_mps() -> str | None:
 
 def _present() -> str:
     """Every device that is there, for an error."""
-    found = [f"cpu ({capabilities.cpu_name()}, {capabilities.usable_cores()} cores)"]
+    devices = [f"cpu ({capabilities.cpu_name()}, {usable_cores()} cores)"]
     if _why_no_cuda() is None:
         count = torch.cuda.device_count()
-        found += [f"cuda {i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
+        devices += [f"cuda {i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
     if _why_no_mps() is None:
-        found.append("mps")
-    return ", ".join(found)
+        devices.append("mps")
+    return ", ".join(devices)
 
 
-def _of_cuda(properties: Any) -> Capabilities:
-    if torch.version.hip is not None:
-        return capabilities.of_amd(properties.gcnArchName)
-    return capabilities.of_nvidia(properties.major, properties.minor)
+def _open(
+    kind: str, index: int | None, scope: ExitStack
+) -> tuple[TorchDevice, str, int, Capabilities]:
+    """The device with its name, memory and capabilities; a GPU becomes the current one."""
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if index is not None and not 0 <= index < count:
+        raise DeviceError(
+            f"device.index: there is no {kind} device {index}; there is: {_present()}"
+        )
+    if kind == "cuda":
+        before = torch.cuda.current_device()
+        where = TorchDevice("cuda", before if index is None else index)
+        scope.callback(torch.cuda.set_device, before)
+        torch.cuda.set_device(where)
+        found = torch.cuda.get_device_properties(where)
+        if torch.version.hip is not None:
+            able = capabilities.of_amd(found.gcnArchName)
+        else:
+            able = capabilities.of_nvidia(found.major, found.minor)
+        return where, found.name, found.total_memory, able
+    name = capabilities.cpu_name()
+    if kind == "mps":
+        able = capabilities.of_mps(torch.backends.mps.is_macos_or_newer(14, 0))
+        return TorchDevice("mps"), f"GPU of {name}", torch.mps.recommended_max_memory(), able
+    able = capabilities.of_cpu(capabilities.cpu_flags())
+    return TorchDevice("cpu"), name, capabilities.usable_memory(), able
 
 
-def _refuse_misplaced(config: DeviceConfig, kind: str, can: Capabilities, here: str) -> None:
+def _refuse_misplaced(config: DeviceConfig, kind: str, able: Capabilities, here: str) -> None:
     """A knob that this device does not have is an error: it would silently do nothing."""
-    if config.memory_fraction is not None and kind == "cpu":
-        raise ConfigError(
-            "device.memory_fraction",
-            f"is a share of an accelerator's memory, and {here}",
-            "leave it out (null), or ask for a GPU with device=cuda",
-        )
-    if config.cudnn_benchmark and kind != "cuda":
-        raise ConfigError(
-            "device.cudnn_benchmark",
-            f"is for NVIDIA GPUs, and {here}",
-            "leave it out (false), or ask for a GPU with device=cuda",
-        )
-    if config.tf32 and not can.tf32:  # false is what such a device does anyway
-        raise ConfigError(
-            "device.tf32",
-            f"needs an NVIDIA GPU of compute capability 8.0, and {here}",
-            "leave it out (null)",
-        )
+    misplaced = {
+        "memory_fraction": (config.memory_fraction is not None and kind == "cpu", "an accelerator"),
+        "cudnn_benchmark": (config.cudnn_benchmark and kind != "cuda", "an NVIDIA GPU"),
+        # false is what such a device does anyway
+        "tf32": (config.tf32 and not able.tf32, "an NVIDIA GPU of compute capability 8.0"),
+    }
+    for key, (wrong, needs) in misplaced.items():
+        if wrong:
+            raise ConfigError(f"device.{key}", f"needs {needs}, and {here}", "leave it out")
 
 
 def _set_process(config: DeviceConfig, scope: ExitStack) -> list[str]:
-    if config.affinity is not None:
-        process.set_affinity(config.affinity, scope)
-    if config.priority is not None:
-        process.set_priority(config.priority, scope)
+    if config.affinity is not None or config.priority is not None:
+        from runner.device import process
+
+        if config.affinity is not None:
+            process.set_affinity(config.affinity, scope)
+        if config.priority is not None:
+            process.set_priority(config.priority, scope)
     # After affinity, so that threads started by this inherit it and are as many as its cores.
-    notes = process.set_threads(config.threads, config.affinity is not None, scope)
-    if config.interop_threads is not None:
-        notes += process.set_interop_threads(config.interop_threads)
+    notes = _set_threads(config, scope)
+    asked, now = config.interop_threads, torch.get_num_interop_threads()
+    if asked is not None and asked != now:
+        try:
+            torch.set_num_interop_threads(asked)
+        except RuntimeError:
+            notes.append(
+                f"device.interop_threads={asked} came too late, torch keeps {now}: it can be set "
+                "only once in a process, before its first parallel work"
+            )
     return notes
 
 
+def _set_threads(config: DeviceConfig, scope: ExitStack) -> list[str]:
+    """Threads inside one operator: as asked, else torch's choice, never above the affinity's cores.
+
+    With more threads than cores they spin while they wait, and a step took four times as long.
+    """
+    threads, before, cores = config.threads, torch.get_num_threads(), usable_cores()
+    notes = []
+    if threads is None and config.affinity is not None and before > cores:
+        threads = cores
+        notes.append(f"threads: {cores}, one for each core of device.affinity")
+    if threads is not None and threads != before:
+        scope.callback(torch.set_num_threads, before)
+        torch.set_num_threads(threads)
+    if (threads or before) > cores:
+        notes.append(
+            f"{threads or before} threads on {cores} usable cores wait for each other; "
+            f"set device.threads={cores}"
+        )
+    return notes
+
+
+def _set_numerics(config: DeviceConfig, kind: str, where: TorchDevice, scope: ExitStack) -> None:
+    if kind == "cpu" and not config.deterministic:
+        return
+    from runner.device import numerics
+
+    if config.deterministic:
+        numerics.set_deterministic(kind, scope)
+    if kind == "cuda":
+        numerics.set_cudnn_benchmark(config.cudnn_benchmark, scope)
+        if config.tf32 is not None:
+            numerics.set_tf32(config.tf32, scope)
+    if config.memory_fraction is not None:
+        numerics.set_memory_fraction(config.memory_fraction, where, scope)
+
+
 def _reseeder(where: TorchDevice) -> Callable[[int], object]:
-    """What seeds the generators that this device's kernels draw from, and the host's."""
+    """A function that seeds the generators of this device's kernels, and the host's."""
     host = torch.default_generator.manual_seed
     if where.type == "cpu":
         return host
+    accelerator: Callable[[int], object] = torch.mps.manual_seed
     if where.type == "cuda":
-        accelerator: Callable[[int], object] = torch.cuda.default_generators[
-            where.index
-        ].manual_seed
-    else:
-        accelerator = torch.mps.manual_seed
+        accelerator = torch.cuda.default_generators[where.index].manual_seed
 
     def reseed(seed: int) -> None:
         host(seed)

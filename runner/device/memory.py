@@ -1,8 +1,8 @@
 """How much memory there is, and how much was held at most; everything in bytes.
 
 Process numbers are of this process alone: loader workers are not in them. They read one small
-file or make one system call, so they are cheap enough for each report (the cost is beside
-each); psutil on each step made a tiny training step 1.16 times as long.
+file or make one system call, so they are cheap enough for each report (psutil on each step made
+a tiny training step 1.16 times as long).
 """
 
 from __future__ import annotations
@@ -12,57 +12,53 @@ import gc
 import os
 import resource
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from runner.device import allocator, cgroup
+from runner.device import cgroup
 from runner.device.device import Device
 
-ARENA_MAX = -8  # mallopt(3)
-LARGE = 1 << 20  # bytes of a block that is mapped by itself, where memory is short
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 earlier: dict[str, int] = {}  # peaks of the process ("") and devices that `phases` put aside
 
 
-def anonymous_bytes() -> int:
-    """The part of `process_bytes` that is no file's: what could leak; 4 µs.
+def process_bytes() -> int:
+    """Resident memory of this process now; 4 µs."""
+    return _pages()[0]
 
-    Where the system does not tell them apart (not Linux), all of it.
-    """
+
+def anonymous_bytes() -> int:
+    """The part of `process_bytes` that is no file's: what could leak; 4 µs."""
+    resident, shared = _pages()
+    return resident - shared
+
+
+def _pages() -> tuple[int, int]:
+    """Resident bytes, and those of files, which only Linux tells apart."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             _, resident, shared, *_ = file.read().split()
     except FileNotFoundError:
-        return process_bytes()
-    return (int(resident) - int(shared)) * PAGE
-
-
-def process_bytes() -> int:
-    """Resident memory of this process now; 4 µs."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read().split()[1]) * PAGE
-    except FileNotFoundError:  # not Linux
         import psutil
 
-        return int(psutil.Process().memory_info().rss)
+        return int(psutil.Process().memory_info().rss), 0
+    return int(resident) * PAGE, int(shared) * PAGE
 
 
 def peak_process_bytes() -> int:
-    """Most resident memory of this process since it started or since `reset_peak`; 6 µs.
-
-    On Linux from VmHWM: `getrusage` there hands a process the peak of the one that started
-    it, so the small child of a large parent reads large.
-    """
+    """Most resident memory of this process since it started or since `reset_peak`; 6 µs."""
     return max(process_mark(), earlier.get("", 0))
 
 
 def process_mark() -> int:
-    """What the kernel's mark says, which `phases` restarts too; 6 µs."""
-    peak = _status("VmHWM")
+    """The kernel's high-water mark, which `phases` restarts too; 6 µs.
+
+    On Linux VmHWM: `getrusage` there hands a process the peak of the one that started it.
+    """
+    peak = status_bytes("VmHWM")
     if peak is not None:
         return peak
     value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -70,11 +66,7 @@ def process_mark() -> int:
 
 
 def reset_peak(device: Device | None = None) -> bool:
-    """Start measuring a stretch: the peaks restart from what is held now.
-
-    Returns whether the process's peak could be restarted: Linux alone, and not in every
-    sandbox. Where it could not, `peak_process_bytes` stays the peak since the start.
-    """
+    """Restart the peaks from what is held now; False where the kernel keeps the process's."""
     earlier.pop("", None)
     if device is not None and device.kind == "cuda":
         earlier.pop(str(device.torch), None)
@@ -87,28 +79,22 @@ def reset_peak(device: Device | None = None) -> bool:
 
 
 def peak_device_bytes(device: Device) -> int:
-    """Most memory that tensors held on the accelerator; 0 on a CPU.
+    """Most memory that tensors held on the accelerator; 0 on a CPU. No wait for the device.
 
-    CUDA: what was allocated, not what the caching allocator reserved; no wait for the device.
     MPS keeps no peak: what Metal has handed out so far, which shrinks only on request.
     """
     return max(device_mark(device), earlier.get(str(device.torch), 0))
 
 
 def device_mark(device: Device) -> int:
-    """What the allocator's mark says, which `phases` restarts too."""
+    """The allocator's high-water mark, which `phases` restarts too."""
     if device.kind == "cuda":
         return torch.cuda.max_memory_allocated(device.torch)
-    if device.kind == "mps":
-        return torch.mps.driver_allocated_memory()
-    return 0
+    return torch.mps.driver_allocated_memory() if device.kind == "mps" else 0
 
 
 def available_bytes() -> int:
-    """What can still be allocated; 150 µs.
-
-    The machine's, or the container's, or what `ulimit -v` leaves, whichever is least.
-    """
+    """Bytes that can still be allocated: of the machine, the container, `ulimit -v`; 150 µs."""
     import psutil
 
     lefts = (int(psutil.virtual_memory().available), cgroup.memory_left(), limit_left())
@@ -123,7 +109,7 @@ def limit_left() -> int | None:
     lefts = []
     for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
-        held = _status(used)
+        held = status_bytes(used)
         if limit != resource.RLIM_INFINITY and held is not None:
             lefts.append(max(0, limit - held))
     return min(lefts, default=None)
@@ -135,25 +121,22 @@ def room(device: Device) -> int:
     if device.kind == "cuda":
         free, total = torch.cuda.mem_get_info(device.torch)
         held = torch.cuda.memory_allocated(device.torch)
-        kept = torch.cuda.memory_reserved(device.torch) - held  # in the allocator's own hands
-        return max(0, min(free + kept, round(total * share) - held))
+        cached = torch.cuda.memory_reserved(device.torch) - held
+        return max(0, min(free + cached, round(total * share) - held))
     if device.kind == "mps":
         return max(0, round(device.memory_bytes * share) - torch.mps.driver_allocated_memory())
     return available_bytes()
 
 
 def share_held(device: Device) -> float:
-    """How much of its memory this process holds, 0 to 1: on the device, or its own on a CPU.
-
-    Of an accelerator what the caching allocator has reserved counts; 10 µs on a CPU.
-    """
+    """Share of its memory that this process holds, 0 to 1: reserved on the device, or its own."""
     share = device.memory_fraction or 1.0
     if device.kind == "cuda":
         return torch.cuda.memory_reserved(device.torch) / (device.memory_bytes * share)
     if device.kind == "mps":
         return torch.mps.driver_allocated_memory() / (device.memory_bytes * share)
     held = process_bytes() / device.memory_bytes
-    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], _status("VmSize")
+    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], status_bytes("VmSize")
     if limit == resource.RLIM_INFINITY or used is None:
         return held
     return max(held, used / limit)
@@ -179,36 +162,8 @@ def shared_memory_bytes() -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def keep_to_one_heap(scope: ExitStack) -> None:
-    """Have glibc begin no second heap, where this process's address space is limited.
-
-    When the first cannot grow it reserves 64 MiB for another, and never gives them back: after
-    a few allocations that failed there is no room left for small ones either.
-    """
-    if allocator.name() == "glibc" and limit_left() is not None:
-        libc = ctypes.CDLL(None)
-        scope.callback(libc.mallopt, ARENA_MAX, 0)  # 0: as many as glibc sees fit
-        libc.mallopt(ARENA_MAX, 1)
-
-
-def give_back_at_once(scope: ExitStack) -> None:
-    """Have glibc map every large block by itself and unmap it when it is freed, until `scope` ends.
-
-    Its heap otherwise has holes, by which a training process was seen to hold up to twice
-    what its tensors take. Costs a fault for each page: a step was 1.3 to 1.8 times as long.
-    """
-    if allocator.name() != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    scope.callback(libc.mallopt, allocator.TRIM_THRESHOLD, 2 * allocator.USUAL_THRESHOLD)
-    scope.callback(libc.mallopt, allocator.MMAP_THRESHOLD, allocator.USUAL_THRESHOLD)
-    libc.mallopt(allocator.MMAP_MAX, allocator.USUAL_MAPS)
-    libc.mallopt(allocator.MMAP_THRESHOLD, LARGE)
-    libc.mallopt(allocator.TRIM_THRESHOLD, LARGE)
-
-
-def _status(field: str) -> int | None:
-    """A size from /proc/self/status."""
+def status_bytes(field: str) -> int | None:
+    """A size from /proc/self/status; None where there is none."""
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
             _, found, rest = file.read().partition(field.encode() + b":")

@@ -1,7 +1,4 @@
-"""Torch's global switches that change which kernel computes a result, and so its last bits.
-
-Each function undoes what it did through the scope it is given.
-"""
+"""Torch's global switches that decide which kernel computes a result; `scope` undoes each."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ def set_deterministic(kind: str, scope: ExitStack) -> None:
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     torch.use_deterministic_algorithms(True)
-    # It would write NaN into each new tensor, which finds reads of memory never written and
-    # takes 8 ms for 4 MB.
+    # It would write NaN into each new tensor, which takes 8 ms for 4 MB.
     _switch(torch.utils.deterministic, "fill_uninitialized_memory", False, scope)
     if kind == "cuda":
         _switch(torch.backends.cudnn, "deterministic", True, scope)
@@ -33,21 +29,21 @@ def set_deterministic(kind: str, scope: ExitStack) -> None:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE
 
 
-def set_cudnn_benchmark(wanted: bool, scope: ExitStack) -> None:
+def set_cudnn_benchmark(enabled: bool, scope: ExitStack) -> None:
     """Try each convolution kernel once per shape and keep the fastest."""
-    _switch(torch.backends.cudnn, "benchmark", wanted, scope)
+    _switch(torch.backends.cudnn, "benchmark", enabled, scope)
 
 
-def set_tf32(wanted: bool, scope: ExitStack) -> None:
+def set_tf32(enabled: bool, scope: ExitStack) -> None:
     """Whether fp32 products and convolutions may round their inputs to 10 bits of mantissa.
 
     Not by the newer `fp32_precision`: once that is used, torch refuses to read these flags,
     and its own compiler reads them.
     """
-    # The level has three values where the flag has two, so it is the level that is put back.
+    # The level has three values where the flag has two, so it is the level that is restored.
     scope.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    torch.backends.cuda.matmul.allow_tf32 = wanted
-    _switch(torch.backends.cudnn, "allow_tf32", wanted, scope)
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    _switch(torch.backends.cudnn, "allow_tf32", enabled, scope)
 
 
 def set_memory_fraction(fraction: float, where: torch.device, scope: ExitStack) -> None:

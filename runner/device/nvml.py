@@ -15,17 +15,16 @@ from runner.errors import ConfigError
 log = logging.getLogger("runner")
 
 KEY = "stability.watch.gpu"
-TOO_HOT = 0x20 | 0x40  # reasons for low clocks, as nvml.h numbers them: thermal, software's, ours
-SLOWED_BY_HARDWARE = 0x08
+# reasons for low clocks, as nvml.h numbers them: power brake or heat, and heat by software or ours
+SLOWED = 0x08 | 0x20 | 0x40
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One look at a GPU; None where it does not tell."""
+    """A GPU's state; None where it does not tell."""
 
     utilization: float | None  # percent of the time that a kernel was running, lately
     memory_bytes: int | None  # in use, by every process
-    memory_total: int | None
     temperature: float | None  # °C
     clock_mhz: float | None  # of the multiprocessors
     memory_clock_mhz: float | None
@@ -52,7 +51,7 @@ class Gpu:
         self.nvml, self.handle = nvml, handle
 
     def read(self) -> GpuReading:
-        """One look."""
+        """Its state now."""
         nvml = self.nvml
         used = self._ask(nvml.nvmlDeviceGetUtilizationRates)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
@@ -61,12 +60,11 @@ class Gpu:
         return GpuReading(
             utilization=None if used is None else float(used.gpu),
             memory_bytes=None if memory is None else int(memory.used),
-            memory_total=None if memory is None else int(memory.total),
             temperature=self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
             clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
             memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
             power_w=None if power is None else power / 1e3,
-            slowed=bool(reasons & (TOO_HOT | SLOWED_BY_HARDWARE)),
+            slowed=bool(reasons & SLOWED),
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -82,35 +80,20 @@ def find(device: Device, asked: bool | None) -> Gpu | None:
 
     Raises ConfigError where it is asked for (`asked` True) and cannot be had.
     """
-    if asked is False:
+    if asked is False or (device.kind != "cuda" and not asked):
         return None
-    try:
-        return _open(device)
-    except _Absent as absent:
-        if asked:
-            raise ConfigError(KEY, absent.why, absent.fix) from None
-        log.debug("no readings of the GPU: %s", absent.why)
-        return None
-
-
-class _Absent(Exception):
-    def __init__(self, why: str, fix: str) -> None:
-        super().__init__(why)
-        self.why, self.fix = why, fix
-
-
-def _open(device: Device) -> Gpu:
-    leave = f"set {KEY}=null to take readings only where they can be had"
     if device.kind != "cuda":
-        raise _Absent(f"a {device.kind} device has no NVML", leave)
+        raise ConfigError(KEY, f"a {device.kind} device has no NVML", f"set {KEY}=null")
     try:
         import pynvml
-    except ImportError:
-        raise _Absent("nvidia-ml-py is not installed", "pip install nvidia-ml-py") from None
-    try:
+
         pynvml.nvmlInit()
         # by its id: NVML counts all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves it
         uuid = str(torch.cuda.get_device_properties(device.torch).uuid)
         return Gpu(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-    except (pynvml.NVMLError, AttributeError) as error:
-        raise _Absent(f"NVML does not answer: {error}", leave) from None
+    except Exception as error:  # nvidia-ml-py is not installed, or NVML does not answer
+        if asked:
+            fix = f"pip install nvidia-ml-py, or set {KEY}=null"
+            raise ConfigError(KEY, f"NVML cannot be used: {error}", fix) from None
+        log.debug("no readings of the GPU: %s", error)
+        return None

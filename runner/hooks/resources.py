@@ -72,12 +72,11 @@ class Resources(Hook):
         if not self.config.enabled:
             return None
         for what, detector in run.leaks.items():
-            trend = detector.add(report.last, _held(run, what))
-            if detector.suspects:
+            if detector.add(report.last, _held(run, what)):
                 memory.clean(run.device)  # what grows on in spite of it is held
-                trend = detector.cleaned(report.last, _held(run, what)) or trend
-            if trend is not None:
-                self._leak(run, what, trend, report.last)
+                trend = detector.cleaned(report.last, _held(run, what))
+                if trend is not None:
+                    self._leak(run, what, trend, report.last)
         now = time.monotonic()
         if now >= self.next_look:
             self.next_look = now + self.machine.every_s

@@ -23,7 +23,7 @@ from runner.checks.model.report import ModelReport
 from runner.data.batch import Inputs, call
 from runner.data.nested import tree_map
 from runner.debug.gradcheck_subjects import preserve_random_state
-from runner.device import memory
+from runner.device import allocator
 from runner.errors import OutOfMemory, RunnerError, UsageError
 from runner.library import batches
 from runner.library.lazy_run import check_module, device_of
@@ -210,7 +210,7 @@ def _react(attempt: _Attempt, error: Exception, count: int, scope: ExitStack) ->
         if attempt.device != "cpu":
             torch.cuda.empty_cache()
         if attempt.device == "cpu":
-            memory.give_back_at_once(scope)
+            allocator.give_back_at_once(scope)
         if count == 1:
             raise OutOfMemory(f"{WHO}: out of memory with one sample on {attempt.device}") from None
         attempt.size = (count + 1) // 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -142,20 +142,19 @@ class Memory:
         10 µs. Call it at a like point of each step, or of each tenth; steps rise. Where memory
         looks like a leak it collects garbage, and waits for what grows on.
         """
-        found = self._tell(step, LeakDetector.add)
-        if self._process.suspects or self._on_device.suspects:
-            memory.clean(self.device)
-            found = self._tell(step, LeakDetector.cleaned) or found
-        return found
+        leak: Trend | None = None
+        for detector, held in (
+            (self._process, memory.anonymous_bytes),
+            (self._on_device, self._allocated),
+        ):
+            if detector.add(step, held()):
+                memory.clean(self.device)
+                leak = detector.cleaned(step, held()) or leak
+        return leak
 
-    def _tell(
-        self, step: int, how: Callable[[LeakDetector, int, int], Trend | None]
-    ) -> Trend | None:
-        found = how(self._process, step, memory.anonymous_bytes())
-        if self.device.kind == "cuda":
-            held = torch.cuda.memory_allocated(self.device.torch)
-            found = how(self._on_device, step, held) or found
-        return found
+    def _allocated(self) -> int:
+        on_gpu = self.device.kind == "cuda"
+        return torch.cuda.memory_allocated(self.device.torch) if on_gpu else 0
 
     @property
     def leaking(self) -> bool:
@@ -195,7 +194,9 @@ class Memory:
             held, reserved, peak = map(size_text, sizes)
             text = f"{held} allocated, {reserved} reserved, {peak} at most, of "
             rows.append((self.device.name, text + size_text(stats.device_total)))
-        watched = {"process": self._process, "device": self._on_device}
+        watched = {"process": self._process}
+        if self.device.kind == "cuda":
+            watched["device"] = self._on_device
         if sampled := {name: d for name, d in watched.items() if d.recent}:
             rows.append(("leaks", describe_leaks(sampled)))
         for row in rows:

@@ -84,7 +84,7 @@ class System(Technique):
 
         And the slowest is waited for, which is the one that shares its core with a neighbour.
         """
-        from runner.device import process
+        from runner.device import capabilities, process
 
         size = describe_forward(draft)
         if forward_mflop(draft) < self.small_mflop:
@@ -99,7 +99,7 @@ class System(Technique):
         busy = process.busy_cores()
         threads = process.free_threads(most, busy)
         if threads < most:
-            cores = len(process.affinity() or ()) or most
+            cores = len(capabilities.allowed_cores() or ()) or most
             reason += f"; there are {cores} cores, {busy:.1f} of them busy with other processes"
         return threads, reason
 

@@ -159,7 +159,9 @@ def _let_go(run: Run, error: Exception) -> None:
     for parameter in run.model.parameters():
         parameter.grad = None
     if run.device.kind == "cpu" and "out_of_memory" not in run.history.counts:
-        memory.give_back_at_once(run.scope)
+        from runner.device import allocator
+
+        allocator.give_back_at_once(run.scope)
     memory.clean(run.device)
 
 

@@ -20,7 +20,7 @@ from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.workers.messages import Finished, Ready
 from runner.benchmark.workers.pool import WorkerPool
 from runner.build import Components
-from runner.device import openmp
+from runner.device.config import OWN_WAITING, SPIN
 from runner.errors import SecurityError, UsageError
 from runner.training.hook import Hook, Report
 from runner.training.run import Run
@@ -58,7 +58,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
         pytest.MonkeyPatch.context() as patch,
         WorkerPool(arms, settings, found.folder, None, mine) as pool,
     ):
-        for key in openmp.OWN_WAITING:
+        for key in OWN_WAITING:
             patch.delenv(key, raising=False)
         for name in ("none", "basic"):
             found.ready[name] = pool.start(name)
@@ -161,7 +161,7 @@ def test_metrics_of_ones_own_are_columns_and_a_bad_one_is_a_note(race: Race) -> 
 def test_a_process_finds_the_same_modules_and_waits_like_any_run(race: Race) -> None:
     found = race.finished["none"].metrics
     assert found["path"] == arm_parts.path(None)
-    assert found["spin"] == float(openmp.SPIN)
+    assert found["spin"] == float(SPIN)
 
 
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="locks have names here")

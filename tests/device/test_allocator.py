@@ -1,4 +1,4 @@
-"""Memory that is freed stays in the process, where nobody else has a say in that."""
+"""Freed memory that stays in the process, and denormals that are zero in each of its threads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 
-from runner.device import allocator
+from runner.device import allocator, denormals
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="OpenMP's threads are found there")
 PAGES = 40 << 20  # bytes: more than glibc keeps by itself
 
 
@@ -23,41 +25,32 @@ def faults() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(PAGES, dtype=torch.uint8)
         torch.ones(PAGES, dtype=torch.uint8)
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    return found
+        count = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return count
+
+
+CODE = """
+from contextlib import ExitStack
+import torch
+from tests.device.test_allocator import faults
+from runner.device import allocator, memory
+before = faults()
+with ExitStack() as scope:
+    assert allocator.keep_freed_memory(scope) is None
+    kept = faults()
+    torch.ones(200 << 20, dtype=torch.uint8)
+    held = memory.process_bytes()
+print(before, kept, held - memory.process_bytes())
+"""
 
 
 @glibc
-def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
-    code = (
-        "from contextlib import ExitStack\n"
-        "from tests.device.test_allocator import faults\n"
-        "from runner.device import allocator\n"
-        "before = faults()\n"
-        "with ExitStack() as scope:\n"
-        "    assert allocator.keep_freed_memory(scope) is None\n"
-        "    print(before, faults())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, kept = map(int, done.stdout.split())
+def test_memory_that_is_kept_is_not_faulted_in_again_and_given_back_at_the_end() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    before, kept, given_back = map(int, done.stdout.split())
     assert before > 1000
     assert kept < 100
-
-
-@glibc
-def test_what_was_kept_is_given_back_at_the_end() -> None:
-    code = (
-        "from contextlib import ExitStack\n"
-        "import torch\n"
-        "from runner.device import allocator, memory\n"
-        "with ExitStack() as scope:\n"
-        "    allocator.keep_freed_memory(scope)\n"
-        "    torch.ones(200 << 20, dtype=torch.uint8)\n"
-        "    held = memory.process_bytes()\n"
-        "print(held - memory.process_bytes())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 150 << 20
+    assert given_back > 150 << 20
 
 
 @glibc
@@ -75,7 +68,25 @@ def test_the_environments_own_settings_win(
     assert "environment" in why
 
 
-def test_the_libraries_of_the_process_are_found() -> None:
-    if sys.platform == "linux":
-        assert any("libtorch" in path for path in allocator.libraries())
-    assert allocator.name()
+def product() -> torch.Tensor:
+    """Of matrices, whose every element is a denormal; another library's threads make it."""
+    return torch.full((512, 512), 1e-20) @ torch.full((512, 512), 1e-22)
+
+
+@linux
+def test_denormals_are_zero_in_every_thread_until_the_scope_ends() -> None:
+    torch.set_num_threads(2)
+    assert not denormals.flushed()
+    weight = torch.full((1 << 20,), 0.5, requires_grad=True)
+    with ExitStack() as scope:
+        assert denormals.flush(scope) is None
+        assert denormals.flushed()
+        assert not product().count_nonzero()
+        (weight * torch.finfo(torch.float32).tiny).mul(0.5).sum().backward()
+        assert not weight.grad.count_nonzero()
+        assert np.finfo(np.float32).eps > 0  # without a warning of numpy's
+        torch.set_num_threads(3)
+        scope.callback(torch.set_num_threads, 2)
+        assert denormals.flushed()  # threads that come later do as the others
+    assert not denormals.flushed()
+    assert product().count_nonzero() == 512 * 512

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ import torch
 
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.device.device import Device, capabilities, seed_everything, select
-from runner.device.memory import peak_device_bytes, reset_peak
 from runner.errors import ConfigError, DeviceError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
@@ -284,68 +282,3 @@ def test_reseeding_repeats_dropout_masks_on_the_gpu(scope):
         device.reseed(seed)
         masks.append(torch.nn.functional.dropout(ones, 0.5))
     assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
-
-
-@pytest.mark.gpu
-def test_the_gpu_peak_restarts(scope):
-    device = select(DeviceConfig(kind=DeviceKind.cuda), scope)
-    block = torch.empty(2**26, dtype=torch.uint8, device=device.torch)
-    assert peak_device_bytes(device) >= 2**26
-    del block
-    reset_peak(device)
-    assert peak_device_bytes(device) < 2**26
-
-
-@pytest.mark.gpu
-def test_a_gpu_index_out_of_range_lists_the_gpus(scope):
-    with pytest.raises(DeviceError, match=r"device.index: .*there is: cpu .*cuda 0 \("):
-        select(DeviceConfig(kind=DeviceKind.cuda, index=torch.cuda.device_count()), scope)
-
-
-def test_determinism_that_only_warned_before_is_put_back_as_that():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with ExitStack() as scope:
-            cpu(scope, deterministic=True)
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_fp16_is_never_fast_on_a_cpu():
-    assert not capabilities.of_cpu(frozenset({"avx512_fp16", "amx_bf16"})).fp16_fast
-
-
-def test_mps_has_no_float64():
-    found = capabilities.of_mps(bf16=True)
-    assert found.bf16 and not found.float64 and any("float64" in note for note in found.notes)
-
-
-def test_reads_are_free_on_a_cpu_and_synchronize_returns(scope):
-    device = cpu(scope)
-    device.synchronize()
-    assert device.reads_are_free
-
-
-def test_reseeding_does_what_torch_manual_seed_does_on_a_cpu(scope):
-    device = cpu(scope)
-    torch.manual_seed(5)
-    expected = torch.rand(4)
-    device.reseed(5)
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_tf32_off_is_what_a_cpu_does_anyway(scope):
-    assert not cpu(scope, tf32=False).capabilities.tf32
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
-def test_torch_and_the_flags_agree_on_bf16_instructions():
-    torch_says = torch.backends.cpu.get_cpu_capability()
-    if torch_says == "AVX512":
-        assert "avx512f" in capabilities.cpu_flags()
-    elif torch_says == "AVX2":
-        assert "avx2" in capabilities.cpu_flags()
-    else:
-        pytest.skip(f"{torch_says} has no flag to compare")

@@ -89,7 +89,7 @@ class Leaking(Hook):
 folder, leak, left, *overrides = sys.argv[1:]
 with build(compose(overrides), Path(folder)) as run:
     if int(left):
-        held = memory._status("VmSize")
+        held = memory.status_bytes("VmSize")
         limit = held + (int(left) << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         watch = next(hook for hook in run.hooks if type(hook).__name__ == "Resources")

@@ -23,7 +23,8 @@ from runner.benchmark.machine import LoadMonitor
 from runner.benchmark.workers import worker
 from runner.benchmark.workers.messages import FINISH, Failed, Finished, Lap, Ready
 from runner.benchmark.workers.worker import LOG, WorkerSpec
-from runner.device import cgroup, openmp
+from runner.device import cgroup
+from runner.device.config import omp_env
 from runner.errors import StorageError, UsageError
 from runner.record.text import escape_control_chars
 from runner.security.parcel import packed
@@ -348,7 +349,7 @@ def worker_environment() -> Iterator[None]:
 
     Python would put the current folder first on the path before the parent's path is known.
     """
-    more = {**openmp.patience(os.environ), "PYTHONSAFEPATH": "1"}
+    more = {**omp_env(os.environ), "PYTHONSAFEPATH": "1"}
     before = {key: os.environ.get(key) for key in more}
     os.environ.update(more)
     try:
