@@ -158,12 +158,13 @@ def compare(session: Session) -> Outcome:
     if not session.folder.is_dir():
         return outcome
     from runner.record.console import print_stdout
-    from runner.report import comparison as comparisons
+    from runner.report.comparison import write
+    from runner.report.discover import of_folders
     from runner.report.table import terminal
 
     try:
-        found = comparisons.of_folders([session.folder])
-        comparisons.write(found, session.folder)
+        found = of_folders([session.folder])
+        write(found, session.folder)
         print_stdout(terminal(found), crop=False)
     except UsageError as error:  # no job has begun
         log.debug("no comparison: %s", error)

@@ -35,12 +35,12 @@ SHOWN_FIRST = (
     "optimizer.lr",
     "training.batch_size",
 )
-NULL = "null"
+WORDS = {"null": None, "true": True, "false": False}
 
 
 def common_columns(settings: Mapping[str, Any]) -> dict[str, Scalar]:
     """The columns of every run; keys without a value have none. `settings` is its config, flat."""
-    found = {name: scalar(settings[name]) for name in COLUMNS if settings.get(name) is not None}
+    found = {name: _scalar(settings.get(name)) for name in COLUMNS}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -54,22 +54,25 @@ def swept_columns(
     values: dict[str, Scalar] = {}
     choices: dict[str, list[Scalar]] = {}
     for key, domain in domains.items():
-        if key in settings:
-            own = column_value(settings[key])
-        elif key in typed:
-            own = column_value(parse_value(typed[key]))
-        else:
-            continue
-        known = [
-            column_value(parse_value(item) if isinstance(item, str) else item) for item in domain
-        ]
-        own, *known = unify_types([own, *known])
-        values[key] = own
-        choices[key] = unique_sorted([*known, own])
+        if key in settings or key in typed:
+            own = settings[key] if key in settings else typed[key]
+            values[key], *known = column_values([own, *domain])
+            once = list(dict.fromkeys([*known, values[key]]))
+            choices[key] = once if isinstance(once[0], str) else sorted(once)
     return values, choices
 
 
-def scalar(value: Any) -> Scalar | None:
+def column_values(values: Sequence[Any]) -> list[Scalar]:
+    """Values as typed or configured, of one type, as a column has to be: else all are text."""
+    parsed = [_parse(value) if isinstance(value, str) else value for value in values]
+    scalars = [str(value) if _scalar(value) is None else _scalar(value) for value in parsed]
+    kinds = {type(value) if isinstance(value, bool | str) else float for value in scalars}
+    if len(kinds) < 2:
+        return [value for value in scalars if value is not None]
+    return [_as_typed(value) for value in parsed]
+
+
+def _scalar(value: Any) -> Scalar | None:
     """A value that HParams can hold as it is; None for any other, and for what is not finite."""
     if isinstance(value, Enum):
         value = value.value
@@ -78,20 +81,11 @@ def scalar(value: Any) -> Scalar | None:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def column_value(value: Any) -> Scalar:
-    """The same where there must be a value: `null`, or the text of it, in its place."""
-    found = scalar(value)
-    if found is not None:
-        return found
-    return NULL if value is None else str(value)
-
-
-def parse_value(text: str) -> Any:
+def _parse(text: str) -> Any:
     """What was typed on a command line, as it is in the config."""
     bare = text.strip()
-    words = {"null": None, "true": True, "false": False}
-    if bare.lower() in words:
-        return words[bare.lower()]
+    if bare.lower() in WORDS:
+        return WORDS[bare.lower()]
     for kind in (int, float):
         try:
             return kind(bare)
@@ -100,22 +94,9 @@ def parse_value(text: str) -> Any:
     return bare.strip("'\"")
 
 
-def unify_types(values: Sequence[Scalar]) -> list[Scalar]:
-    """The same values; all as text where not all are of one kind, as a column has to be."""
-    kinds = {bool if isinstance(v, bool) else str if isinstance(v, str) else float for v in values}
-    if len(kinds) < 2:
-        return list(values)
-    return [_text(value) for value in values]
-
-
-def _text(value: Scalar) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
+def _as_typed(value: Any) -> str:
+    """Text of a value as it would be typed."""
+    words = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-def unique_sorted(values: Sequence[Scalar]) -> list[Scalar]:
-    """Each value once: numbers by size, words as they came. All have to be of one kind."""
-    once = list(dict.fromkeys(values))
-    numbers = [value for value in once if not isinstance(value, str)]
-    return once if len(numbers) < len(once) else [*sorted(numbers)]

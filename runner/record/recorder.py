@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runner.record.config import MonitoringConfig
-from runner.record.jsonl import Appender
+from runner.record.storage import Appender
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +25,7 @@ log = logging.getLogger("runner")
 
 METRICS = "metrics.jsonl"
 LONGEST_ROW = 2**20  # bytes; what is longer is not a row of ours
+TITLES = {"metrics": METRICS, "tensorboard": "TensorBoard's file"}
 
 
 class Recorder:
@@ -56,19 +57,14 @@ class Recorder:
             self._rows = Appender(self.folder / METRICS)
             self._position = self._rows.size
         except OSError as error:
-            self._lost("metrics", error)
+            self._give_up("metrics", error)
         if self.config.tensorboard:
-            self._open_tensorboard(self.folder, start_step)
+            try:
+                from runner.record.tensorboard import open_event_file
 
-    def _open_tensorboard(self, folder: Path, start_step: int) -> None:
-        try:
-            from runner.record.tensorboard import open_event_file
-
-            self._events = open_event_file(folder, start_step + 1 if start_step else None)
-        except OSError as error:
-            self._lost("tensorboard", error)
-        except Exception as error:  # protobuf versions that do not fit show as all kinds of errors
-            self._lost("tensorboard", error)
+                self._events = open_event_file(self.folder, start_step + 1 if start_step else None)
+            except Exception as error:  # protobuf versions that do not fit raise all kinds
+                self._give_up("tensorboard", error)
 
     def scalars(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """One row: a JSON line, and one event with all its values under `<split>/<name>`
@@ -81,9 +77,8 @@ class Recorder:
                 self._rows.write(_line(step, split, values))
                 self._position = self._rows.size
             except OSError as error:
-                self._lost("metrics", error)
-        group = "usage" if split == "system" else split  # TensorBoard sorts: train comes first
-        self._show(lambda events: events.scalars(step, group, values))
+                self._give_up("metrics", error)
+        self.show(step, "usage" if split == "system" else split, values)
 
     def show(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Values for TensorBoard alone, under `<group>/<name>`: a tool has its own file."""
@@ -140,7 +135,7 @@ class Recorder:
         metrics.jsonl, since summary.json has them.
         """
         if metrics:
-            self._show(lambda events: events.scalars(step, "val/best", metrics))
+            self.show(step, "val/best", metrics)
         self._show(lambda events: events.end(status))
 
     def position(self) -> int:
@@ -154,40 +149,36 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files; nothing is written afterwards."""
-        for file in (self._rows, self._events):
-            if file is not None:
-                try:
-                    file.close()
-                except OSError as error:  # some file systems tell only now
-                    self._warn("metrics" if file is self._rows else "tensorboard", error)
+        files = {"metrics": self._rows, "tensorboard": self._events}
         self._rows = self._events = None
+        for kind, file in files.items():
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:  # some file systems tell only now
+                self._give_up(kind, error)
 
     def _show(self, write: Callable[[TensorBoard], None]) -> None:
-        if self._events is None:
-            return
-        try:
-            write(self._events)
-        except OSError as error:
-            self._lost("tensorboard", error)
+        if self._events is not None:
+            try:
+                write(self._events)
+            except OSError as error:
+                self._give_up("tensorboard", error)
 
-    def _lost(self, kind: str, error: Exception) -> None:
-        """Give a file up."""
+    def _give_up(self, kind: str, error: Exception) -> None:
+        """Write to that file no more; said once."""
         file: Appender | TensorBoard | None
         if kind == "metrics":
             file, self._rows = self._rows, None
         else:
             file, self._events = self._events, None
-        self._warn(kind, error)
+        self.faults[kind] = self.faults.get(kind, 0) + 1
+        log.warning("%s is no longer written, the run goes on: %s", TITLES[kind], error)
         if file is not None:
             try:
                 file.close()
             except OSError as second:
                 log.debug("closing the file given up: %s", second)
-
-    def _warn(self, kind: str, error: Exception) -> None:
-        self.faults[kind] = self.faults.get(kind, 0) + 1
-        what = METRICS if kind == "metrics" else "TensorBoard's file"
-        log.warning("%s is no longer written, the run goes on: %s", what, error)
 
 
 def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
@@ -195,8 +186,8 @@ def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:
     try:
         return json.dumps(row, allow_nan=False).encode() + b"\n"
     except ValueError:
-        odd = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
-        row.update(dict.fromkeys(odd), nonfinite=odd)
+        nonfinite = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
+        row.update(dict.fromkeys(nonfinite), nonfinite=nonfinite)
         return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
@@ -213,10 +204,8 @@ def _cut(path: Path, start_step: int, offset: int | None) -> None:
 
 
 def _ends_a_line(file: BinaryIO, offset: int) -> bool:
-    if offset == 0:
-        return True
-    if offset > file.seek(0, os.SEEK_END):  # no file system seeks to just any place
-        return False
+    if not 0 < offset <= file.seek(0, os.SEEK_END):
+        return offset == 0
     file.seek(offset - 1)
     return file.read(1) == b"\n"
 
@@ -227,11 +216,9 @@ def _end_of(file: BinaryIO, step: int) -> int:
     file.seek(0)
     while step and (line := file.readline(LONGEST_ROW)):  # at step 0 nothing is to be kept
         try:
-            row = json.loads(line)
-            good = line.endswith(b"\n") and row["step"] <= step
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
         except (ValueError, KeyError, TypeError):
-            good = False
-        if not good:
             break
         end += len(line)
     return end

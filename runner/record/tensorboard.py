@@ -1,8 +1,8 @@
 """TensorBoard event files, written through tensorboard's own message types.
 
-Not through torch.utils.tensorboard, which takes over a second to import, nor through tensorboard's
-EventFileWriter: it writes from a thread, so a full disk would be noticed late, and it looks for
-TensorFlow. A record here is one write, and its failure is an OSError at the call.
+Not through torch.utils.tensorboard, which takes over a second to import, nor tensorboard's own
+writer, which works in a thread and takes half a second to import: a record here is one write, and
+its failure is an OSError at the call.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import re
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -31,8 +28,7 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from runner.masking import masked
 from runner.record.hparams import Scalar
-from runner.record.jsonl import Appender
-from runner.record.storage import open_regular, read_record, replace_bytes
+from runner.record.storage import Appender, read_record, replace_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,17 +39,14 @@ BOXES = 9  # of a filter; for more values TensorBoard shows a text field, which 
 EXPERIMENT = "_hparams_/experiment"
 SESSION_START = "_hparams_/session_start_info"
 SESSION_END = "_hparams_/session_end_info"
+SUCCESS, FAILURE = api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE
 STATUS = {
-    "done": api_pb2.STATUS_SUCCESS,
-    "stopped": api_pb2.STATUS_SUCCESS,
-    **dict.fromkeys(("failed", "killed", "timeout", "oom", "skipped"), api_pb2.STATUS_FAILURE),
+    **dict.fromkeys(("done", "stopped"), SUCCESS),
+    **dict.fromkeys(("failed", "killed", "timeout", "oom", "skipped"), FAILURE),
 }
 """How a row ends. That of an interrupted run does not: the run can be resumed."""
 PREFIX = "events.out.tfevents."
-ADDED = ".added"  # how the name of a file ends that is not the run's own
-BEFORE = f"{PREFIX}{0:010d}{ADDED}"  # readers go through the files in the order of their names
-HEAD = 2**20  # bytes; a session starts within so many
-MOST = 2**32  # bytes of an event file that is gone on with
+MOST = 2**32  # bytes of an event file that is read again
 
 
 class TensorBoard:
@@ -82,12 +75,7 @@ class TensorBoard:
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Markdown, for the Text tab."""
-        tensor = TensorProto(
-            dtype=DT_STRING,
-            tensor_shape=TensorShapeProto(),
-            string_val=[_clean(markdown).encode()],
-        )
-        self._value(step, tag, "text", b"", tensor)
+        self._tensor(step, tag, "text", _strings(_clean(markdown).encode()))
 
     def image(self, tag: str, rgb: NDArray[np.uint8], step: int) -> None:
         """A picture [height, width, 3], as PNG, for the Images tab."""
@@ -96,12 +84,8 @@ class TensorBoard:
         png = BytesIO()
         Image.fromarray(rgb).save(png, "PNG")
         height, width = rgb.shape[:2]
-        tensor = TensorProto(
-            dtype=DT_STRING,
-            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=3)]),
-            string_val=[str(width).encode(), str(height).encode(), png.getvalue()],
-        )
-        self._value(step, tag, "images", b"", tensor)
+        parts = (str(width).encode(), str(height).encode(), png.getvalue())
+        self._tensor(step, tag, "images", _strings(*parts, shape=[3]))
 
     def histogram(self, tag: str, values: NDArray[np.floating], step: int) -> None:
         """Counts in buckets of equal width of what is finite in `values`; the Histograms tab."""
@@ -110,13 +94,9 @@ class TensorBoard:
             return
         counts, edges = np.histogram(finite, BUCKETS)
         rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
-        dimensions = [TensorShapeProto.Dim(size=size) for size in rows.shape]
-        tensor = TensorProto(
-            dtype=DT_DOUBLE,
-            tensor_shape=TensorShapeProto(dim=dimensions),
-            tensor_content=rows.tobytes(),
-        )
-        self._value(step, tag, "histograms", b"", tensor)
+        shape = _shape(*rows.shape)
+        tensor = TensorProto(dtype=DT_DOUBLE, tensor_shape=shape, tensor_content=rows.tobytes())
+        self._tensor(step, tag, "histograms", tensor)
 
     def hparams(
         self,
@@ -135,32 +115,19 @@ class TensorBoard:
         """
         if self.has_session:
             return
-        self.experiment(values, metrics, domains, foremost)
-        self.session(session, values)
-
-    def experiment(
-        self,
-        columns: Mapping[str, Scalar],
-        metrics: Sequence[str],
-        domains: Mapping[str, Sequence[Scalar]],
-        foremost: Sequence[str] = (),
-    ) -> None:
-        """The columns of the HParams tab, each with a value that says of which kind it is.
-
-        TensorBoard takes those of any one run for all of them.
-        """
         infos = [
             _info(name, value, domains.get(name, ()), name in foremost)
-            for name, value in columns.items()
+            for name, value in values.items()
         ]
         names = [api_pb2.MetricName(tag=_clean(tag)) for tag in metrics]
         experiment = api_pb2.Experiment(
             hparam_infos=infos, metric_infos=[api_pb2.MetricInfo(name=name) for name in names]
         )
         self._hparams(EXPERIMENT, experiment=experiment)
+        self.start_session(session, values)
 
-    def session(self, name: str, values: Mapping[str, Scalar]) -> None:
-        """This run's row, which `end` ends."""
+    def start_session(self, name: str, values: Mapping[str, Scalar]) -> None:
+        """This run's row, which `end` ends; the columns are those of other runs."""
         start = plugin_data_pb2.SessionStartInfo(
             group_name=_clean(name), start_time_secs=time.time()
         )
@@ -170,39 +137,20 @@ class TensorBoard:
         self.has_session = True
 
     def end(self, status: str) -> None:
-        """End the row with the run's status; one that is interrupted stays open, as unknown.
-
-        Readers believe the first end that they are told of, for as long as they are open.
-        """
-        if status not in STATUS:
-            return
-        end = plugin_data_pb2.SessionEndInfo(status=STATUS[status], end_time_secs=time.time())
-        self._hparams(SESSION_END, session_end_info=end)
+        """End the row with the run's status; one that is interrupted stays open, as unknown."""
+        if status in STATUS:
+            end = plugin_data_pb2.SessionEndInfo(status=STATUS[status], end_time_secs=time.time())
+            self._hparams(SESSION_END, session_end_info=end)
 
     def layout(self, charts: Mapping[str, Sequence[str]]) -> None:
         """The Custom Scalars tab: by title, the tags drawn in one chart."""
-        layout = layout_pb2.Layout(
-            category=[
-                layout_pb2.Category(
-                    title="overview",
-                    chart=[
-                        layout_pb2.Chart(
-                            title=title,
-                            multiline=layout_pb2.MultilineChartContent(
-                                tag=[f"^{re.escape(tag)}$" for tag in tags]
-                            ),
-                        )
-                        for title, tags in charts.items()
-                    ],
-                )
-            ]
-        )
-        tensor = TensorProto(
-            dtype=DT_STRING,
-            tensor_shape=TensorShapeProto(),
-            string_val=[layout.SerializeToString()],
-        )
-        self._value(0, "custom_scalars__config__", "custom_scalars", b"", tensor)
+        drawn = []
+        for title, tags in charts.items():
+            lines = layout_pb2.MultilineChartContent(tag=[f"^{re.escape(tag)}$" for tag in tags])
+            drawn.append(layout_pb2.Chart(title=title, multiline=lines))
+        layout = layout_pb2.Layout(category=[layout_pb2.Category(title="overview", chart=drawn)])
+        tensor = _strings(layout.SerializeToString())
+        self._tensor(0, "custom_scalars__config__", "custom_scalars", tensor)
 
     def close(self) -> None:
         """Close the file."""
@@ -210,23 +158,27 @@ class TensorBoard:
 
     def _hparams(self, tag: str, **content: Any) -> None:
         data = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
-        nothing = TensorProto(
-            dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)])
-        )
-        self._value(0, tag, "hparams", data, nothing)
+        nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=_shape(0))
+        self._tensor(0, tag, "hparams", nothing, data)
 
-    def _value(self, step: int, tag: str, plugin: str, content: bytes, tensor: Any) -> None:
+    def _tensor(self, step: int, tag: str, plugin: str, tensor: Any, content: bytes = b"") -> None:
         data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+        metadata = SummaryMetadata(plugin_data=data)
         event = Event(wall_time=time.time(), step=step)
-        event.summary.value.append(
-            Summary.Value(
-                tag=_clean(tag), metadata=SummaryMetadata(plugin_data=data), tensor=tensor
-            )
-        )
+        value = Summary.Value(tag=_clean(tag), metadata=metadata, tensor=tensor)
+        event.summary.value.append(value)
         self._write(event)
 
     def _write(self, event: Any) -> None:
         self.file.write(frame_record(event.SerializeToString()))
+
+
+def _shape(*sizes: int) -> Any:
+    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
+
+
+def _strings(*values: bytes, shape: Sequence[int] = ()) -> Any:
+    return TensorProto(dtype=DT_STRING, tensor_shape=_shape(*shape), string_val=values)
 
 
 def _info(name: str, value: Scalar, domain: Sequence[Scalar], differs: bool) -> Any:
@@ -257,131 +209,53 @@ def _clean(text: str) -> str:
     return masked(text).encode("utf-8", "replace").decode()
 
 
-@dataclass(frozen=True)
-class Session:
-    """What a run says about its row in HParams."""
-
-    name: str
-    values: dict[str, Scalar] = field(default_factory=dict)
-    metrics: list[str] = field(default_factory=list)
-
-
 def open_event_file(folder: Path, purge_step: int | None = None) -> TensorBoard:
     """A further event file of the run in `folder`; with `purge_step`, it goes on from before it.
 
-    Of earlier files the end of the session is removed: readers believe the first one they meet,
-    for ever. What others have added is taken back: it was about how the run ended.
+    Of earlier files the end of the session is removed: readers believe the first one they meet.
+    So is the whole row of a run that had not begun it itself (`end_session`).
     """
-    found = sorted(folder.glob(PREFIX + "*"))
-    stamp = max(int(time.time()), _last_stamp(found) + 1)
-    for path in found:
-        if path.name.endswith(ADDED):
-            _empty(path)
-    has_session = any([_reopen(path) for path in found if not path.name.endswith(ADDED)])
-    events = TensorBoard(folder / f"{PREFIX}{stamp:010d}.{os.getpid()}", has_session)
+    has_session = False
+    for path in event_files(folder):
+        records = list(read_records(read_record(path, MOST)))
+        begun = any(EXPERIMENT.encode() in record for record in records)
+        ends = (SESSION_END,) if begun or has_session else (SESSION_START, SESSION_END)
+        kept = [r for r in records if not any(end.encode() in r for end in ends)]
+        if len(kept) < len(records):
+            # under a temporary name that is not an event file's
+            name = f".{path.name.removeprefix(PREFIX)}.tmp"
+            replace_bytes(path, b"".join(map(frame_record, kept)), name)
+        has_session |= begun
+    events = _new_file(folder, has_session)
     if purge_step is not None:
         events.purge(purge_step)
     return events
 
 
-@contextmanager
-def prepend_events(folder: Path) -> Iterator[TensorBoard]:
-    """An event file that readers see before the run's own, in place of the last one of the kind.
-
-    They believe the first thing they are told about a row, so it may say more of it; but one that
-    is open already has passed it. It is there when the context ends without an error, or not at
-    all.
-    """
-    with _made(folder, folder / BEFORE) as events:
-        yield events
-
-
-@contextmanager
-def append_events(folder: Path) -> Iterator[TensorBoard]:
-    """The same, seen after the run's own, also by a TensorBoard that is open: for the scalars of
-    a run that has ended. One that is still written would not be read any further.
-    """
-    found = sorted(folder.glob(PREFIX + "*"))
-    # a name of its own each time: a TensorBoard that is open has read the last one
-    with _made(folder, folder / f"{PREFIX}{_last_stamp(found) + 1:010d}{ADDED}") as events:
-        yield events
-    earlier = [path for path in found if path.name.endswith(ADDED) and path.name != BEFORE]
-    for path in earlier[-1:]:
-        _empty(path)
-    for path in earlier[:-1]:
-        path.unlink(missing_ok=True)
-
-
-def _empty(path: Path) -> None:
-    """Take back what a file said. A TensorBoard that is open would wait for ever for one that it
-    was reading and that is gone; from an empty one it goes on to the next.
-    """
-    _replace(path, b"")
-
-
-def _replace(path: Path, data: bytes) -> None:
-    replace_bytes(path, data, f".{path.name[len(PREFIX) :]}.tmp")  # not an event file's name
-
-
-@contextmanager
-def _made(folder: Path, final: Path) -> Iterator[TensorBoard]:
-    temporary = folder / f".added.{os.getpid()}.tmp"  # not an event file's name
-    temporary.unlink(missing_ok=True)
-    events = TensorBoard(temporary)
+def end_session(folder: Path, name: str, values: Mapping[str, Scalar], status: str) -> None:
+    """End the row of a run that could not end it itself; one that never began gets a row."""
+    data = [read_record(path, MOST) for path in event_files(folder)]
+    if any(SESSION_END.encode() in part for part in data):
+        return
+    events = _new_file(folder, any(SESSION_START.encode() in part for part in data))
     try:
-        yield events
-        events.close()
-        os.replace(temporary, final)
+        if not events.has_session:
+            events.start_session(name, values)
+        events.end(status)
     finally:
         events.close()
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
-def _last_stamp(paths: Sequence[Path]) -> int:
-    found = (re.match(r".*tfevents\.(\d+)", path.name) for path in paths)
-    return max((int(stamp[1]) for stamp in found if stamp), default=0)
+def event_files(folder: Path) -> list[Path]:
+    """The event files in a folder, in the order in which they are read."""
+    return sorted(folder.glob(PREFIX + "*"))
 
 
-def read_session(folder: Path) -> Session | None:
-    """The row that the run in `folder` began by itself; None where it has not."""
-    for path in sorted(folder.glob(PREFIX + "*")):
-        if path.name.endswith(ADDED):
-            continue
-        try:
-            with open_regular(path) as file:
-                session = _session(file.read(HEAD))
-        except (OSError, DecodeError, AttributeError):  # a value of no kind
-            continue
-        if session is not None:
-            return session
-    return None
-
-
-def _session(head: bytes) -> Session | None:
-    start, metrics = None, []
-    for record in read_records(head):
-        if b"_hparams_/" not in record:
-            continue
-        for value in Event.FromString(record).summary.value:
-            data = plugin_data_pb2.HParamsPluginData.FromString(value.metadata.plugin_data.content)
-            if value.tag == EXPERIMENT:
-                metrics = [info.name.tag for info in data.experiment.metric_infos]
-            elif value.tag == SESSION_START:
-                start = data.session_start_info
-    if start is None:
-        return None
-    values = {name: getattr(v, str(v.WhichOneof("kind"))) for name, v in start.hparams.items()}
-    return Session(start.group_name, values, metrics)
-
-
-def _reopen(path: Path) -> bool:
-    """Make an ended file open again; says whether it starts a session of the HParams tab."""
-    found = list(read_records(read_record(path, MOST)))
-    kept = [record for record in found if SESSION_END.encode() not in record]
-    if len(kept) < len(found):
-        _replace(path, b"".join(map(frame_record, kept)))
-    return any(SESSION_START.encode() in record for record in kept)
+def _new_file(folder: Path, has_session: bool) -> TensorBoard:
+    stamps = (re.match(r"\d+", p.name.removeprefix(PREFIX)) for p in event_files(folder))
+    last = max((int(stamp[0]) for stamp in stamps if stamp), default=0)
+    stamp = max(int(time.time()), last + 1)  # readers go through the files by name
+    return TensorBoard(folder / f"{PREFIX}{stamp:010d}.{os.getpid()}", has_session)
 
 
 def read_records(data: bytes) -> Iterator[bytes]:

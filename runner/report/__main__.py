@@ -1,18 +1,97 @@
-"""`python -m runner.report`: see `command.py`."""
+"""`python -m runner.report DIR…`: a comparison of whatever lies in finished folders."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import secrets
 import sys
+from datetime import datetime
+from pathlib import Path
 
+from runner.errors import RunnerError, UsageError
 from runner.module_path import current_folder_last
 
+EXAMPLES = """
+examples:
+  python -m runner.report outputs/sweeps/digits-mlp/2026-01-31_12-00-00-1a2b3c
+  python -m runner.report outputs/runs/digits-mlp outputs/runs/digits-cnn --out outputs/mine
+"""
 
-def main() -> int:
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(f"{message}; --help shows how")
+
+
+def _arguments(typed: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m runner.report",
+        description="Compare finished runs, sweeps and benchmarks: a table here, and "
+        "comparison.md, comparison.json, comparison.html, results.csv and a TensorBoard run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="a run's folder, a sweep's, a benchmark's, or one that holds several",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where to write (default: DIR where there is one, else outputs/comparisons/<time>)",
+    )
+    return parser.parse_args(typed)
+
+
+def main(typed: list[str] | None = None) -> int:
     """Do what the command line asks for; the exit codes are those of `runner.errors`."""
     with current_folder_last():  # what lies there must not stand in for an installed package
-        from runner.report.command import main as compare
+        from runner.record.console import close_logging
+        from runner.record.text import escape_control_chars
 
-    return compare()
+        try:
+            return _compare(_arguments(sys.argv[1:] if typed is None else typed))
+        except RunnerError as error:
+            sys.stderr.write(f"error: {escape_control_chars(str(error))}\n")
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        finally:
+            close_logging()
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from runner.record.console import print_stdout, set_up_logging
+    from runner.report import comparison as report
+    from runner.report.discover import of_folders
+    from runner.report.table import terminal
+    from runner.security.paths import keep_within
+
+    set_up_logging("info", None)
+    folders = list(dict.fromkeys(arguments.folders))
+    out: Path = arguments.out or (folders[0] if len(folders) == 1 else _new_folder())
+    found = report.moved(of_folders(folders), out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: not a folder")
+    jobs = [row.folder for row in found.rows if row.folder and found.kind == "sweep"]
+    keep_within(out, *(job for job in jobs if ".." not in Path(job).parts))  # may be another's
+    written = report.write(found, out)
+    print_stdout(terminal(found), crop=False)
+    sys.stdout.flush()
+    return 0 if written else 5
+
+
+def _new_folder() -> Path:
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("outputs", "comparisons", f"{now}-{secrets.token_hex(3)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: bars with intervals, named points, curves.
+"""Charts as inline SVG: bars with intervals, points, curves.
 
 Numbers are text as well, so nothing is told by a colour or a length alone. Charts stretch with
 the page: positions across are per cent, and only curves lie in a stretched view of their own, so
@@ -8,24 +8,18 @@ letters keep their size on a phone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 from runner.record.text import CONTROL
-from runner.report.curves import clip_curve
 from runner.report.format import tick_label
-from runner.report.naming import shorten_middle
 
 BAR_HEIGHT = 34  # pixels, with the room around it
 PLOT_HEIGHT = 260
 DASHES = (None, "7 4", "2 3", "10 3 2 3")
 COLOURS = 7
-LETTER = 7.2  # pixels wide, about
-LABEL = 18  # letters of a point's name
-BESIDE = 14  # pixels up or down at which a name is still beside its point
-NARROW = 250  # pixels of a plot on a phone: names that do not overlap there do so nowhere
 LARGEST, LEAST = 1e300, 1e-290  # on an axis: beyond, sums are not finite and parts are nothing
 VOID = {"line", "rect", "circle", "path", "polyline"}
 MARKERS = (
@@ -38,8 +32,6 @@ MARKERS = (
 """Several shapes, so that colour is not needed; drawn around 0 and moved to their point."""
 HIDDEN = {"aria_hidden": "true", "focusable": "false"}
 
-Interval = tuple[float, float] | None
-
 
 @dataclass(frozen=True)
 class Bar:
@@ -47,29 +39,19 @@ class Bar:
 
     label: str
     value: float | None  # None: nothing is drawn, and the text says why
-    ends: Interval
+    ends: tuple[float, float] | None
     text: str
     kind: str = "plain"  # reference | faster | slower | plain | hint | unclear | fail: its fill
 
 
 @dataclass(frozen=True)
-class Point:
-    """A place with a name."""
-
-    label: str
-    x: float
-    y: float
-    text: str  # all of it, for those who point at it or cannot see it
-
-
-@dataclass(frozen=True)
 class Series:
-    """A curve; with `ends`, the interval around each of its points."""
+    """A curve, or a point by itself; `style` is its colour, and its dashes or shape."""
 
     label: str
     points: Sequence[tuple[float, float]]
-    ends: Sequence[Interval] = ()
-    style: int = 0  # which colour and dashes: the same in every chart of a page
+    style: int = 0
+    text: str = ""  # said beside its name
 
 
 def printable(value: object) -> str:
@@ -84,14 +66,14 @@ def printable(value: object) -> str:
 
 def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
     """An element. `class_` is `class`, other underscores are hyphens; None leaves one out."""
-    told = "".join(
+    listed = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(printable(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in VOID:
-        return Markup(f"<{name}{told}/>")  # noqa: S704  # every value is escaped
-    return Markup(f"<{name}{told}>{_join(*inside)}</{name}>")  # noqa: S704  # as above
+        return Markup(f"<{name}{listed}/>")  # noqa: S704  # every value is escaped
+    return Markup(f"<{name}{listed}>{_join(*inside)}</{name}>")  # noqa: S704  # as above
 
 
 def _join(*parts: object) -> Markup:
@@ -111,7 +93,7 @@ class Scale:
         if high - low < LEAST:
             high = low + (abs(low) if abs(low) > LEAST else 1.0)
         self.low, self.high = low, high
-        ends = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        ends = (math.log(low), math.log(high)) if self.log else (low, high)
         self.start, self.length = ends[0], ends[1] - ends[0]
 
     def __call__(self, value: float) -> float:
@@ -127,22 +109,15 @@ class Scale:
     def ticks(self, most: int = 5) -> list[float]:
         """Round values for the axis, at most about so many."""
         if self.log:
-            return self._powers(most)
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            powers = [10.0**e for e in range(first, last + 1)]
+            fine = [m * x for x in powers for m in (1, 2, 5) if self.low <= m * x <= self.high]
+            inside = fine if len(fine) <= most else [x for x in fine if x in powers]
+            return inside[:: max(1, math.ceil(len(inside) / most))]
         step = 10.0 ** math.floor(math.log10((self.high - self.low) / most))
         step *= next(m for m in (1, 2, 5, 10) if (self.high - self.low) / (step * m) <= most)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [i * step for i in range(first, last + 1)]
-
-    def _powers(self, most: int) -> list[float]:
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        inside: list[float] = []
-        for steps in ((1, 2, 5), (1,)):  # many are thinned out to every so many-th power
-            values = [m * 10.0**e for e in range(first, last + 1) for m in steps]
-            inside = [x for x in values if self.low <= x <= self.high]
-            if len(inside) <= most:
-                break
-        return inside[:: max(1, math.ceil(len(inside) / most))]
 
 
 def draw_bars(
@@ -172,22 +147,23 @@ def draw_bars(
 
 def _bar(bar: Bar, start: float, floor: float, scale: Scale) -> Markup:
     middle, value = BAR_HEIGHT / 2, bar.value or 0.0
-    left, right = sorted((scale(start), scale(value)))
     parts = [_upright(scale(x), 0, BAR_HEIGHT, "grid") for x in scale.ticks()]
     if floor:
-        bottom = scale(max(1 - floor, 0.0))
-        band = _percent(scale(1 + floor) - bottom)
-        x = _percent(bottom)
-        parts.append(tag("rect", x=x, y=0, width=band, height=BAR_HEIGHT, class_="floor"))
-    size = {"x": _percent(left), "y": 9, "width": _percent(right - left), "height": BAR_HEIGHT - 18}
-    parts.append(tag("rect", **size, class_="fill", data_value=f"{value:.6g}"))
+        parts.append(_box(scale(max(1 - floor, 0.0)), scale(1 + floor), 0, class_="floor"))
+    left, right = sorted((scale(start), scale(value)))
+    parts.append(_box(left, right, 9, class_="fill", data_value=f"{value:.6g}"))
     parts.append(_upright(scale(1.0), 0, BAR_HEIGHT, "one"))
     if bar.ends is not None:
         a, b = (scale(end) for end in bar.ends)
-        ends = {"x1": _percent(a), "x2": _percent(b), "y1": middle, "y2": middle}
-        parts.append(tag("line", **ends, class_="whisker"))
+        across = {"x1": _percent(a), "x2": _percent(b), "y1": middle, "y2": middle}
+        parts.append(tag("line", **across, class_="whisker"))
         parts += [_upright(x, middle - 6, middle + 6, "whisker") for x in (a, b)]
     return tag("svg", *parts, height=BAR_HEIGHT, **HIDDEN)
+
+
+def _box(left: float, right: float, above: float, **attributes: object) -> Markup:
+    size = {"x": _percent(left), "y": above, "width": _percent(right - left)}
+    return tag("rect", **size, height=BAR_HEIGHT - 2 * above, **attributes)
 
 
 def _upright(x: float, top: float, bottom: float, kind: str) -> Markup:
@@ -199,125 +175,78 @@ def _x_label(x: float, text: str) -> Markup:
     return tag("text", text, x=_percent(x), y=15, text_anchor=anchor)
 
 
-def draw_points(points: Sequence[Point], x_title: str, y_title: str, described: str) -> Markup:
-    """Points with their names beside them, from 0 on; those in one place share one name."""
-    x_scale = Scale(0.0, 1.08 * max(p.x for p in points))
-    y_scale = Scale(0.0, 1.15 * max(p.y for p in points))
-    places = [(x_scale(p.x), y_scale.down(p.y)) for p in points]
-    narrow = [(x * NARROW / 100, y) for x, y in places]
-    # a point is in the way of names, also its neighbours'
-    placed = [(x - 6, y - 6, x + 6, y + 6) for x, y in narrow]
-    drawn = [
-        tag("g", tag("title", point.text), _marker(i, x, y))
-        for i, (point, (x, y)) in enumerate(zip(points, places, strict=True))
-    ]
-    for group in group_near(narrow, near=10):
-        names = ", ".join(points[i].label for i in group)
-        name = shorten_middle(names, LABEL if len(group) == 1 else 30)
-        drawn.append(_name_beside(name, *places[group[0]], placed))
-    return _plot(drawn, (x_scale, y_scale), (x_title, y_title), described)
+def draw_points(series: Sequence[Series], x_title: str, y_title: str) -> Markup:
+    """Points on axes from 0, told apart by colour and shape; names and values stand below."""
+    xs, ys = zip(*(point for one in series for point in one.points), strict=True)
+    x_scale, y_scale = Scale(0.0, 1.08 * max(xs)), Scale(0.0, 1.15 * max(ys))
+    drawn = []
+    for one in series:
+        (x, y), (shape, size) = one.points[0], MARKERS[one.style % len(MARKERS)]
+        place = {"x": _percent(x_scale(x)), "y": f"{y_scale.down(y):.1f}"}
+        marker = tag("svg", tag(shape, **size), **place, class_="marker")
+        drawn.append(_group(one, marker))
+    entries = [_entry(one, _shape_mark(one.style)) for one in series]
+    return _plot(drawn, (x_scale, y_scale), (x_title, y_title), series, entries)
 
 
-def group_near(places: Sequence[tuple[float, float]], near: float) -> list[list[int]]:
-    """The points by number, those nearer than `near` to another's place, both ways, with it."""
-    groups: list[list[int]] = []
-    for i, (x, y) in enumerate(places):
-        for group in groups:
-            a, b = places[group[0]]
-            if abs(x - a) < near and abs(y - b) < near:
-                group.append(i)
-                break
-        else:
-            groups.append([i])
-    return groups
-
-
-def _name_beside(
-    name: str, x: float, y: float, placed: list[tuple[float, float, float, float]]
-) -> Markup:
-    """The name on that side of its point where nothing else is; a line leads to one far off."""
-    wide, at = LETTER * len(name), x * NARROW / 100
-    for side, drop in [(s, d) for d in (0, -14, 14, -28, 28, -42, 42) for s in (1, -1)]:
-        left = at + 11 if side > 0 else at - 11 - wide
-        box = (left, y + drop - 8, left + wide, y + drop + 6)
-        free = all(box[2] < b[0] or b[2] < box[0] or box[3] < b[1] or b[3] < box[1] for b in placed)
-        inside = left >= -4 and box[2] <= NARROW + 4 and 0 <= box[1] and box[3] <= PLOT_HEIGHT
-        if free and inside:
-            placed.append(box)
-            anchor = "start" if side > 0 else "end"
-            place = {"x": _percent(x), "y": f"{y + drop + 4:.1f}", "dx": 11 * side}
-            text = tag("text", name, **place, text_anchor=anchor, class_="name")
-            line = tag("line", x1=0, y1=0, x2=9 * side, y2=drop, class_="lead-line")
-            far = tag("svg", line, x=_percent(x), y=f"{y:.1f}") if abs(drop) > BESIDE else ""
-            return _join(far, text)
-    return Markup("")
-
-
-def _marker(i: int, x: float, y: float) -> Markup:
-    shape, size = MARKERS[i % len(MARKERS)]
-    inner = tag("svg", tag(shape, **size), x=_percent(x), y=f"{y:.1f}", class_="marker")
-    return tag("g", inner, class_=f"c{i % COLOURS}")
+def _shape_mark(style: int) -> Markup:
+    shape, size = MARKERS[style % len(MARKERS)]
+    view = {"viewBox": "-9 -9 18 18", "width": 18, "height": 18}
+    return tag("svg", tag(shape, **size), class_="marker", **view, **HIDDEN)
 
 
 def draw_curves(
-    series: Sequence[Series],
-    x_title: str,
-    y_title: str,
-    described: str,
-    x_names: Sequence[str] = (),
-    top: float = math.inf,
+    series: Sequence[Series], x_title: str, y_title: str, top: float = math.inf
 ) -> Markup:
-    """Curves over one another, told apart by colour and dashes; `x_names` are for x = 0, 1, …
-
-    What is above `top` leaves the plot.
-    """
+    """Curves over one another, told apart by colour and dashes; the axis ends at `top`."""
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points if y <= top]
-    ys += [end for one in series for ends in one.ends if ends for end in ends if end < 1e6]
-    margin = 0.3 if x_names else 0.0  # points at the very edge would be cut in half
-    x_scale = Scale(min(xs) - margin, max(xs) + margin)
     low, high = min(ys), max(ys)
-    y_scale = Scale(low, high, log=True) if low > 0 and high / low > 30 else _loose_scale(ys)
-    drawn = [_curve(one, x_scale, y_scale, top) for one in series]
-    names = [(float(i), name) for i, name in enumerate(x_names)]
-    plot = _plot(drawn, (x_scale, y_scale), (x_title, y_title), described, names)
-    return _join(plot, _legend(series))
+    y_scale = Scale(low, high, log=True) if low > 0 and high / low > 30 else _loose_scale(low, high)
+    x_scale = Scale(min(xs), max(xs))
+    drawn = [_group(one, _curve(one, x_scale, y_scale)) for one in series]
+    entries = [_entry(one, _dash_mark(one.style)) for one in series]
+    return _plot(drawn, (x_scale, y_scale), (x_title, y_title), series, entries)
 
 
-def _curve(one: Series, x_scale: Scale, y_scale: Scale, top: float) -> Markup:
+def _loose_scale(low: float, high: float) -> Scale:
+    """A scale with some room on both sides of the values."""
+    room = 0.12 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale(low - room if low < 0 or low > room else 0.0, high + room)
+
+
+def _curve(one: Series, x_scale: Scale, y_scale: Scale) -> Markup:
+    line = " ".join(f"{10 * x_scale(x):.1f},{1000 - 10 * y_scale(y):.1f}" for x, y in one.points)
     dashes = DASHES[one.style % len(DASHES)]
-    lines = [
-        " ".join(f"{10 * x_scale(x):.1f},{1000 - 10 * y_scale(y):.1f}" for x, y in piece)
-        for piece in clip_curve(one.points, top)
-    ]
-    curve = [tag("polyline", points=d, class_="curve", stroke_dasharray=dashes) for d in lines]
+    curve = tag("polyline", points=line, class_="curve", stroke_dasharray=dashes)
     view = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
-    parts = [tag("svg", *curve, **view, width="100%", height="100%")]
-    for (x, y), ends in zip(one.points, one.ends, strict=False):
-        at = x_scale(x)
-        if ends is not None:
-            parts.append(_upright(at, y_scale.down(ends[1]), y_scale.down(ends[0]), "curve"))
-        parts.append(_marker(one.style, at, y_scale.down(y)))
-    return tag("g", tag("title", one.label), *parts, class_=f"c{one.style % COLOURS}")
+    return tag("svg", curve, **view, width="100%", height="100%")
 
 
-def _legend(series: Sequence[Series]) -> Markup:
-    entries = []
-    for one in series:
-        dashes = DASHES[one.style % len(DASHES)]
-        line = tag("line", x1=0, x2=36, y1=7, y2=7, class_="curve", stroke_dasharray=dashes)
-        mark = tag("svg", line, width=36, height=14, **HIDDEN)
-        colour = f"c{one.style % COLOURS}"
-        entries.append(tag("li", tag("span", mark, class_=colour), one.label))
-    return tag("ul", *entries, class_="legend")
+def _dash_mark(style: int) -> Markup:
+    dashes = DASHES[style % len(DASHES)]
+    line = tag("line", x1=0, x2=36, y1=7, y2=7, class_="curve", stroke_dasharray=dashes)
+    return tag("svg", line, width=36, height=14, **HIDDEN)
+
+
+def _group(one: Series, drawn: Markup) -> Markup:
+    title = f"{one.label}: {one.text}" if one.text else one.label
+    return tag("g", tag("title", title), drawn, class_=f"c{one.style % COLOURS}")
+
+
+def _entry(one: Series, mark: Markup) -> Markup:
+    """A line of the legend."""
+    colour = f"c{one.style % COLOURS}"
+    said = tag("span", one.text, class_="said") if one.text else ""
+    return tag("li", tag("span", mark, class_=colour), tag("span", one.label), said)
 
 
 def _plot(
     drawn: Sequence[Markup],
     scales: tuple[Scale, Scale],
     titles: tuple[str, str],
-    described: str,
-    x_names: Sequence[tuple[float, str]] = (),
+    series: Iterable[Series],
+    legend: Sequence[Markup],
 ) -> Markup:
     """Axes around the drawing. They are SVGs of their own: only the plot's width may change."""
     x_scale, y_scale = scales
@@ -326,11 +255,10 @@ def _plot(
     grid = [tag("line", **across, y1=y, y2=y, class_="grid") for y, _ in y_ticks]
     frame = tag("line", **across, y1=PLOT_HEIGHT, y2=PLOT_HEIGHT, class_="frame")
     labels = [tag("text", text, x=52, y=f"{y + 4:.1f}", text_anchor="end") for y, text in y_ticks]
-    marks = list(x_names) or [(x, tick_label(x)) for x in x_scale.ticks()]
-    marks = marks[:: max(1, -(-len(marks) // 5))]
-    x_labels = [_x_label(x_scale(x), text) for x, text in marks]
+    x_labels = [_x_label(x_scale(x), tick_label(x)) for x in x_scale.ticks()]
+    described = "; ".join(f"{one.label}: {one.text}" for one in series)
     area = {"class_": "area", "height": PLOT_HEIGHT, "role": "img", "aria_label": described}
-    return tag(
+    plot = tag(
         "div",
         tag("div", titles[1], class_="y-title"),
         tag("svg", *labels, class_="y-axis", width=58, height=PLOT_HEIGHT, aria_hidden="true"),
@@ -339,10 +267,4 @@ def _plot(
         tag("div", titles[0], class_="x-title"),
         class_="plot",
     )
-
-
-def _loose_scale(values: Sequence[float]) -> Scale:
-    """A scale with some room on both sides of the values."""
-    low, high = min(values), max(values)
-    room = 0.12 * (high - low) or 0.1 * abs(high) or 1.0
-    return Scale(low - room if low < 0 or low > room else 0.0, high + room)
+    return _join(plot, tag("ul", *legend, class_="legend"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from runner.report import format, row_fields
-from runner.report.comparison import Comparison, Row
+from runner.report import format
+from runner.report.comparison import Comparison, Row, number
+from runner.report.naming import about_speed
 
 METRICS = 6  # of a run, beside the monitored one; results.csv has them all
+LEARNING = ("best", "step_ms", "rate")  # come first where rows differ in what they learn
 Number = Callable[[Row], float | None]
 
 
@@ -27,20 +29,15 @@ def _column(key: str, title: str, number: Number, show: Callable[[float | None],
 
 
 def _measured(key: str) -> Number:
-    return lambda row: row_fields.measured(row, key)
+    return lambda row: row.measured_number(key)
 
 
 def _speedup(row: Row) -> float | None:
-    return row_fields.number(vars(row), "speedup") if row.finished else None
+    return number(row.speedup) if row.finished else None
 
 
-def _low_end(row: Row) -> float | None:
-    return row.speedup_interval[0] if row.speedup_interval else None
-
-
-def speedup_text(row: Row) -> str:
-    """A row's ratio with its interval, as `1.83× (1.79 to 1.86)`."""
-    return format.times_interval(row.speedup if row.finished else None, row.speedup_interval)
+def _speedup_text(row: Row) -> str:
+    return format.times_interval(_speedup(row), row.speedup_interval)
 
 
 def _break_even_text(row: Row) -> str:
@@ -53,68 +50,53 @@ def _break_even_text(row: Row) -> str:
 
 def _parity_text(row: Row) -> str:
     """Whether it is the same training, in a word or two."""
-    if row.parity is None:
-        return format.NONE
-    text = row.parity
+    text = row.parity or format.NONE
     if text == "explained by precision":
-        text = row_fields.low_precision(row) or "rounding"
-    other = row.measured.other_work if row.measured is not None else []
+        text = row.low_precision or "rounding"
+    other = row.other_work
     return f"{text}, other {other[0] if len(other) == 1 else 'work'}" if other else text
 
 
 COLUMNS = (
-    _column("speedup", "speed-up", _speedup, format.times),
-    Column(
-        "interval", "95 % interval", _low_end, lambda row: format.interval(row.speedup_interval)
-    ),
-    _column("step_ms", "step, ms", row_fields.step_ms, format.milliseconds),
-    _column("rate", "samples/s", row_fields.samples_per_second, format.rate),
-    Column("parity", "numbers", lambda row: None if row.parity is None else 0.0, _parity_text),
-    _column("memory", "memory", row_fields.process_bytes, format.size),
-    _column("device_memory", "device memory", row_fields.device_bytes, format.size),
+    Column("speedup", "speed-up", _speedup, _speedup_text),
+    _column("step_ms", "step, ms", lambda row: row.step_ms, format.rate),
+    _column("rate", "samples/s", lambda row: row.samples_per_second, format.rate),
+    _column("memory", "memory", lambda row: row.process_bytes, format.size),
+    Column("parity", "numbers", lambda row: 0.0 if row.parity else None, _parity_text),
+    _column("device_memory", "device memory", lambda row: row.device_bytes, format.size),
     _column("compile_seconds", "compile", _measured("compile_seconds"), format.seconds),
     Column("break_even", "paid back after", _measured("break_even_steps"), _break_even_text),
     _column("data_wait", "waits for data", _measured("data_wait"), format.share),
     _column("mfu", "MFU", _measured("mfu"), format.share),
     _column("to_target", "to the target loss", _measured("seconds_to_target"), format.seconds),
 )
-"""In the order in which they are read; those of metrics follow."""
+"""By what they are worth: where there is no room, the last ones go. Metrics follow."""
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """The columns that at least one row has something in."""
-    every = [*COLUMNS, *_metrics(comparison)]
+    """The columns that at least one row has something in, the most telling first."""
+    best = _column("best", f"best {comparison.monitor}", lambda row: row.best, format.metric)
+    speedup = COLUMNS[0]
+    if any(row.speedup_interval for row in comparison.rows):
+        speedup = replace(speedup, title="speed-up (95 %)")
+    found = [speedup, *([best] if comparison.monitor else []), *COLUMNS[1:]]
+    if comparison.kind != "benchmark" and not about_speed(row.overrides for row in comparison.rows):
+        found.sort(key=lambda column: column.key not in LEARNING)
+    found += _metrics(comparison)
     rows = comparison.rows
-    return [column for column in every if any(column.number(row) is not None for row in rows)]
-
-
-def document_columns(comparison: Comparison) -> list[Column]:
-    """The same, with speed-up and interval as one: that is how they should be read."""
-    found = [column for column in columns(comparison) if column.key != "interval"]
-    if not any(row.speedup_interval for row in comparison.rows):
-        return found
-    return [
-        replace(column, title="speed-up (95 %)", text=speedup_text)
-        if column.key == "speedup"
-        else column
-        for column in found
-    ]
+    return [column for column in found if any(column.number(row) is not None for row in rows)]
 
 
 def _metrics(comparison: Comparison) -> list[Column]:
-    """The monitored metric's best value, then others; in a benchmark the user's own alone."""
+    """The metrics beside the monitored one; in a benchmark the user's own alone."""
     rows = comparison.rows
     if comparison.kind == "benchmark":
-        own = [name for row in rows if row.measured for name in row.measured.metrics]
-        return [_metric(name) for name in dict.fromkeys(own)]
-    monitor = row_fields.monitored([row for row in rows if row.finished])
-    best = _column("best", f"best {monitor}", row_fields.best, format.metric)
-    others = dict.fromkeys(name for row in rows for name in row_fields.metrics(row))
-    plain = [name for name in others if name != monitor and name.count("/") < 2]
-    return [*([best] if monitor else []), *(_metric(name) for name in plain[:METRICS])]
+        found = dict.fromkeys(name for row in rows if row.measured for name in row.measured.metrics)
+        return [_metric(name) for name in found]
+    every = dict.fromkeys(name for row in rows for name in row.metrics)
+    plain = [name for name in every if name != comparison.monitor and name.count("/") < 2]
+    return [_metric(name) for name in plain[:METRICS]]
 
 
 def _metric(name: str) -> Column:
-    return _column(
-        f"metric:{name}", name, lambda row: row_fields.metrics(row).get(name), format.metric
-    )
+    return _column(f"metric:{name}", name, lambda row: row.metrics.get(name), format.metric)

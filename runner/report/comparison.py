@@ -1,35 +1,58 @@
-"""Runs side by side: the data under every table, page and chart of them. `comparison.json`."""
+"""Runs side by side: the data under every table, page and chart of them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
-from runner.record.storage import read_record, replace_text
+from runner.record.storage import replace_text
+from runner.report.format import technique_status
 from runner.security.paths import keep_within
 
 log = logging.getLogger("runner")
 
-FILE = "comparison.json"
-PAGE = "comparison.html"
+FILE, TABLE, DOCUMENT, PAGE = (
+    "comparison.json",
+    "results.csv",
+    "comparison.md",
+    "comparison.html",
+)
 BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
 """How a job ends that did what it was asked to; any other status is a failure with a reason."""
+
+
+def number(tree: Any, *path: str) -> float | None:
+    """The number at a path into nested mappings; None where there is no finite one."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    if isinstance(tree, bool) or not isinstance(tree, int | float):
+        return None
+    try:
+        return float(tree) if math.isfinite(tree) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+
+
+def text(tree: Any, *path: str) -> str:
+    """The text at a path; "" where there is none."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, str) else ""
 
 
 @dataclass
 class Row:
     """One job of a sweep or arm of a benchmark, failed ones too. The first fields are a contract
     with other tools: `overrides, status, reason, summary, speedup, speedup_interval, parity,
-    command`.
+    command`. Properties are None where the value is missing or damaged.
     """
 
     overrides: list[str]
@@ -43,13 +66,102 @@ class Row:
     name: str = ""  # what sets it apart: `ultra`, or `optimization=ultra seed=1`
     folder: str = ""  # relative to the comparison's
     measured: ArmResult | None = None  # of a benchmark
-    judged_on: str = ""  # its data, and its own loss if it is judged by that; "" if not known
+    judged_on: str = ""  # data, and for a loss its objective: metrics of others do not compare
+    work: str = ""  # device, data and model: only runs of the same work have a ratio
 
     @property
     def finished(self) -> bool:
         """Whether it came to its end as it should, or had been measured when Ctrl-C came."""
         cut = self.status == "interrupted" and self.measured is not None
         return self.status in FINISHED or (cut and bool(self.measured and self.measured.blocks))
+
+    @property
+    def sound(self) -> bool:
+        """Whether its speed is that of the same training."""
+        return self.finished and self.parity != "FAIL" and not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """Signs that it does not train."""
+        return self.measured.problems if self.measured else []
+
+    @property
+    def other_work(self) -> list[str]:
+        """In what it trains something else than the reference."""
+        return self.measured.other_work if self.measured else []
+
+    def measured_number(self, key: str) -> float | None:
+        """A number that a benchmark measured of its arm."""
+        return None if self.measured is None else number(vars(self.measured), key)
+
+    def _either(self, key: str, *path: str) -> float | None:
+        """What the benchmark measured, else what the run's summary has; 0 counts as none."""
+        return self.measured_number(key) or number(self.summary, *path) or None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Training samples a second."""
+        return self._either("samples_per_second", "throughput", "samples_per_second")
+
+    @property
+    def step_ms(self) -> float | None:
+        """Milliseconds of the median step."""
+        return self._either("step_ms", "throughput", "step_ms", "p50")
+
+    @property
+    def process_bytes(self) -> float | None:
+        """Peak memory of the process."""
+        return self._either("peak_process_bytes", "memory", "peak_process_bytes")
+
+    @property
+    def device_bytes(self) -> float | None:
+        """Peak memory of the device; None on a CPU, whose memory is the process's."""
+        return self._either("peak_device_bytes", "memory", "peak_device_bytes")
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The memory that limits a batch: the device's, where it has one of its own."""
+        return self.device_bytes or self.process_bytes
+
+    @property
+    def monitor(self) -> str:
+        """The metric that its checkpoints are judged by."""
+        return text(self.summary, "monitor")
+
+    @property
+    def best(self) -> float | None:
+        """The best value of that metric."""
+        return number(self.summary, "best")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The final metrics and the user's own, those that are finite."""
+        final = self.summary.get("metrics")
+        both = dict(final) if isinstance(final, dict) else {}
+        both |= self.measured.metrics if self.measured else {}
+        values = {str(key): number(value) for key, value in both.items()}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def techniques(self) -> dict[str, tuple[str, str]]:
+        """Each technique's status and the reason for it."""
+        return {
+            name: (technique_status(entry), text(entry, "reason"))
+            for name, entry in self._technique_entries()
+        }
+
+    @property
+    def low_precision(self) -> str:
+        """`bf16` or `fp16`, where products came out in it; else ""."""
+        entries = [entry for name, entry in self._technique_entries() if name == "amp"]
+        seen = str([entry.get("evidence") for entry in entries if entry.get("engaged")])
+        return "bf16" if "bfloat16" in seen else "fp16" if "float16" in seen else ""
+
+    def _technique_entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        entries = self.summary.get("techniques")
+        for entry in entries if isinstance(entries, list) else []:
+            if name := text(entry, "name"):
+                yield name, entry
 
 
 @dataclass
@@ -63,14 +175,26 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     command: str = ""
     benchmark: BenchmarkResult | None = None  # control, load, attribution, machine
-    history: list[BenchmarkResult] = field(default_factory=list)  # several of them, oldest first
     home: Path | None = None  # what the rows' folders are relative to; `write` moves it
     schema: int = 1
 
     @property
-    def damaged(self) -> bool:
-        """Whether it is a benchmark of which the measurements are lost: only its runs are left."""
-        return self.kind == "benchmark" and self.benchmark is None
+    def failures(self) -> list[Row]:
+        """The rows that did not come to their end."""
+        return [row for row in self.rows if not row.finished]
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that the rows ran on."""
+        found = [row.summary.get("device") for row in self.rows]
+        names = [text(about, "name") or text(about, "kind") for about in found]
+        return list(dict.fromkeys(filter(None, names)))
+
+    @property
+    def monitor(self) -> str:
+        """The metric that all finished rows are judged by; "" where they differ or have none."""
+        names = {row.monitor for row in self.rows if row.finished and row.summary}
+        return names.pop() if len(names) == 1 else ""
 
 
 def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
@@ -81,7 +205,7 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
             status=arm.status,
             reason=arm.reason,
             summary=dict(arm.summary),
-            speedup=arm.speedup if arm.speedup and math.isfinite(arm.speedup) else None,
+            speedup=number(arm.speedup) or None,
             speedup_interval=arm.speedup_interval,
             parity=arm.parity,
             command=arm.command,
@@ -91,56 +215,29 @@ def of_benchmark(result: BenchmarkResult, folder: Path | None) -> Comparison:
         )
         for arm in result.arms
     ]
-    notes = list(dict.fromkeys([*result.notes, *_of_arms(result)]))
+    of_arms = [f"{arm.name}: {note}" for arm in result.arms for note in arm.notes]
     return Comparison(
         result.name,
         rows,
         kind="benchmark",
         reference=result.reference,
-        notes=notes,
+        notes=list(dict.fromkeys([*result.notes, *of_arms])),
         command=result.command,
         benchmark=result,
         home=None if folder is None else folder.absolute(),
     )
 
 
-def _of_arms(result: BenchmarkResult) -> list[str]:
-    return [f"{arm.name}: {note}" for arm in result.arms for note in arm.notes]
-
-
-def of_folders(folders: Sequence[Path]) -> Comparison:
-    """Whatever lies in finished folders: runs, sweeps, benchmarks, also of several sweeps.
-
-    Raises UsageError where there is nothing to compare; a damaged summary is a row that says so.
-    """
-    from runner.report import discover
-
-    return discover.compare(folders)
-
-
 def moved(comparison: Comparison, folder: Path) -> Comparison:
     """The same with the rows' folders relative to `folder`."""
-    home = comparison.home
-    if home is None or home == folder.absolute():
-        return replace(comparison, home=folder.absolute())
+    home = comparison.home or folder.absolute()
     rows = [
         replace(row, folder=os.path.relpath(home / row.folder, folder.absolute()))
-        if row.folder
+        if row.folder and home != folder.absolute()
         else row
         for row in comparison.rows
     ]
     return replace(comparison, rows=rows, home=folder.absolute())
-
-
-def better_there(comparison: Comparison, folder: Path) -> bool:
-    """Whether the comparison in `folder` is of measurements that are lost to this one."""
-    if comparison.benchmark is not None:
-        return False
-    try:
-        there = json.loads(read_record(folder / FILE))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(there, dict) and bool(there.get("benchmark"))
 
 
 def write(comparison: Comparison, folder: Path) -> list[Path]:
@@ -150,36 +247,24 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     SecurityError where that would be through a link that leads out of the folder.
     """
     from runner.report import page, serialize
+    from runner.report.tensorboard_export import export_comparison
 
     here = moved(comparison, folder)
     keep_within(folder, BOARD)
-    makers: list[tuple[str, Callable[[], str]]] = [
-        (FILE, lambda: serialize.as_json(here)),
-        ("results.csv", lambda: serialize.as_csv(here)),
-        ("comparison.md", lambda: page.document(here)),
-        (PAGE, lambda: page.html(here)),
-    ]
+    makers: dict[str, Callable[[], object]] = {
+        FILE: lambda: replace_text(folder / FILE, serialize.as_json(here)),
+        TABLE: lambda: replace_text(folder / TABLE, serialize.as_csv(here)),
+        DOCUMENT: lambda: replace_text(folder / DOCUMENT, page.document(here)),
+        PAGE: lambda: replace_text(folder / PAGE, page.html(here)),
+        BOARD: lambda: export_comparison(here, folder),
+    }
     written = []
     with suppress(OSError):  # each file says it by itself
         folder.mkdir(parents=True, exist_ok=True)
-    for name, make in makers:
-        path = folder / name
+    for name, make in makers.items():
         try:
-            replace_text(path, make())
-            written.append(path)
+            make()
+            written.append(folder / name)
         except OSError as error:
-            log.warning("no %s: %s", path, error.strerror or error)
-    return [*written, *_board(here, folder)]
-
-
-def _board(comparison: Comparison, folder: Path) -> list[Path]:
-    """The TensorBoard run: protobuf and pictures are imported for it alone."""
-    from runner.report.tensorboard_export import export_comparison
-
-    try:
-        export_comparison(comparison, folder)
-    except OSError as error:
-        log.warning("no TensorBoard run of the comparison: %s", error.strerror or error)
-        return []
-    made = folder / BOARD
-    return [made] if made.is_dir() else []
+            log.warning("no %s: %s", folder / name, error.strerror or error)
+    return written

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner.record.storage import open_regular
-from runner.report import row_fields, verdicts
-from runner.report.comparison import Comparison, Row
+from runner.report.comparison import Comparison, Row, number, text
 
 Curve = list[tuple[float, float]]
 
@@ -30,7 +29,7 @@ def _row_curve(row: Row, home: Path | None) -> Curve:
         if curve := read_curve(home / row.folder / "metrics.jsonl"):
             return curve
     first = row.measured.losses if row.measured else []  # of the first steps
-    return [(i, loss) for i, loss in enumerate(first, 1) if row_fields.number(loss) is not None]
+    return [(i, loss) for i, loss in enumerate(first, 1) if number(loss) is not None]
 
 
 def read_curve(path: Path) -> Curve:
@@ -54,18 +53,15 @@ def _train_loss(line: bytes) -> dict[float, float]:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    step, loss = row_fields.number(entry, "step"), row_fields.number(entry, "loss")
-    if row_fields.text(entry, "split") != "train" or step is None or loss is None:
+    step, loss = number(entry, "step"), number(entry, "loss")
+    if text(entry, "split") != "train" or step is None or loss is None:
         return {}
     return {step: loss}
 
 
 def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
-    """The highest loss of the curves that did not diverge; infinite where none did.
-
-    One that diverged went many times above where sound runs begin.
-    """
-    sound = {row.name for row in comparison.rows if verdicts.sound(row)}
+    """The highest loss of the curves that did not diverge; infinite where none did."""
+    sound = {row.name for row in comparison.rows if row.sound}
     starts = sorted(abs(curve[0][1]) for name, curve in curves.items() if name in sound)
     if not starts:
         return math.inf
@@ -75,27 +71,11 @@ def axis_top(comparison: Comparison, curves: Mapping[str, Curve]) -> float:
     return max(below) if 0 < len(below) < len(tops) else math.inf
 
 
-def clip_curve(curve: Sequence[tuple[float, float]], top: float) -> list[Curve]:
-    """The parts of a curve up to `top`, each as far as the point at which it goes beyond."""
-    pieces: list[Curve] = [[]]
-    for before, here in zip([None, *curve], curve, strict=False):
-        if here[1] <= top:
-            if before is not None and before[1] > top:
-                pieces.append([(before[0], top)])
-            pieces[-1].append(here)
-        elif before is not None and before[1] <= top:
-            pieces[-1].append((here[0], top))
-    return [piece for piece in pieces if len(piece) > 1]
-
-
 def thin_curve(curve: Sequence[tuple[float, float]], most: int = POINTS) -> Curve:
     """At most `most` points: the lowest and highest of each stretch, so that no spike is lost."""
     if len(curve) <= most:
         return list(curve)
-    stretches = most // 2
-    thinned: Curve = []
-    for i in range(stretches):
-        part = curve[i * len(curve) // stretches : (i + 1) * len(curve) // stretches]
-        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-        thinned += sorted(ends)
-    return thinned
+    bounds = [i * len(curve) // (most // 2) for i in range(most // 2 + 1)]
+    parts = [curve[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    by_loss = [sorted(part, key=lambda point: point[1]) for part in parts]
+    return sorted({point for part in by_loss for point in (part[0], part[-1])})

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from runner.benchmark.result import BenchmarkResult, Effect
-from runner.report import format, row_fields, verdicts
-from runner.report.charts import (
-    LABEL,
-    Bar,
-    Point,
-    Series,
-    draw_bars,
-    draw_curves,
-    draw_points,
-)
+from runner.benchmark.result import Effect
+from runner.report import format, verdicts
+from runner.report.charts import Bar, Series, draw_bars, draw_curves, draw_points
 from runner.report.comparison import Comparison, Row
 from runner.report.curves import Curve, axis_top, read_losses
-from runner.report.naming import labels
-from runner.report.verdicts import Trend, trends_of
 
 MOST_CURVES = 12  # at once: more cannot be told apart
-NUMBERED = 8  # rows, from which on they are called by number where there is no room for names
 KINDS = {
     "reference": "reference",
     "faster": "faster",
@@ -53,7 +41,6 @@ def figures(comparison: Comparison) -> dict[str, list[Figure]]:
         "attribution": list(_attribution(comparison)),
         "memory": list(_memory(comparison)),
         "losses": list(_losses(comparison)),
-        "trends": list(_trends(comparison)),
     }
 
 
@@ -69,12 +56,11 @@ def speed_bars(comparison: Comparison) -> list[Bar]:
 
 def _speed_bar(row: Row, comparison: Comparison) -> Bar:
     verdict = verdicts.verdict(row, comparison)
-    kind = KINDS.get(verdict, "unclear")
-    if not row.finished or row.speedup is None or not math.isfinite(row.speedup):
+    if not row.finished or row.speedup is None:
         return Bar(row.name, None, None, "not measured" if row.finished else row.status, "fail")
     ratio = format.times_interval(row.speedup, row.speedup_interval)
     text = ", ".join(filter(None, (ratio, verdict)))
-    return Bar(row.name, row.speedup, row.speedup_interval, text, kind)
+    return Bar(row.name, row.speedup, row.speedup_interval, text, KINDS.get(verdict, "unclear"))
 
 
 def _speed(comparison: Comparison) -> Iterator[Figure]:
@@ -95,33 +81,21 @@ def _speed(comparison: Comparison) -> Iterator[Figure]:
     yield Figure("Speed", about, [("", "", drawing)])
 
 
-def memory_points(comparison: Comparison) -> list[Point]:
-    """Speed and peak memory of the rows that have both, in samples/s and MiB."""
-    points = []
-    names = labels([row.name for row in comparison.rows], LABEL)
-    for number, (row, name) in enumerate(zip(comparison.rows, names, strict=True), 1):
-        rate, peak = row_fields.samples_per_second(row), row_fields.memory_bytes(row)
-        if row.finished and rate is not None and peak is not None:
-            label = name if len(comparison.rows) <= NUMBERED else str(number)
-            text = f"{row.name}: {format.rate(rate)} samples/s, {format.size(peak)}"
-            points.append(Point(label, rate, peak / 2**20, text))
-    return points
-
-
 def _memory(comparison: Comparison) -> Iterator[Figure]:
-    points = memory_points(comparison)
+    points = []
+    for style, row in enumerate(comparison.rows):
+        rate, peak = row.samples_per_second, row.memory_bytes
+        if row.finished and rate is not None and peak is not None:
+            values = f"{format.rate(rate)} samples/s, {format.size(peak)}"
+            points.append(Series(row.name, [(rate, peak / 2**20)], style, values))
     if len(points) < 2:
         return
-    names = [row.name for row in comparison.rows]
-    of = "device's" if any(map(row_fields.device_bytes, comparison.rows)) else "process's"
-    about = f"Peak of the {of} memory against samples per second: right and low is better."
-    about += " Both axes begin at 0."
-    if len(names) > NUMBERED:
-        about += " Numbers are those of the table."
-    elif labels(names, LABEL) != names:
-        about += " Names leave out what is alike; the table has them whole."
-    described = "; ".join(point.text for point in points)
-    drawing = draw_points(points, "samples per second", "MiB at the peak", described)
+    of = "device's" if any(row.device_bytes for row in comparison.rows) else "process's"
+    about = (
+        f"Peak of the {of} memory against samples per second: right and low is better. "
+        "Both axes begin at 0."
+    )
+    drawing = draw_points(points, "samples per second", "MiB at the peak")
     yield Figure("Memory against speed", about, [("", "", drawing)])
 
 
@@ -132,16 +106,14 @@ def _losses(comparison: Comparison) -> Iterator[Figure]:
     shown = dict(list(curves.items())[:MOST_CURVES])
     top = axis_top(comparison, shown)
     names = [row.name for row in comparison.rows]
-    series = [Series(name, curve, style=names.index(name)) for name, curve in shown.items()]
-    described = "; ".join(
-        f"{name} from {format.metric(curve[0][1])} to {format.metric(curve[-1][1])}"
+    series = [
+        Series(name, curve, names.index(name), f"to {format.metric(curve[-1][1])}")
         for name, curve in shown.items()
-    )
-    drawing = draw_curves(series, "step", "loss", described, top=top)
+    ]
     about = _about_losses(comparison, shown, top)
     if len(curves) > MOST_CURVES:
         about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
-    yield Figure("Training loss", about, [("", "", drawing)])
+    yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
 
 
 def _about_losses(comparison: Comparison, shown: Mapping[str, Curve], top: float) -> str:
@@ -166,8 +138,7 @@ def effect_bars(comparison: Comparison, side: str) -> list[Bar]:
 
 
 def _effect_bar(effect: Effect, side: str, floor: float | None) -> Bar:
-    value = effect.added if side == "added" else effect.removed
-    ends = effect.added_interval if side == "added" else effect.removed_interval
+    value, ends = getattr(effect, side), getattr(effect, f"{side}_interval")
     name = effect.name.replace("_", " ")
     if value is None:
         return Bar(name, None, None, effect.note or format.NONE, "fail")
@@ -196,34 +167,3 @@ def _attribution(comparison: Comparison) -> Iterator[Figure]:
     if attribution.stopped:
         about += f" Measured until: {attribution.stopped}."
     yield Figure("What each technique is worth", about, charts)
-
-
-def _trends(comparison: Comparison) -> Iterator[Figure]:
-    for trend in trends_of(comparison.history):
-        about = f"Benchmarks of {trend.name} on one kind of machine, oldest first."
-        names = [_date_and_commit(result) for result in trend.results]
-        charts = [
-            (heading, "", _trend_chart(trend, key, unit, names))
-            for heading, key, unit in (
-                ("Time of a step, per sample", "per_sample", "µs"),
-                ("Speed-up", "speedup", "×"),
-            )
-            if getattr(trend, key)
-        ]
-        yield Figure(f"{trend.name} over time", about, charts)
-
-
-def _trend_chart(trend: Trend, key: str, unit: str, names: list[str]) -> Markup:
-    arms, series = list(trend.per_sample), []
-    for name, points in list(getattr(trend, key).items())[:MOST_CURVES]:
-        values, ends = [(i, y) for i, y, _ in points], [ends for _, _, ends in points]
-        series.append(Series(name, values, ends, arms.index(name)))
-    described = "; ".join(
-        f"{one.label}: " + ", ".join(f"{y:.4g}" for _, y in one.points) for one in series
-    )
-    return draw_curves(series, "", unit, described, names)
-
-
-def _date_and_commit(result: BenchmarkResult) -> str:
-    commit = str(result.git.get("commit") or "")[:7]
-    return f"{result.started[5:10]} {commit}".strip() or "?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -10,9 +10,14 @@ NONE = "–"  # where there is no number
 MOST_NAMES = 4  # in a sentence; what is beyond is counted
 
 
-def times(ratio: float | None) -> str:
+def _none_as_dash(show: Callable[[float], str]) -> Callable[[float | None], str]:
+    return lambda value: NONE if value is None else show(value)
+
+
+@_none_as_dash
+def times(ratio: float) -> str:
     """A ratio, as `1.83×`."""
-    return NONE if ratio is None else f"{_digits(ratio)}×"
+    return f"{_digits(ratio)}×"
 
 
 def _digits(ratio: float) -> str:
@@ -37,36 +42,24 @@ def times_interval(ratio: float | None, ends: tuple[float, float] | None) -> str
     return f"{times(ratio)} ({interval(ends)})" if ratio is not None and ends else times(ratio)
 
 
-def milliseconds(value: float | None) -> str:
-    """Three digits of a time."""
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def rate(value: float | None) -> str:
-    """Samples a second, three digits or more."""
-    if value is None:
-        return NONE
+@_none_as_dash
+def rate(value: float) -> str:
+    """Samples a second or milliseconds, three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def size(count: float | None) -> str:
+@_none_as_dash
+def size(count: float) -> str:
     """Bytes, as KiB, MiB or GiB."""
-    if count is None:
-        return NONE
-    sign, count = ("-" if count < 0 else ""), abs(count)
-    if count >= 2**30:
-        return f"{sign}{count / 2**30:.2f} GiB"
-    if count >= 2**20:
-        return f"{sign}{count / 2**20:.0f} MiB"
-    return f"{sign}{count / 2**10:.0f} KiB" if count >= 2**10 else f"{sign}{count:.0f} bytes"
+    for unit, bytes_, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 0), ("KiB", 2**10, 0)):
+        if abs(count) >= bytes_:
+            return f"{count / bytes_:.{digits}f} {unit}"
+    return f"{count:.0f} bytes"
 
 
-def seconds(value: float | None) -> str:
+@_none_as_dash
+def seconds(value: float) -> str:
     """A duration in seconds, minutes or hours."""
-    if value is None:
-        return NONE
     if value < 60:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -74,25 +67,21 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def metric(value: float | None) -> str:
+@_none_as_dash
+def metric(value: float) -> str:
     """A loss or an accuracy."""
-    if value is None:
-        return NONE
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
 
 
-def share(value: float | None) -> str:
+@_none_as_dash
+def share(value: float) -> str:
     """A part of one, in per cent."""
-    if value is None:
-        return NONE
     return f"{value * 100:.1f} %" if value < 0.1 else f"{value * 100:.0f} %"
 
 
 def tick_label(value: float) -> str:
     """A tick's label."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
     if abs(value) >= 10_000:
         return f"{value / 1000:,.6g}k"
@@ -124,7 +113,6 @@ def technique_status(entry: Mapping[str, Any]) -> str:
         return "not requested"
     if entry.get("engaged"):
         return "engaged"
-    if not entry.get("known", True):
-        return "unknown"
     status = entry.get("status")
-    return status if isinstance(status, str) and status else "skipped"
+    known = entry.get("known", True)
+    return (status if isinstance(status, str) and status else "skipped") if known else "unknown"

@@ -18,12 +18,11 @@ from markupsafe import Markup
 
 from runner.benchmark.result import BenchmarkResult, Effect
 from runner.record import markdown
-from runner.report import format, row_fields, verdicts
+from runner.report import format, verdicts
 from runner.report.charts import printable
-from runner.report.columns import document_columns
+from runner.report.columns import columns
 from runner.report.comparison import Comparison, Row
-from runner.report.figures import NUMBERED, figures
-from runner.report.verdicts import Trend, trends_of
+from runner.report.figures import figures
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {"benchmark": "Benchmark", "sweep": "Sweep", "runs": "Comparison of runs"}
@@ -40,17 +39,16 @@ EFFECTS = (
     "note",
 )
 STATISTICS = (
-    "In each block every arm had one turn, in an order drawn by lot, and what is compared is the "
-    "time per sample of its median step (with data workers the mean one) as a ratio to the "
-    "reference's in the same block, so that a drift of the machine hits both alike. An interval "
-    "holds the true ratio 95 times in 100 "
-    "although measuring stops once it is narrow, and nothing is claimed within 2 %, nor within the "
-    "noise floor: what the reference differed by from itself, run a second time in a process of "
-    "its own. That is true of these processes: the same work started anew, in other memory, may "
-    "be a per cent or two faster or slower, which no number of blocks shows."
+    "In each block every arm had one turn, in random order, and what is compared is the time per "
+    "sample of its median step (with data workers the mean one) as a ratio to the reference's in "
+    "the same block, so that a drift of the machine hits both alike. An interval holds the true "
+    "ratio 95 times in 100 although measuring stops once it is narrow, and nothing is claimed "
+    "within 2 %, nor within the noise floor: what the reference differed by from itself, run a "
+    "second time in a process of its own. That is true of these processes: the same work in new "
+    "ones may be a per cent or two faster or slower, which no number of blocks shows."
 )
 ONE_RUN = (
-    "Each row is one run, and the runs were not taken in turn: whatever else the machine did "
+    "Each row is one run, and the runs were not interleaved: whatever else the machine did "
     "meanwhile is in these numbers, so a ratio here has no interval and is a hint. "
     "job=benchmark measures the same arms in randomised blocks, with intervals."
 )
@@ -59,39 +57,32 @@ ONE_RUN = (
 def html(comparison: Comparison) -> str:
     """`comparison.html`."""
     style, script = (_text(f"comparison.{kind}") for kind in ("css", "js"))
-    return (
-        _environment()
-        .get_template("comparison.html")
-        .render(
-            **_context(comparison),
-            policy=_policy(style, script),
-            style=Markup(style),  # noqa: S704  # a file of ours
-            script=Markup(script),  # noqa: S704  # a file of ours
-            figures=figures(comparison),
-            numbered=len(comparison.rows) > NUMBERED,
-            long_names=any(len(row.name) > LONG_NAME for row in comparison.rows),
-            long_lead=len(verdicts.conclusion(comparison)[0].text) > LONG_SENTENCE,
-            engagement=_engagement(comparison.rows),
-        )
+    template = _environment().get_template("comparison.html")
+    return template.render(
+        **_context(comparison),
+        policy=_policy(style, script),
+        style=Markup(style),  # noqa: S704  # a file of ours
+        script=Markup(script),  # noqa: S704  # a file of ours
+        figures=figures(comparison),
+        long_names=any(len(row.name) > LONG_NAME for row in comparison.rows),
+        long_lead=len(verdicts.conclusion(comparison)[0].text) > LONG_SENTENCE,
     )
 
 
 def document(comparison: Comparison) -> str:
     """`comparison.md`, with tables as GitHub shows them."""
     context = _context(comparison)
-    shown, rows = context["columns"], context["rows"]
+    shown, engagement = context["columns"], context["engagement"] or {"lines": []}
     return (
         _environment()
         .get_template("comparison.md")
         .render(
             **context,
-            numbers=[[row.name, stands, *(c.text(row) for c in shown)] for row, stands, _ in rows],
-            failed=[
-                (row.name, row.status, row.reason or "no reason is known")
-                for row in context["failures"]
+            numbers=[
+                [row.name, stands, *(c.text(row) for c in shown)] for row, stands in context["rows"]
             ],
-            engagement=_engagement_cells(comparison.rows),
-            trends=[(trend, *_trend_table(trend)) for trend in trends_of(comparison.history)],
+            failed=[(row.name, row.status, row.reason) for row in comparison.failures],
+            engaged=[[name, *map("".join, cells)] for name, cells in engagement["lines"]],
         )
     )
 
@@ -102,10 +93,8 @@ def _text(name: str) -> str:
 
 def _policy(style: str, script: str) -> str:
     """Nothing may be fetched or sent, and only this very style and script count."""
-    hashes = [
-        "'sha256-" + base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() + "'"
-        for part in (style, script)
-    ]
+    digests = [hashlib.sha256(part.encode()).digest() for part in (style, script)]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     return (
         f"default-src 'none'; style-src {hashes[0]}; script-src {hashes[1]}; "
         "base-uri 'none'; form-action 'none'"
@@ -146,27 +135,26 @@ def _context(comparison: Comparison) -> dict[str, Any]:
     """What both templates show."""
     rows = comparison.rows
     lead, *remarks = verdicts.conclusion(comparison)
-    benchmark = comparison.benchmark
-    attribution = benchmark.attribution if benchmark else None
+    attribution = comparison.benchmark.attribution if comparison.benchmark else None
     commands = [(row.name, row.command) for row in rows if row.command]
     if comparison.command:
         commands.insert(0, ("all of it", comparison.command))
     return {
         "comparison": comparison,
-        "kind": "Damaged benchmark" if comparison.damaged else KINDS[comparison.kind],
+        "kind": KINDS[comparison.kind],
         "lead": lead,
         "remarks": remarks,
         "about": _about(comparison),
-        "failures": row_fields.failures(comparison),
         "what": "arm" if comparison.kind == "benchmark" else "run",
         "standing": "verdict" if any(row.measured for row in rows) else "status",
-        "columns": document_columns(comparison),
-        "rows": [(row, verdicts.standing(row, comparison), verdicts.sound(row)) for row in rows],
+        "columns": columns(comparison),
+        "rows": [(row, verdicts.standing(row, comparison)) for row in rows],
         "attribution": attribution,
         "effect_header": EFFECTS,
         "effects": [_effect_cells(one) for one in (attribution.effects if attribution else [])],
+        "engagement": _engagement(rows),
         "commands": commands,
-        "method": _method(comparison),
+        "method": _method(rows),
         "machine": _machine(comparison),
     }
 
@@ -175,10 +163,9 @@ def _about(comparison: Comparison) -> list[str]:
     """How much was compared, on what, when and for how long."""
     benchmark = comparison.benchmark
     count = f"{len(comparison.rows)} {'arms' if comparison.kind == 'benchmark' else 'runs'}"
-    facts = [count, *row_fields.device(comparison)]
-    if benchmark and benchmark.started:
-        facts.append(format.when(benchmark.started))
+    facts = [count, *comparison.devices]
     if benchmark:
+        facts += [format.when(benchmark.started)] if benchmark.started else []
         facts.append(f"{benchmark.blocks} blocks in {format.seconds(benchmark.seconds)}")
     return facts
 
@@ -197,132 +184,80 @@ def _effect_cells(effect: Effect) -> list[str]:
     ]
 
 
-def _states(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, dict[str, Any]]], list[str]]:
-    """Names of the techniques that some row asked for, each such row's states, and the others."""
-    arms = [(row.name, row_fields.techniques(row)) for row in rows if row_fields.techniques(row)]
-    names = dict.fromkeys(name for _, states in arms for name in states)
-    none = ("not requested", "")
-    asked = [n for n in names if any(s.get(n, none)[0] != none[0] for _, s in arms)]
-    return asked, arms, [name for name in names if name not in asked]
-
-
 def _engagement(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Techniques by arm; the reason why one did not engage is numbered and stands below, once."""
-    asked, arms, never = _states(rows)
-    if not asked:
-        return None
+    arms = [(row.name, row.techniques) for row in rows if row.techniques]
+    names = dict.fromkeys(name for _, states in arms for name in states)
     reasons: dict[tuple[str, str], list[str]] = {}
-    lines = []
-    for name in asked:
-        cells: list[tuple[str, int | None]] = []
+    lines, never = [], []
+    for name in names:
+        title, cells = name.replace("_", " "), []
         for arm, states in arms:
             status, reason = states.get(name, ("not requested", ""))
             if status in ("engaged", "not requested"):
-                cells.append(("● engaged" if status == "engaged" else format.NONE, None))
+                cells.append(("● engaged" if status == "engaged" else format.NONE, ""))
                 continue
-            reasons.setdefault((name, reason), []).append(arm)
-            cells.append((f"○ {status}", list(reasons).index((name, reason)) + 1))
-        lines.append((name.replace("_", " "), cells))
-    return {
-        "arms": [arm for arm, _ in arms],
-        "lines": lines,
-        "reasons": [
-            (name.replace("_", " "), reason or "no reason is known", ", ".join(who))
-            for (name, reason), who in reasons.items()
-        ],
-        "never": ", ".join(name.replace("_", " ") for name in never),
-    }
+            reasons.setdefault((title, reason), []).append(arm)
+            cells.append((f"○ {status}", f" {list(reasons).index((title, reason)) + 1}"))
+        if any(text != format.NONE for text, _ in cells):
+            lines.append((title, cells))
+        else:
+            never.append(title)
+    texts = [(*key, ", ".join(who)) for key, who in reasons.items()]
+    header = ["technique", *(name for name, _ in arms)]
+    found = {"header": header, "lines": lines, "reasons": texts, "never": ", ".join(never)}
+    return found if lines else None
 
 
-def _engagement_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The same as a table with its header, the reasons in the cells."""
-    asked, arms, _ = _states(rows)
-    lines = [["technique", *(name for name, _ in arms)]]
-    for name in asked:
-        cells = [name.replace("_", " ")]
-        for _, states in arms:
-            status, reason = states.get(name, ("not requested", ""))
-            told = f"{status}: {reason}" if status != "engaged" and reason else status
-            cells.append(format.NONE if status == "not requested" else told)
-        lines.append(cells)
-    return lines if asked else []
-
-
-def _trend_table(trend: Trend) -> tuple[list[str], list[list[str]]]:
-    """A line for each benchmark: time per sample and speed-up of every arm."""
-    names, rows = list(trend.per_sample), []
-    for number, result in enumerate(trend.results):
-        cells = [result.started[:16].replace("T", " "), str(result.git.get("commit") or "")[:12]]
-        for name in names:
-            cells.append(_point_text(trend.per_sample[name], number, " µs"))
-            if name in trend.speedup:
-                cells[-1] += f", {_point_text(trend.speedup[name], number, '×')}"
-        rows.append(cells)
-    return ["started", "code", *(f"{name}, per sample" for name in names)], rows
-
-
-def _point_text(points: Sequence[verdicts.Point], number: int, unit: str) -> str:
-    for at, value, ends in points:
-        if at == number:
-            bounds = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
-            return f"{value:.3g}{unit}{bounds}"
-    return format.NONE
-
-
-def _method(comparison: Comparison) -> str:
+def _method(rows: Sequence[Row]) -> str:
     """How the numbers were measured."""
-    if comparison.damaged:
-        return "Each arm's own record of its steps; what was measured of them together is lost."
-    measured = [row.measured is not None for row in comparison.rows]
-    if all(measured):
-        return STATISTICS
+    measured = [row.measured is not None for row in rows]
     if not any(measured):
         return ONE_RUN
-    return f"{STATISTICS} This holds for the benchmarks; the other rows are one run each, a hint."
+    rest = " This holds for the benchmarks; the other rows are one run each, a hint."
+    return STATISTICS + ("" if all(measured) else rest)
 
 
 def _machine(comparison: Comparison) -> list[tuple[str, str]]:
     """The machine, how busy it was, and how long it was measured."""
     result = comparison.benchmark
     if result is None:
-        devices = ", ".join(row_fields.device(comparison))
+        devices = ", ".join(comparison.devices)
         return [("device", devices)] if devices else []
-    rows = [(str(key).replace("_", " "), _flat(value)) for key, value in result.machine.items()]
-    rows += [*_load(result), *_measurement(result)]
-    known = {name for name, _ in rows}
-    return rows + [(name, x) for name, x in result.versions.items() if name not in known]
+    rows = {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
+    rows |= _load(result) | _measurement(result)
+    versions = {name: version for name, version in result.versions.items() if name not in rows}
+    return [*rows.items(), *versions.items()]
 
 
-def _load(result: BenchmarkResult) -> list[tuple[str, str]]:
-    load, rows = result.load, []
+def _load(result: BenchmarkResult) -> dict[str, str]:
+    load, rows = result.load, {}
     if load.others is not None:
-        rows.append(("other processes", f"{format.share(load.others)} of the CPUs"))
+        rows["other processes"] = f"{format.share(load.others)} of the CPUs"
     if load.mhz is not None:
         spread = load.mhz_spread
         varying = f", varying by {format.share(spread)}" if spread is not None else ""
-        rows.append(("clock", f"{load.mhz:,.0f} MHz{varying}"))
+        rows["clock"] = f"{load.mhz:,.0f} MHz{varying}"
     if load.device_mhz is not None:
-        rows.append(("device's clock", f"{load.device_mhz:,.0f} MHz"))
+        rows["device's clock"] = f"{load.device_mhz:,.0f} MHz"
     if load.stolen is not None:
-        rows.append(("stolen by other machines", format.share(load.stolen)))
+        rows["stolen by other machines"] = format.share(load.stolen)
     return rows
 
 
-def _measurement(result: BenchmarkResult) -> list[tuple[str, str]]:
-    rows = []
-    if (control := result.control) is not None:
-        told = format.times_interval(control.ratio, control.interval)
-        rows.append(("reference against itself", told))
+def _measurement(result: BenchmarkResult) -> dict[str, str]:
+    rows, control = {}, result.control
+    if control is not None:
+        rows["reference against itself"] = format.times_interval(control.ratio, control.interval)
     known = result.noise_floor is not None
-    rows.append(("noise floor", f"± {format.share(result.noise_floor)}" if known else "not known"))
+    rows["noise floor"] = f"± {format.share(result.noise_floor)}" if known else "not known"
     stopped = f"; {result.stopped}" if result.stopped else ""
-    took = format.seconds(result.seconds)
-    rows.append(("measured", f"{result.blocks} blocks in {took}{stopped}"))
+    rows["measured"] = f"{result.blocks} blocks in {format.seconds(result.seconds)}{stopped}"
     if result.started:
-        rows.append(("started", format.when(result.started)))
+        rows["started"] = format.when(result.started)
     if result.git.get("commit"):
         dirty = ", with changes not committed" if result.git.get("dirty") else ""
-        rows.append(("code", f"{str(result.git['commit'])[:12]}{dirty}"))
+        rows["code"] = f"{str(result.git['commit'])[:12]}{dirty}"
     return rows
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.lock import is_locked
+from runner.data.config import LOADING
 from runner.errors import StorageError
 from runner.record import hydra_files
-from runner.record.hydra_files import read_flat_config
 from runner.record.storage import read_record
-from runner.report import row_fields
-from runner.report.comparison import Row
+from runner.report.comparison import Row, number, text
 from runner.report.naming import keys
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
@@ -38,14 +37,21 @@ def is_run(folder: Path) -> bool:
         begun = (folder / hydra_files.OVERRIDES).exists()
     except PermissionError:
         return True
-    return begun and keys(overrides_in(folder)).get("job", "train") in ("train", "evaluate")
+    return begun and keys(_overrides_in(folder)).get("job", "train") in ("train", "evaluate")
 
 
-def of_job(number: int, job: dict[str, Any], sweep: Path) -> Row:
+def is_unstarted(row: Row) -> bool:
+    """Whether it ended while the run was put together: nothing was trained."""
+    found = row.summary
+    failed = found.get("status") == "failed" and found.get("steps") == 0
+    return failed and not found.get("config_hash")
+
+
+def of_job(index: int, job: dict[str, Any], sweep: Path) -> Row:
     """A job as its sweep tells of it, with what its run says."""
     listed = job.get("overrides")
     typed = [str(item) for item in listed] if isinstance(listed, list) else None
-    folder = sweep / (row_fields.text(job, "folder") or str(number))
+    folder = sweep / (text(job, "folder") or str(index))
     return _guarded(folder, typed, lambda: _of_job(folder, job, typed, is_locked(sweep)))
 
 
@@ -58,37 +64,28 @@ def _guarded(folder: Path, typed: list[str] | None, make: Callable[[], Row]) -> 
     try:
         return make()
     except TROUBLE as error:
-        told = error.strerror if isinstance(error, OSError) else str(error)
-        reason = f"its folder cannot be read: {told or type(error).__name__}"
-        return Row(typed or [], "failed", reason, folder=_place(folder), command=command(typed))
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        reason = f"its folder cannot be read: {why or type(error).__name__}"
+        place = str(folder) if isinstance(error, PermissionError) else ""
+        return Row(typed or [], "failed", reason, folder=place, command=_command(typed))
 
 
-def _place(folder: Path) -> str:
-    """The folder, where it is one that can be."""
-    try:
-        return str(folder) if folder.exists() else ""
-    except PermissionError:
-        return str(folder)
-    except (OSError, ValueError):  # no such name
-        return ""
-
-
-def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, going_on: bool) -> Row:
-    named = row_fields.text(job, "folder")
+def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, sweep_runs: bool) -> Row:
+    named = text(job, "folder")
     if "\0" in named or ".." in Path(named).parts or Path(named).is_absolute():
         raise ValueError("it cannot be in the sweep's")
-    status, reason = row_fields.text(job, "status"), row_fields.text(job, "reason")
-    if status == "running" and not going_on:
+    status, reason = text(job, "status"), text(job, "reason")
+    if status == "running" and not sweep_runs:
         status, reason = "killed", "the sweep ended before it did"
     elif status == "waiting":
-        status, reason = "skipped", "its turn has not come yet" if going_on else "never begun"
+        status, reason = "skipped", "its turn has not come yet" if sweep_runs else "never begun"
     elif status not in ("", "running", *ENDS):
         status, reason = "failed", f"no status that a job can have: {status}"
     if not is_run(folder):
         row = Row(typed or [], status or "skipped", reason or "never begun", folder=str(folder))
-        return replace(row, command=command(typed))
+        return replace(row, command=_command(typed))
     row = _of_run(folder, typed)
-    if row.finished and status == "killed":  # its end was not noted any more
+    if row.finished and status == "killed":  # the sweep ended before it could note the job's end
         return row
     if status and status not in ("running", row.status):
         row = replace(row, status=status, reason=reason or row.reason)
@@ -96,8 +93,8 @@ def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, going_on
 
 
 def _of_run(folder: Path, typed: list[str] | None) -> Row:
-    overrides = overrides_in(folder) if typed is None else typed
-    row = Row(overrides, "failed", folder=str(folder), command=command(overrides))
+    overrides = _overrides_in(folder) if typed is None else typed
+    row = Row(overrides, "failed", folder=str(folder), command=_command(overrides))
     if not (folder / SUMMARY).exists():
         if is_locked(folder):
             return replace(row, status="running", reason="it has not come to a summary yet")
@@ -106,47 +103,52 @@ def _of_run(folder: Path, typed: list[str] | None) -> Row:
         Summary.read(folder)  # says what is wrong with it
     except StorageError as error:
         return replace(row, reason=str(error).replace(str(folder) + "/", ""))
-    raw = read_json(folder / SUMMARY)
-    if not isinstance(raw, dict):
+    summary = read_json(folder / SUMMARY)
+    if not isinstance(summary, dict):
         return replace(row, reason=f"{SUMMARY}: nested too deeply")
-    status, reason = row_fields.text(raw, "status") or "failed", row_fields.text(raw, "reason")
+    status, reason = text(summary, "status") or "failed", text(summary, "reason")
     if status == "running" and not is_locked(folder):
-        steps = row_fields.number(raw, "steps") or 0
+        steps = number(summary, "steps") or 0
         status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
+    settings = hydra_files.read_flat_config(folder)
+    settings = settings or {"data.name": text(summary, "name"), **keys(overrides)}
     return replace(
         row,
         status=status,
         reason=reason,
-        summary=raw,
-        command=row_fields.text(raw, "command") or row.command,
-        judged_on=_judged_on(
-            read_flat_config(folder) or keys(overrides), row_fields.text(raw, "monitor")
-        ),
+        summary=summary,
+        command=text(summary, "command") or row.command,
+        judged_on=_judged_on(settings, text(summary, "monitor")),
+        work=_work(settings, summary),
     )
 
 
 def _judged_on(settings: Mapping[str, Any], monitor: str) -> str:
-    """What is the same for runs whose monitored metrics can be held against each other."""
+    """What is the same for runs whose monitored metrics can be compared."""
 
-    def of(group: str, *names: str) -> list[str]:
-        found = [settings.get(f"{group}._target_") or settings.get(f"{group}.kind")]
-        found = found if found[0] else [settings.get(group)]
-        found += [settings.get(f"{group}.{name}") for name in names]
-        return [str(value) for value in found if value is not None]
+    def chosen(group: str) -> Any:
+        named = (settings.get(f"{group}.{key}") for key in ("_target_", "kind"))
+        return next(filter(None, named), None) or settings.get(group)
 
-    parts = of("data", "path", "target")
-    if monitor == "val/loss":  # a metric is the same by whatever loss it came to be
-        parts += [f"with {' '.join(own)}" for own in [of("objective")] if own not in ([], ["auto"])]
-    return " ".join(parts)
-
-
-def refused(row: Row) -> bool:
-    """Whether it ended while the run was put together: nothing was trained."""
-    said = row.summary
-    return said.get("status") == "failed" and said.get("steps") == 0 and not said.get("config_hash")
+    parts = [chosen("data"), settings.get("data.path"), settings.get("data.target")]
+    objective = chosen("objective")
+    if monitor == "val/loss" and objective not in (None, "auto"):  # the loss depends on it
+        parts += ["with", objective]
+    return " ".join(str(part) for part in parts if part)
 
 
-def overrides_in(folder: Path) -> list[str]:
+def _work(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """What there was to compute: samples of something else take another time."""
+    device = text(summary, "device", "kind"), text(summary, "device", "name")
+    parts = {
+        key: str(value)
+        for key, value in sorted(settings.items())
+        if key.partition(".")[0] in ("data", "model") and key.removeprefix("data.") not in LOADING
+    }
+    return f"{device} {parts}"
+
+
+def _overrides_in(folder: Path) -> list[str]:
     """What was typed for the run; [] where that cannot be had."""
     try:
         return hydra_files.read_overrides(folder)
@@ -154,8 +156,7 @@ def overrides_in(folder: Path) -> list[str]:
         return []
 
 
-def command(overrides: Sequence[str] | None) -> str:
-    """What does the same by itself."""
+def _command(overrides: Sequence[str] | None) -> str:
     return shlex.join(["python", "-m", "runner", *(overrides or [])])
 
 
@@ -165,9 +166,9 @@ def read_json(path: Path) -> Any:
         found = json.loads(read_record(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if _within(found, DEEPEST) else None
+    return found if _is_shallow(found, DEEPEST) else None
 
 
-def _within(value: Any, levels: int) -> bool:
+def _is_shallow(value: Any, levels: int) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_within(item, levels - 1) for item in inside)
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inside)

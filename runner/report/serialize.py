@@ -10,45 +10,31 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from runner.record.text import escape_control_chars, json_safe
-from runner.report import row_fields
-from runner.report.comparison import Comparison, Row
+from runner.report.columns import COLUMNS
+from runner.report.comparison import Comparison, Row, number
 from runner.report.naming import keys
 
 FORMULA = ("=", "+", "-", "@")  # what a spreadsheet would compute
-REST = ("name", "overrides", "status", "reason", "summary", "losses", "per_sample_ms", "notes")
 
 
 def as_json(comparison: Comparison) -> str:
     """All of it; the rows say no number twice, NaN is null, and no path is of this machine."""
-    bare = replace(
-        comparison,
-        home=None,
-        benchmark=comparison.benchmark and replace(comparison.benchmark, arms=[]),  # in the rows
-        history=[],
-        rows=[
-            replace(row, measured=row.measured and replace(row.measured, summary={}))
-            for row in comparison.rows
-        ],
-    )
-    tree = asdict(bare)
-    for name in ("home", "history"):
-        del tree[name]
-    if tree["benchmark"]:
+    benchmark = comparison.benchmark
+    tree = asdict(replace(comparison, home=None, benchmark=None))
+    tree["benchmark"] = benchmark and {**asdict(replace(benchmark, arms=[]))}
+    del tree["home"]
+    if benchmark is not None:
         del tree["benchmark"]["arms"]
     for row in tree["rows"]:
+        del row["work"]
         if row["measured"]:
             del row["measured"]["summary"]
-    if comparison.history:
-        tree["history"] = [
-            {"name": x.name, "started": x.started, "commit": x.git.get("commit")}
-            for x in comparison.history
-        ]
     return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
 
 
 def as_csv(comparison: Comparison) -> str:
     """One row a job: names and status, overrides, every number found, every metric."""
-    flat = [_flat(row) for row in comparison.rows]
+    flat = [_cells(row) for row in comparison.rows]
     header = list(dict.fromkeys(key for row in flat for key in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, header, restval="", lineterminator="\n")
@@ -57,53 +43,25 @@ def as_csv(comparison: Comparison) -> str:
     return out.getvalue()
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _cells(row: Row) -> dict[str, Any]:
     low, high = row.speedup_interval or (None, None)
-    cells: dict[str, Any] = {
-        "name": row.name,
-        "status": row.status,
-        "reason": row.reason,
-        "speedup": row.speedup,
-        "speedup_low": low,
-        "speedup_high": high,
-        "parity": row.parity,
-        "step_ms": row_fields.step_ms(row),
-        "step_ms_p95": row_fields.step_ms_p95(row),
-        "samples_per_second": row_fields.samples_per_second(row),
-        "peak_process_bytes": row_fields.process_bytes(row),
-        "peak_device_bytes": row_fields.device_bytes(row),
-        "data_wait": row_fields.data_wait(row),
-        "steps": row_fields.number(row.summary, "steps"),
-        "wall_seconds": row_fields.number(row.summary, "wall_seconds"),
-        "skipped_steps": row_fields.number(row.summary, "skipped_steps"),
-        "best": row_fields.best(row),
-    }
-    if row.measured is not None:
-        cells |= _numbers(row)
-    cells |= {f"metric:{key}": value for key, value in row_fields.metrics(row).items()}
+    cells: dict[str, Any] = {"name": row.name, "status": row.status, "reason": row.reason}
+    cells |= {column.key: column.number(row) for column in COLUMNS}
+    cells |= {"speedup": row.speedup, "speedup_low": low, "speedup_high": high}
+    cells |= {"parity": row.parity, "best": row.best, "engaged": " ".join(_engaged(row))}
+    for key in ("steps", "wall_seconds", "skipped_steps"):
+        cells[key] = number(row.summary, key)
+    if row.measured is not None:  # the rest of what a benchmark found out
+        plain = {k: v for k, v in vars(row.measured).items() if isinstance(v, bool | int | float)}
+        cells = plain | cells | {"problems": "; ".join(row.problems)}
+    cells |= {f"metric:{key}": value for key, value in row.metrics.items()}
     cells |= {f"override:{key}": value for key, value in keys(row.overrides).items()}
-    engaged = [
-        name for name, (state, _) in row_fields.techniques(row).items() if state == "engaged"
-    ]
-    cells |= {"engaged": " ".join(engaged), "command": row.command, "folder": row.folder}
+    cells |= {"command": row.command, "folder": row.folder}
     return {_safe(key): _safe(value) for key, value in cells.items()}
 
 
-def _numbers(row: Row) -> dict[str, Any]:
-    """The rest of what a benchmark found out about an arm."""
-    measured = vars(row.measured)
-    skipped = {*REST, "metrics", "speedup", "speedup_interval", "parity", "folder", "command"}
-    cells: dict[str, Any] = {}
-    for key, value in measured.items():
-        if key in skipped:
-            continue
-        if key == "step_ms_interval":
-            cells["step_ms_low"], cells["step_ms_high"] = value or (None, None)
-        elif key == "problems":
-            cells[key] = "; ".join(value)
-        elif value is None or isinstance(value, bool | int | float | str):
-            cells[key] = value
-    return cells
+def _engaged(row: Row) -> list[str]:
+    return [name for name, (status, _) in row.techniques.items() if status == "engaged"]
 
 
 def _safe(value: Any) -> Any:

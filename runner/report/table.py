@@ -4,48 +4,25 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
-from runner.report import format, row_fields, verdicts
+from runner.report import format, verdicts
 from runner.report.columns import Column, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
-from runner.report.naming import about_speed
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
-NAME = 24  # characters of a row's name; longer ones are folded
+STYLES = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
+NAME = 24  # characters of a row's name that other columns leave it; longer ones are folded
 REASON = 300  # characters of a failure's reason: the page has all of it
-
-WANTED = (
-    "speedup",
-    "interval",
-    "best",
-    "step_ms",
-    "rate",
-    "memory",
-    "parity",
-    "device_memory",
-    "compile_seconds",
-    "break_even",
-)
-"""The columns by what they are worth: where there is no room, the last ones go."""
-FIRST = ("best", "step_ms", "rate")
-"""Those worth more where the rows are to differ in what they learn, and not in how they compute."""
-
-SHORT = {
-    "interval": "95 %",
-    "step_ms": "step ms",
-    "device_memory": "device",
-    "compile_seconds": "compile",
-    "break_even": "pays at",
-}
 
 
 def terminal(comparison: Comparison) -> RenderableType:
@@ -59,117 +36,94 @@ class _Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         comparison = self.comparison
-        heading = "damaged " if comparison.damaged else ""
-        heading += {"benchmark": "benchmark", "sweep": "sweep"}.get(comparison.kind, "comparison")
+        kind = "comparison" if comparison.kind == "runs" else comparison.kind
         yield Text()
-        yield Text.assemble(
-            (f"{heading} ", "dim"), (escape_control_chars(comparison.title), "bold")
-        )
-        width = options.max_width
+        yield Text.assemble((f"{kind} ", "dim"), (escape_control_chars(comparison.title), "bold"))
         for sentence in verdicts.conclusion(comparison):
-            said = Text(escape_control_chars(sentence.text), TONES[sentence.tone])
-            yield from _wrapped(said, console, width)
+            yield from _wrapped(plain_text(sentence.text, TONES[sentence.tone]), console, options)
         yield Text()
-        yield _table(comparison, width)
+        yield _fitting_table(comparison, console, options)
         for reason in _reasons(comparison):
-            yield from _wrapped(reason, console, width)
-        if notes := _notes(comparison):
+            yield from _wrapped(reason, console, options)
+        notes = _notes(comparison)
+        if notes:
             yield Text()
-            for note in notes:
-                yield from _wrapped(Text(f"· {escape_control_chars(note)}", "dim"), console, width)
+        for note in notes:
+            yield from _wrapped(plain_text(f"· {note}", "dim"), console, options)
         yield from _where(comparison)
 
 
-def _wrapped(text: Text, console: Console, width: int) -> Iterator[Text]:
+def _wrapped(text: Text, console: Console, options: ConsoleOptions) -> Iterator[Text]:
     """The lines of a text, without the blanks that rich leaves at their ends."""
-    for line in text.wrap(console, width):
+    for line in text.wrap(console, options.max_width):
         line.rstrip()
         yield line
 
 
-def _table(comparison: Comparison, width: int) -> Table:
+def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOptions) -> Table:
     """As many columns as fit; a name that is too long is folded, never cut."""
-    there = {column.key: column for column in columns(comparison)}
-    speed = comparison.kind == "benchmark" or about_speed(row.overrides for row in comparison.rows)
-    wanted = WANTED if speed else dict.fromkeys((*FIRST, *WANTED))
-    chosen = [there[key] for key in wanted if key in there]
-    longest = max((len(row.name) for row in comparison.rows), default=0)
-    longest = max(longest, 4) + 2
-    verdict = _verdict_width(comparison)
-    while len(chosen) > 2 and min(NAME, longest) + verdict + _wide(chosen, comparison) > width:
+    chosen = columns(comparison)
+    while True:
+        table = _table(comparison, chosen, NAME)
+        room = (
+            options.max_width - Measurement.get(console, options.update(width=999), table).maximum
+        )
+        if room >= 0 or len(chosen) <= 2:
+            return _table(comparison, chosen, NAME + max(0, room))
         chosen.pop()
-    name = min(longest, max(NAME, width - verdict - _wide(chosen, comparison)))
+
+
+def _table(comparison: Comparison, chosen: Sequence[Column], name: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     title = "arm" if comparison.kind == "benchmark" else "run"
-    table.add_column(title, header_style="dim", max_width=name - 2, overflow="fold")
+    table.add_column(title, header_style="dim", max_width=name, overflow="fold")
     for column in chosen:
-        heading = SHORT.get(column.key, column.title)
-        table.add_column(heading, header_style="dim", justify="right", no_wrap=True)
+        table.add_column(column.title, header_style="dim", justify="right", no_wrap=True)
     table.add_column("", header_style="dim", overflow="fold")
     for row in comparison.rows:
+        verdict = verdicts.verdict(row, comparison)
+        style = STYLES.get(verdict, "yellow" if row.finished else "red")
         cells = [_cell(column, row) for column in chosen]
-        table.add_row(Text(escape_control_chars(row.name)), *cells, _verdict(row, comparison))
+        table.add_row(plain_text(row.name), *cells, plain_text(verdict, style))
     return table
 
 
-def _wide(chosen: list[Column], comparison: Comparison) -> int:
-    """Columns of the terminal that these take."""
-    wide = 0
-    for column in chosen:
-        cells = [_cell(column, row).cell_len for row in comparison.rows]
-        wide += max(len(SHORT.get(column.key, column.title)), *cells) + 2
-    return wide
-
-
-def _verdict_width(comparison: Comparison) -> int:
-    return max((len(verdicts.verdict(row, comparison)) for row in comparison.rows), default=0) + 1
-
-
 def _cell(column: Column, row: Row) -> Text:
-    if column.number(row) is None and column.key != "break_even":
-        return Text(format.NONE if row.finished else "", style="dim")
-    if column.key == "parity" and row.parity == "FAIL":
-        return Text("FAIL", style="bold red")
     text = column.text(row)
-    return Text(text.replace(" to ", "–") if column.key == "interval" else text)
-
-
-def _verdict(row: Row, comparison: Comparison) -> Text:
-    said = verdicts.verdict(row, comparison)
-    style = {"faster": "green", "reference": "dim", "no difference": "dim", "not known": "dim"}
-    return plain_text(said, style.get(said, "yellow" if row.finished else "red"))
+    if text == format.NONE:
+        return Text(text if row.finished else "", style="dim")
+    failed = column.key == "parity" and row.parity == "FAIL"
+    return plain_text(text.replace(" to ", "–"), "bold red" if failed else "")
 
 
 def _reasons(comparison: Comparison) -> Iterator[Text]:
     """Those that did not come to an end, with the reason; one that several share is said once."""
     shared: dict[tuple[str, str], list[str]] = {}
-    for row in row_fields.failures(comparison):
+    for row in comparison.failures:
         shared.setdefault((row.status, row.reason), []).append(row.name)
-    for number, ((status, reason), names) in enumerate(shared.items()):
-        if number == 0:
-            yield Text()
+    if shared:
+        yield Text()
+    for (status, reason), names in shared.items():
         reason = shorten(escape_control_chars(reason), REASON) or "no reason is known"
-        who = escape_control_chars(format.listed(names))
-        yield Text.assemble(
-            (f"{who} ", "bold"), (escape_control_chars(status), "red"), f": {reason}"
-        )
+        who, how = escape_control_chars(format.listed(names)), escape_control_chars(status)
+        yield Text.assemble((f"{who} ", "bold"), (how, "red"), f": {reason}")
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = list(comparison.notes)
     found = comparison.benchmark
-    if found is not None:
-        how = f"{found.blocks} blocks in {format.seconds(found.seconds)}"
-        stopped = f", {found.stopped}" if found.stopped else ""
-        notes.append(f"{how}{stopped}; {verdicts.unclaimed(found)}")
-    return notes
+    if found is None:
+        return comparison.notes
+    stopped = f", {found.stopped}" if found.stopped else ""
+    how = f"{found.blocks} blocks in {format.seconds(found.seconds)}{stopped}"
+    return [*comparison.notes, f"{how}; {verdicts.unclaimed(found)}"]
 
 
 def _where(comparison: Comparison) -> Iterator[Text]:
     """Where the files are; commands are not broken over lines, so that they can be copied."""
-    if comparison.home is None:
+    home = comparison.home
+    if home is None:
         return
-    home, folder, lines = comparison.home, short(comparison.home), []
+    folder, lines = _short(home), []
     if (home / FILE).exists():
         lines.append(("files:      ", folder))
     if (home / PAGE).exists():
@@ -179,13 +133,11 @@ def _where(comparison: Comparison) -> Iterator[Text]:
     if lines:
         yield Text()
     for name, text in lines:
-        yield Text.assemble(
-            (name, "dim"), escape_control_chars(text), no_wrap=True, overflow="ignore"
-        )
+        shown = escape_control_chars(text)
+        yield Text.assemble((name, "dim"), shown, no_wrap=True, overflow="ignore")
 
 
-def short(folder: Path) -> str:
+def _short(folder: Path) -> str:
     """A folder as one would type it from here."""
     path, here = folder.absolute(), Path.cwd()
-    shown = os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
-    return shown
+    return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from runner.benchmark.result import ArmResult, BenchmarkResult
-from runner.report import row_fields
-from runner.report.comparison import Comparison, Row, of_benchmark
-from runner.report.format import (
-    MOST_NAMES,
-    interval,
-    listed,
-    metric,
-    share,
-    times,
-    when,
-)
+from runner.benchmark.result import BenchmarkResult
+from runner.report.comparison import Comparison, Row
+from runner.report.format import MOST_NAMES, interval, listed, metric, share, times
 from runner.report.naming import about_speed
 
 NOISY = 0.5  # a noise floor above it leaves nothing to tell apart
@@ -26,6 +16,7 @@ WIDE = 0.05  # a noise floor above it belongs beside every ratio
 BUSY = 0.1  # and so does a larger share of the CPUs that other processes took
 NEAR = 0.05  # single runs that differ by less are not told apart
 ROOM = 120  # characters for the names of failures in a sentence
+CLAIMS = {"faster": "faster", "slower": "slower", "same": "no difference"}
 
 
 @dataclass(frozen=True)
@@ -42,77 +33,80 @@ def verdict(row: Row, comparison: Comparison) -> str:
         return row.status
     if row.parity == "FAIL":
         return "PARITY FAIL"
-    if row.measured is None:
-        return "reference" if row.name == comparison.reference else ""
     if row.name == comparison.reference or (row.speedup == 1 and row.speedup_interval is None):
         return "reference"  # or that of one of several benchmarks
-    if row.measured.problems:
+    if row.measured is None:
+        return ""
+    if row.problems:
         return "does not train"
-    claims = {"faster": "faster", "slower": "slower", "same": "no difference"}
-    said = claims.get(row.measured.claim, "not known")
-    return f"{said}, other work" if row.measured.other_work else said
+    claim = CLAIMS.get(row.measured.claim, "not known")
+    return f"{claim}, other work" if row.other_work else claim
 
 
 def standing(row: Row, comparison: Comparison) -> str:
     """The verdict, or of a single run how it ended: what a table has room for."""
-    said = verdict(row, comparison)
+    found = verdict(row, comparison)
     if row.measured is not None or not row.finished:
-        return said
-    return f"{row.status}, {said}" if said else row.status
-
-
-def sound(row: Row) -> bool:
-    """Whether its speed is that of the same training."""
-    return row.finished and row.parity != "FAIL" and not (row.measured and row.measured.problems)
+        return found
+    return f"{row.status}, {found}" if found else row.status
 
 
 def conclusion(comparison: Comparison) -> list[Sentence]:
     """What a person should take away, the main thing first, then what must not be overlooked."""
-    rows = comparison.rows
-    if comparison.kind == "benchmark":
-        said = [Sentence(text) for text in _of_benchmark(comparison)]
-        found = comparison.benchmark
-        if found is not None and found.stopped == "interrupted" and found.blocks:
-            text = f"Interrupted after {found.blocks} blocks: this is what was known by then."
-            said.append(Sentence(text, "warning"))
+    rows, benchmark = comparison.rows, comparison.benchmark
+    if benchmark is not None:
+        sentences = [Sentence(text) for text in _of_benchmark(comparison, benchmark)]
+        if benchmark.stopped == "interrupted" and benchmark.blocks:
+            text = "It was interrupted: what is said here rests on what had been measured by then."
+            sentences.append(Sentence(text, "warning"))
     elif not any(row.finished for row in rows):
-        said = [Sentence(f"None of the {len(rows)} jobs came to its end.", "shout")]
+        sentences = [Sentence(f"None of the {len(rows)} jobs came to its end.", "shout")]
     else:
-        said = [Sentence(text) for text in [*_newest(comparison), *_of_runs(comparison)]]
+        sentences = [Sentence(text) for text in _of_runs(comparison)]
+    sentences += [*_unsound(rows), *_failures(comparison)]
+    return sentences + (_of_other_measurements(benchmark) if benchmark else [])
+
+
+def _unsound(rows: list[Row]) -> Iterator[Sentence]:
     for row in rows:
         if row.parity == "FAIL":
-            why = f": {row.measured.parity_reason}" if _parity_reason(row) and row.measured else ""
-            said.append(
-                Sentence(
-                    f"PARITY FAIL: {row.name} does not compute the same numbers{why}. "
-                    "Its speed counts for nothing.",
-                    "shout",
-                )
+            reason = row.measured.parity_reason if row.measured else ""
+            why = f": {reason}" if reason else ""
+            yield Sentence(
+                f"PARITY FAIL: {row.name} does not compute the same numbers{why}. "
+                "Its speed counts for nothing.",
+                "shout",
             )
-        elif row.measured is not None and row.measured.problems:
-            text = f"{row.name} does not train: {'; '.join(row.measured.problems)}."
-            said.append(Sentence(text, "shout"))
-    if failed := row_fields.failures(comparison):
-        count = f"{len(failed)} of {len(rows)}"
-        what = "arms" if comparison.kind == "benchmark" else "jobs"
+        elif row.problems:
+            yield Sentence(f"{row.name} does not train: {'; '.join(row.problems)}.", "shout")
+
+
+def _failures(comparison: Comparison) -> Iterator[Sentence]:
+    if failed := comparison.failures:
         names = listed([f"{row.name} ({row.status})" for row in failed])
         if len(names) > ROOM:  # names are below; a sentence is to be read
-            kinds = Counter(row.status for row in failed)
-            names = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-        said.append(Sentence(f"{count} {what} did not come to an end: {names}.", "warning"))
-    return [*said, *_regression(comparison), *_attribution(comparison)]
+            statuses = Counter(row.status for row in failed)
+            names = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        what = "arms" if comparison.kind == "benchmark" else "jobs"
+        count = f"{len(failed)} of {len(comparison.rows)}"
+        yield Sentence(f"{count} {what} did not come to an end: {names}.", "warning")
 
 
-def _parity_reason(row: Row) -> str:
-    return row.measured.parity_reason if row.measured is not None else ""
+def _of_other_measurements(benchmark: BenchmarkResult) -> list[Sentence]:
+    """What came of a stored result that this one was held against, and of the attribution."""
+    baseline, attribution = benchmark.baseline or {}, benchmark.attribution
+    tone = "warning" if baseline.get("regressed") else "plain"
+    texts = baseline.get("sentences")
+    sentences = [
+        Sentence(f"{str(text).rstrip('.')}.", tone)
+        for text in (texts if isinstance(texts, list) else [])
+    ]
+    of_techniques = attribution.sentences if attribution else []
+    return sentences + [Sentence(f"{text.rstrip('.')}.") for text in of_techniques]
 
 
-def _of_benchmark(comparison: Comparison) -> list[str]:
+def _of_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[str]:
     rows, reference = comparison.rows, comparison.reference
-    if comparison.damaged:
-        done = sum(row.finished for row in rows)
-        return [f"What was measured is lost; {done} of {len(rows)} arms left a finished run."]
-    others = [row for row in rows if row.name != reference]
     if not any(row.finished for row in rows):
         return [f"Nothing could be measured: none of the {len(rows)} arms came to an end."]
     if not any(row.finished for row in rows if row.name == reference):
@@ -120,27 +114,34 @@ def _of_benchmark(comparison: Comparison) -> list[str]:
             f"{reference}, which the others were to be held against, did not come to an end, "
             "so no speed-up can be stated."
         ]
-    measured = [row for row in others if sound(row) and row.speedup is not None and row.measured]
+    measured = [x for x in rows if x.name != reference and x.sound and x.speedup is not None]
     if not measured:
         return [f"Nothing could be held against {reference}."]
-    alike = [row for row in measured if row.measured and not row.measured.other_work]
-    other = [_other_work(row, reference) for row in measured if row not in alike][:MOST_NAMES]
-    faster = [row for row in alike if row.measured and row.measured.claim == "faster"]
-    rest = [*_rest(comparison, [row for row in alike if row not in faster]), *other]
+    alike = [row for row in measured if not row.other_work]
+    others = [_other_work(row, reference) for row in measured if row.other_work][:MOST_NAMES]
+    faster = [row for row in alike if _claim(row) == "faster"]
+    rest = [*_not_faster(benchmark, alike, reference), *others]
     if not alike:
         return rest
-    caveat = _unsteady(comparison.benchmark)
+    caveat = _unsteady(benchmark)
     if not faster:
-        that = " that trains the same" if other else ""
+        that = " that trains the same" if others else ""
         return [f"No arm{that} is measurably faster than {reference}{caveat}.", *rest]
     # the first typed of those that no other is measurably faster than: levels are typed in order
     chosen = next(row for row in faster if not any(_beyond(other, row) for other in faster))
     even = [row.name for row in faster if row is not chosen and not _beyond(chosen, row)]
     text = f"{chosen.name} is {_as_fast(chosen, reference)}, {_same_numbers(chosen)}{caveat}"
     if even:
-        verb = "is" if len(even) == 1 else "are"
-        text += f"; {listed(even)} {verb} not measurably faster than {chosen.name}"
+        text += f"; {listed(even)} {_is(even)} not measurably faster than {chosen.name}"
     return [f"{text}.", *rest]
+
+
+def _claim(row: Row) -> str:
+    return row.measured.claim if row.measured else ""
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _as_fast(row: Row, reference: str) -> str:
@@ -148,19 +149,27 @@ def _as_fast(row: Row, reference: str) -> str:
     return f"{times(row.speedup)} as fast as {reference}{bounds}"
 
 
+def _same_numbers(row: Row) -> str:
+    if row.parity is None:
+        return "its numbers not compared"
+    exact = row.parity == "exact"
+    return "with the same numbers " + ("to the bit" if exact else f"but for {_rounding(row)}")
+
+
+def _rounding(row: Row) -> str:
+    return row.low_precision or "rounding"
+
+
 def _other_work(row: Row, reference: str) -> str:
     """Of an arm that cannot stand in for the reference: its numbers are right by its own lights."""
-    claim, parts = (row.measured.claim, row.measured.other_work) if row.measured else ("", [])
     speed = f"it is {_as_fast(row, reference)} per sample"
-    if claim not in ("faster", "slower"):
+    if _claim(row) not in ("faster", "slower"):
         speed = "a sample takes no measurably different time"
-    numbers = {"exact": "to the bit", None: ""}.get(
-        row.parity, f"but for {row_fields.low_precision(row) or 'rounding'}"
-    )
-    own = f"its numbers are those of its own plain run {numbers}" if numbers else ""
+    exact = "to the bit" if row.parity == "exact" else f"but for {_rounding(row)}"
+    numbers = f"its numbers are those of its own plain run {exact}"
     return (
-        f"{row.name} trains something else than {reference} (another {listed(parts)}): {speed}, "
-        f"{own or 'its numbers not compared'}."
+        f"{row.name} trains something else than {reference} (another {listed(row.other_work)}): "
+        f"{speed}, {numbers if row.parity else 'its numbers not compared'}."
     )
 
 
@@ -171,65 +180,34 @@ def _beyond(one: Row, other: Row) -> bool:
     return one.speedup_interval[0] > other.speedup_interval[1]
 
 
-def _same_numbers(row: Row) -> str:
-    if row.parity == "exact":
-        return "with the same numbers to the bit"
-    if row.parity is None:
-        return "its numbers not compared"
-    return f"with the same numbers but for {row_fields.low_precision(row) or 'rounding'}"
-
-
-def _rest(comparison: Comparison, rows: list[Row]) -> list[str]:
-    """What can be said of arms that are not faster."""
-    slower = [row for row in rows if row.measured and row.measured.claim == "slower"]
-    same = [row.name for row in rows if row.measured and row.measured.claim == "same"]
-    unknown = [row for row in rows if row.measured and not row.measured.claim]
-    said = [
-        f"{row.name} is slower, {_as_fast(row, comparison.reference)}."
-        for row in slower[:MOST_NAMES]
-    ]
+def _not_faster(benchmark: BenchmarkResult, rows: list[Row], reference: str) -> list[str]:
+    slower = [row for row in rows if _claim(row) == "slower"]
+    same = [row.name for row in rows if _claim(row) == "same"]
+    unknown = [row.name for row in rows if not _claim(row)]
+    texts = [f"{row.name} is slower, {_as_fast(row, reference)}." for row in slower[:MOST_NAMES]]
     if same:
-        verb = "makes" if len(same) == 1 else "make"
-        said.append(f"{listed(same)} {verb} no difference.")
+        makes = "makes" if len(same) == 1 else "make"
+        texts.append(f"{listed(same)} {makes} no difference.")
     if unknown:
-        found = comparison.benchmark
-        small = any(row.speedup_interval and not _around_1(row.speedup_interval) for row in unknown)
-        why = "the intervals are too wide"
-        if found is not None and (small or found.noise_floor is None):
-            why = unclaimed(found)
-        verb = "is" if len(unknown) == 1 else "are"
-        names = listed([row.name for row in unknown])
-        said.append(f"Whether {names} {verb} faster or slower is not known ({why}).")
-    return said
-
-
-def _around_1(interval: tuple[float, float]) -> bool:
-    return interval[0] <= 1 <= interval[1]
-
-
-def _newest(comparison: Comparison) -> list[str]:
-    """What the last benchmark of each experiment says, and what changed since the first."""
-    newest = {result.name: result for result in comparison.history}
-    said = []
-    for name, result in newest.items():
-        first = _of_benchmark(of_benchmark(result, None))[0]
-        said.append(f"Newest benchmark of {name} ({when(result.started)}): {first}")
-    return said + [
-        f"{text}." for trend in trends_of(comparison.history) for text in trend.changes()
-    ]
+        texts.append(
+            f"Whether {listed(unknown)} {_is(unknown)} faster or slower is not known "
+            f"({unclaimed(benchmark)})."
+        )
+    return texts
 
 
 def _of_runs(comparison: Comparison) -> list[str]:
     able = [row for row in comparison.rows if row.finished and row.speedup is not None]
     plain = [row for row in able if row.measured is None]
-    said = []
+    texts = []
     speed = about_speed(row.overrides for row in plain)
     if len(plain) > 1 and comparison.reference and (speed or len(_near(plain)) < len(plain)):
-        said.append(f"{_fastest(plain, comparison.reference)}: one run each, so read it as a hint.")
+        fastest = _fastest(plain, comparison.reference)
+        texts.append(f"{fastest}: one run each, so read it as a hint.")
     best = _best(comparison)
-    said = [*said, *best] if speed else [*best, *said]
-    if said or comparison.history or row_fields.failures(comparison):
-        return said
+    texts = [*texts, *best] if speed else [*best, *texts]
+    if texts or comparison.failures:
+        return texts
     return [f"{len(comparison.rows)} of {len(comparison.rows)} came to an end."]
 
 
@@ -237,34 +215,32 @@ def _best(comparison: Comparison) -> list[str]:
     """The metric that the runs' checkpoints are judged by, with whose is lowest and highest.
 
     Which of them is better, a summary does not say. Runs on other data, or judged by something
-    else, are not put in line with each other.
+    else, are not compared with each other.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in comparison.rows:
-        metric = row_fields.text(row.summary, "monitor")
-        if row.finished and metric and row_fields.best(row) is not None:
-            groups.setdefault((metric, row.judged_on), []).append(row)
-    metrics = list(dict.fromkeys(metric for metric, _ in groups))
+        if row.finished and row.monitor and row.best is not None:
+            groups.setdefault((row.monitor, row.judged_on), []).append(row)
+    metrics = list(dict.fromkeys(name for name, _ in groups))
     data = list(dict.fromkeys(judged_on for _, judged_on in groups if judged_on))
     if len(data) > 1:
         kinds = f"on different data ({listed(data)})"
     elif len(metrics) > 1:
         kinds = f"by different metrics ({listed(metrics)})"
     else:
-        return _ends([row for group in groups.values() for row in group])
-    said = [f"Judged {kinds}, so not every run is held against every other."]
+        return _range([row for group in groups.values() for row in group])
+    texts = [f"Judged {kinds}, so not every run is held against every other."]
     for (_, judged_on), group in list(groups.items())[:MOST_NAMES]:
-        said += _ends(group, f" on {judged_on}" if len(data) > 1 and judged_on else "")
-    return said
+        texts += _range(group, f" on {judged_on}" if len(data) > 1 and judged_on else "")
+    return texts
 
 
-def _ends(rows: list[Row], where: str = "") -> list[str]:
+def _range(rows: list[Row], where: str = "") -> list[str]:
     """From the lowest to the highest of rows that are judged alike."""
-    name = row_fields.monitored(rows)
-    known = {row.name: row_fields.best(row) or 0.0 for row in rows}
-    if not name or len(known) < 2:
+    known = {row.name: row.best or 0.0 for row in rows}
+    if len(known) < 2:
         return []
-    low, high = min(known.values()), max(known.values())
+    name, low, high = rows[0].monitor, min(known.values()), max(known.values())
     if low == high:
         return [f"Best {name}{where}: {metric(low)} in all."]
     ends = [
@@ -278,15 +254,12 @@ def _fastest(rows: list[Row], reference: str) -> str:
     near = _near(rows)
     if len(near) == len(rows):
         return f"No run was more than {100 * NEAR:.0f} % slower than another"
-    names, ratios = listed([row.name for row in near]), [row.speedup for row in near]
+    names, ratios = listed([row.name for row in near]), [row.speedup or 0.0 for row in near]
     its = "its" if len(near) == 1 else "their"
     if any(row.name == reference for row in near):
         return f"{names} went through {its} samples fastest"
-    low, high = (times(pick(ratio or 0.0 for ratio in ratios)) for pick in (min, max))
-    return (
-        f"{names} went through {its} samples {low if low == high else f'{low} to {high}'} "
-        f"as fast as {reference}"
-    )
+    ends = dict.fromkeys((times(min(ratios)), times(max(ratios))))
+    return f"{names} went through {its} samples {' to '.join(ends)} as fast as {reference}"
 
 
 def _near(rows: list[Row]) -> list[Row]:
@@ -295,98 +268,24 @@ def _near(rows: list[Row]) -> list[Row]:
     return [row for row in rows if (row.speedup or 0.0) >= max(speeds) * (1 - NEAR)]
 
 
-def _regression(comparison: Comparison) -> list[Sentence]:
-    """What came of a stored result that this one was held against."""
-    found = comparison.benchmark.baseline if comparison.benchmark else None
-    tone = "warning" if found and found.get("regressed") else "plain"
-    texts = found.get("sentences") if found else None
-    said = texts if isinstance(texts, list) else []
-    return [Sentence(f"{str(text).rstrip('.')}.", tone) for text in said]
-
-
-def _attribution(comparison: Comparison) -> list[Sentence]:
-    found = comparison.benchmark.attribution if comparison.benchmark else None
-    return [Sentence(f"{text.rstrip('.')}.") for text in found.sentences] if found else []
-
-
-def unclaimed(result: BenchmarkResult) -> str:
+def unclaimed(benchmark: BenchmarkResult) -> str:
     """Within what nothing is claimed, as a part of a sentence."""
-    if result.noise_floor is None:
+    if benchmark.noise_floor is None:
         return "nothing is claimed: the noise floor is not known"
-    noisy = "too noisy for more: " if too_noisy(result) else ""
-    return f"{noisy}nothing within ± {share(result.unclaimed)} is claimed"
+    noisy = "too noisy for more: " if too_noisy(benchmark) else ""
+    return f"{noisy}nothing within ± {share(benchmark.unclaimed)} is claimed"
 
 
-def _unsteady(result: BenchmarkResult | None) -> str:
+def _unsteady(benchmark: BenchmarkResult) -> str:
     """How unsteady the machine was, as a part of a headline; "" if it was steady."""
     parts = []
-    if result is not None and (result.load.others or 0.0) > BUSY:
-        parts.append(f"other processes took {share(result.load.others)} of the CPUs")
-    if result is not None and (result.noise_floor or 0.0) > WIDE:
-        parts.append(f"noise floor ± {share(result.noise_floor)}")
+    if (benchmark.load.others or 0.0) > BUSY:
+        parts.append(f"other processes took {share(benchmark.load.others)} of the CPUs")
+    if (benchmark.noise_floor or 0.0) > WIDE:
+        parts.append(f"noise floor ± {share(benchmark.noise_floor)}")
     return f", on an unsteady machine ({', '.join(parts)})" if parts else ""
 
 
-def too_noisy(result: BenchmarkResult | None) -> bool:
+def too_noisy(benchmark: BenchmarkResult | None) -> bool:
     """Whether the reference differed from itself so much that few ratios say anything."""
-    return result is not None and (result.noise_floor or 0.0) > NOISY
-
-
-Point = tuple[int, float, tuple[float, float] | None]
-"""Which benchmark, the value, its interval."""
-
-
-@dataclass
-class Trend:
-    """Benchmarks of one name on one kind of machine, oldest first."""
-
-    name: str
-    results: list[BenchmarkResult]
-    per_sample: dict[str, list[Point]] = field(default_factory=dict)  # by arm, microseconds
-    speedup: dict[str, list[Point]] = field(default_factory=dict)  # by arm; not of references
-
-    def changes(self) -> list[str]:
-        """What changed from the first to the last by more than the intervals allow."""
-        said = []
-        for name, points in self.per_sample.items():
-            (first, a, before), (last, b, after) = points[0], points[-1]
-            if first == last or before is None or after is None:
-                continue
-            if before[0] > after[1] or after[0] > before[1]:
-                word = "faster" if b < a else "slower"
-                ratio = max(a, b) / min(a, b)
-                said.append(
-                    f"{name} became {word}: {a:.4g} to {b:.4g} µs per sample ({ratio:.2f}×), and "
-                    "the intervals do not touch; they were not measured side by side"
-                )
-        return said
-
-
-def trends_of(results: Sequence[BenchmarkResult]) -> list[Trend]:
-    """The trends in some results; machines that differ are not laid over one another."""
-    groups: dict[tuple[str, str], list[BenchmarkResult]] = {}
-    for result in sorted(results, key=lambda one: one.started):
-        machine = json.dumps(result.machine, sort_keys=True, default=str)
-        groups.setdefault((result.name, machine), []).append(result)
-    return [_trend(name, group) for (name, _), group in groups.items() if len(group) > 1]
-
-
-def _trend(name: str, results: list[BenchmarkResult]) -> Trend:
-    trend = Trend(name, results)
-    for number, result in enumerate(results):
-        for arm in result.arms:
-            if arm.status != "done" or not arm.step_ms or not arm.samples_per_step:
-                continue
-            value, ends = _per_sample(arm)
-            trend.per_sample.setdefault(arm.name, []).append((number, value, ends))
-            if arm.name != result.reference and arm.speedup is not None:
-                point = (number, arm.speedup, arm.speedup_interval)
-                trend.speedup.setdefault(arm.name, []).append(point)
-    return trend
-
-
-def _per_sample(arm: ArmResult) -> tuple[float, tuple[float, float] | None]:
-    scale = 1000 / arm.samples_per_step
-    ends = arm.step_ms_interval
-    value = (arm.step_ms or 0.0) * scale
-    return value, None if ends is None else (ends[0] * scale, ends[1] * scale)
+    return benchmark is not None and (benchmark.noise_floor or 0.0) > NOISY

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.record.hparams import NULL, common_columns, swept_columns, unify_types, unique_sorted
+from runner.record.hparams import column_values, common_columns, swept_columns
 from runner.record.hydra_files import read_flat_config, read_override_values
 
 
@@ -35,8 +35,8 @@ def test_a_value_that_the_domain_lacks_is_in_it_all_the_same() -> None:
 
 def test_none_is_a_choice_like_others_and_a_column_of_two_kinds_is_text() -> None:
     values, domains = swept_columns({"optimizer.ema": None}, {}, {"optimizer.ema": [None, 0.99]})
-    assert values == {"optimizer.ema": NULL}
-    assert domains == {"optimizer.ema": [NULL, "0.99"]}
+    assert values == {"optimizer.ema": "null"}
+    assert domains == {"optimizer.ema": ["null", "0.99"]}
     values, domains = swept_columns({"model.widths": [8, 8]}, {}, {"model.widths": [[8, 8], [4]]})
     assert domains == {"model.widths": ["[8, 8]", "[4]"]}
 
@@ -46,10 +46,9 @@ def test_a_key_that_nobody_knows_has_no_column() -> None:
 
 
 def test_values_of_one_kind_stay_as_they_are() -> None:
-    assert unify_types([1, 2.5]) == [1, 2.5]
-    assert unify_types([True, False]) == [True, False]
-    assert unify_types([True, 2.0, "x"]) == ["true", "2", "x"]
-    assert unique_sorted([3, 1, 3]) == [1, 3] and unique_sorted(["b", "a", "b"]) == ["b", "a"]
+    assert column_values([1, "2.5"]) == [1, 2.5]
+    assert column_values([True, "false"]) == [True, False]
+    assert column_values(["true", 2.0, "x", None]) == ["true", "2", "x", "null"]
 
 
 def test_what_hydra_noted_is_read(tmp_path: Path) -> None:

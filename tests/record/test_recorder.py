@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from runner.record.config import MonitoringConfig
-from runner.record.jsonl import Appender
 from runner.record.recorder import Recorder
+from runner.record.storage import Appender
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)
 

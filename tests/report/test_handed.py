@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.report.command import main
+from runner.report.__main__ import main
 from tests.report.planted_runs import job, run, sweep
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.report import page
-from runner.report.comparison import of_folders
+from runner.report.discover import of_folders
 from tests.report.browser import look
 from tests.report.planted_runs import run
 from tests.security.test_injection import comparison, failed_comparison
