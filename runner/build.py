@@ -178,7 +178,7 @@ class _Build:
         """What is minimised, and the metric that decides which checkpoint is best."""
         config = self.config
         self.objective = self.given.objective or build_objective(
-            config.objective, self.data.sizes, self.look_up, config.data.as_classes
+            config.objective, self.data.sizes, self.look_up
         )
         self.monitor = monitored(self.objective, config.training.monitor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,13 +33,10 @@ class Sizes:
     target_mean: float = 0.0  # regression: what the objective takes off the targets …
     target_deviation: float = 1.0  # … and divides them by, so that any unit can be learned
 
-    CONSTRUCTOR: ClassVar[tuple[str, ...]] = (
-        "in_features", "in_channels", "image_size", "classes", "vocab", "sequence",
-    )  # fmt: skip
-
     def for_constructor(self) -> dict[str, int]:
         """The sizes that are known, by the names a constructor may ask for."""
-        return {k: v for k in self.CONSTRUCTOR if (v := getattr(self, k)) is not None}
+        names = ("in_features", "in_channels", "image_size", "classes", "vocab", "sequence")
+        return {name: size for name in names if (size := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,8 @@ class Loader(Protocol):
 def call(forward: Callable[..., Any], inputs: Inputs) -> Any:
     """The model's output: inputs go in as one tensor, by position (tuple) or by name (dict)."""
     if isinstance(inputs, dict):
-        output = forward(**inputs)
-    elif isinstance(inputs, tuple | list):
-        output = forward(*inputs)
-    else:
-        output = forward(inputs)
-    return output
+        return forward(**inputs)
+    return forward(*inputs) if isinstance(inputs, tuple | list) else forward(inputs)
 
 
 def count(target: Any) -> int:

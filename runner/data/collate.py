@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.data.nested import named_leaves, tree_map
 from runner.errors import DataError
 
 Nest = Any
@@ -23,13 +24,8 @@ def as_pair(sample: Any, index: int) -> tuple[Nest, Nest]:
     A sample is (inputs, target), (input, input, …, target), or a dict whose target is under one
     of `LABEL_KEYS`.
     """
-    if isinstance(sample, dict):
-        key = next((k for k in LABEL_KEYS if k in sample), None)
-        if key is None:
-            raise DataError(
-                f"data: sample {index} is a dict with the keys {', '.join(map(str, sample))}; its "
-                f"target must be under one of {', '.join(LABEL_KEYS)}"
-            )
+    key = next((k for k in LABEL_KEYS if k in sample), None) if isinstance(sample, dict) else None
+    if key is not None:
         inputs: Any = {k: v for k, v in sample.items() if k != key}
         return _tensors(inputs, "inputs", index), _tensors(sample[key], str(key), index)
     if not isinstance(sample, tuple | list) or len(sample) < 2:
@@ -45,36 +41,24 @@ def stack(samples: Sequence[Nest], indices: Sequence[int], key: str) -> Nest:
     """One nest of tensors with the sample as the first dimension.
 
     Raises DataError where a sample differs from the first one in shape, dtype or keys: torch's own
-    collation in workers would cast it without a word.
+    collation in workers would cast it silently.
     """
-    first = samples[0]
-    for sample, index in zip(samples, indices, strict=True):
-        if _form(sample) != _form(first):
+    leaves = [list(named_leaves(sample, key)) for sample in samples]
+    forms = [[(name, leaf.shape, leaf.dtype) for name, leaf in row] for row in leaves]
+    for row, form, index in zip(leaves, forms, indices, strict=True):
+        if form != forms[0]:
             raise DataError(
-                f"data: sample {index}: {key} is {_describe(sample)}, and in sample {indices[0]} "
-                f"of the same batch it is {_describe(first)}; all must have one shape and dtype"
+                f"data: sample {index}: {_describe_leaves(row)}, and in sample {indices[0]} of the "
+                f"same batch {_describe_leaves(leaves[0])}; all must have one shape and dtype"
             )
-    if isinstance(first, dict):
-        return {k: stack([s[k] for s in samples], indices, f"{key}.{k}") for k in first}
-    if isinstance(first, tuple):
-        columns = enumerate(zip(*samples, strict=True))
-        return tuple(stack(column, indices, f"{key}[{i}]") for i, column in columns)
-    return torch.stack(list(samples))
-
-
-def leaves(nest: Nest, key: str) -> list[tuple[str, Tensor]]:
-    """Every tensor in a nest, with its name."""
-    if isinstance(nest, dict):
-        return [leaf for k, v in nest.items() for leaf in leaves(v, f"{key}.{k}")]
-    if isinstance(nest, tuple):
-        return [leaf for i, v in enumerate(nest) for leaf in leaves(v, f"{key}[{i}]")]
-    return [(key, nest)]
+    columns = (torch.stack([leaf for _, leaf in column]) for column in zip(*leaves, strict=True))
+    return tree_map(samples[0], lambda _: next(columns))
 
 
 def main_leaf(inputs: Nest) -> Tensor:
     """The tensor that the sizes are read from: `input_ids` where there is one, else the first."""
-    found = dict(leaves(inputs, "inputs"))
-    return found.get("inputs.input_ids", next(iter(found.values())))
+    leaves = dict(named_leaves(inputs))
+    return leaves.get("input_ids", next(iter(leaves.values())))
 
 
 def _tensors(value: Any, key: str, index: int) -> Nest:
@@ -86,41 +70,25 @@ def _tensors(value: Any, key: str, index: int) -> Nest:
         return torch.tensor(int(value))
     if isinstance(value, float | np.floating):
         return torch.tensor(float(value), dtype=torch.float32)
-    tensor = value
-    if isinstance(value, list | np.ndarray):
-        try:
-            tensor = torch.tensor(value) if isinstance(value, list) else torch.from_numpy(value)
-        except (TypeError, ValueError):
-            pass
-    if not isinstance(tensor, Tensor):
+    try:
+        tensor = torch.as_tensor(value) if isinstance(value, list | np.ndarray) else value
+    except (TypeError, ValueError):
+        tensor = value
+    if not isinstance(tensor, Tensor) or tensor.dtype == torch.float64:
         raise DataError(
-            f"data: sample {index}: {key} is {_describe(value)}, which is no tensor; convert it in "
-            "__getitem__"
-        )
-    if tensor.dtype == torch.float64:
-        raise DataError(
-            f"data: sample {index}: {key} is float64, and models compute in float32; return "
-            "x.float() or x.astype(np.float32) from __getitem__"
+            f"data: sample {index}: {key} is {_describe(tensor)}; return a tensor, float32 where "
+            "it holds floats, such as x.float(), from __getitem__"
         )
     return tensor.detach()
 
 
-def _form(nest: Nest) -> object:
-    """What has to be the same in all samples of a batch, one level deep."""
-    if isinstance(nest, dict):
-        return tuple(nest)
-    if isinstance(nest, tuple):
-        return len(nest)
-    return nest.shape, nest.dtype
+def _describe_leaves(leaves: Sequence[tuple[str, Tensor]]) -> str:
+    return ", ".join(f"{name} is {_describe(leaf)}" for name, leaf in leaves)
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"a numpy array of {value.dtype}"
     if isinstance(value, dict):
         return f"a dict with the keys {', '.join(map(str, value))}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

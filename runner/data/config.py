@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import MISSING
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 LOADING = (
@@ -17,7 +17,7 @@ LOADING = (
 )
 """Keys of `data` that leave the samples that are trained on as they are."""
 
-AS_INTEGERS = "return each target as a whole number (an int, int64)"
+AS_CLASSES = "return whole numbers (int64) as targets, or use data.task=classification"
 
 
 class BadSamples(Enum):
@@ -34,50 +34,24 @@ class DataConfig:
     kind: str = MISSING  # which of our options this is
     _target_: str | None = None  # a map-style dataset of the user's own, in place of ours
     arguments: dict[str, Any] = field(default_factory=dict)  # what its constructor gets
-    validation: float = 0.2  # share held out
-    validation_samples: int | None = None  # look at so many of them; None: all
+    validation: float = bounded(0.2, above=0, below=1)  # share held out
+    validation_samples: int | None = bounded(None, min=1)  # validate on so many; None: all
     split_seed: int = 0  # apart from `seed`, so that seeds are compared on the same split
     bad_samples: BadSamples = BadSamples.stop  # cells that are no number, files that are no image
-    most_bad: float = 0.1  # a larger share than this is an error all the same
+    most_bad: float = bounded(0.1, above=0, below=1)  # a larger share is an error all the same
     shuffle: bool = True
     drop_last: bool = False
-    workers: int | None = None  # None: chosen from where the data lies, with a reason
-    prefetch: int | None = None  # batches each worker holds ready
+    workers: int | None = bounded(None, min=0)  # None: chosen from where the data lies
+    prefetch: int | None = bounded(None, min=1)  # batches each worker holds ready
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     device_prefetch: bool | None = None  # copy to the GPU on a stream of its own; None: pipeline's
-    timeout_s: float = 300.0  # a worker that says nothing for so long is hung
-    default_epochs: float | None = None  # what a first look takes, when training names no length
+    timeout_s: float = bounded(300.0, above=0)  # a worker that is silent for so long hangs
+    default_epochs: float | None = bounded(None, above=0)  # when training names no length
     default_steps: int | None = None
 
-    asks_task: ClassVar[bool] = False  # there is a key `task`
-
-    @property
-    def as_classes(self) -> str:
-        """What to do where targets that are taken for quantities are classes."""
-        if self.asks_task and self._target_ is None:
-            return "use data.task=classification"
-        return AS_INTEGERS
-
     def __post_init__(self) -> None:
-        if not 0 < self.validation < 1:
-            raise ConfigError(
-                "data.validation", f"{self.validation} is not a share", "use a value in (0, 1)"
-            )
-        if not 0 < self.most_bad < 1:
-            raise ConfigError(
-                "data.most_bad", f"{self.most_bad} is not a share", "use a value in (0, 1)"
-            )
-        if self.validation_samples is not None and self.validation_samples < 1:
-            raise ConfigError("data.validation_samples", "would validate nothing", "use 1 or more")
-        if self.workers is not None and self.workers < 0:
-            raise ConfigError("data.workers", f"{self.workers} is not a count", "use 0 or more")
-        if self.prefetch is not None and self.prefetch < 1:
-            raise ConfigError("data.prefetch", f"{self.prefetch} is not a count", "use 1 or more")
-        if self.default_epochs is not None and not 0 < self.default_epochs < math.inf:
-            raise ConfigError("data.default_epochs", f"{self.default_epochs} is no length")
-        if not self.timeout_s > 0:
-            raise ConfigError("data.timeout_s", "a hung worker would hang the run", "use > 0")
+        check_bounds(self, "data")
 
 
 @dataclass
@@ -99,7 +73,10 @@ class StdlibText(DataConfig):
     """The Python standard library's own source as bytes, for language modelling."""
 
     kind: str = "stdlib_text"
-    sequence: int = 128  # bytes per sample
+    sequence: int = bounded(128, min=1)  # bytes per sample
+
+
+PARTS = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 
 
 @dataclass
@@ -107,17 +84,8 @@ class StdlibParts(DataConfig):
     """Passages of the standard library, labelled by the package each one is from."""
 
     kind: str = "stdlib_parts"
-    sequence: int = 128
-    parts: list[str] = field(
-        default_factory=lambda: [
-            "asyncio",
-            "email",
-            "importlib",
-            "multiprocessing",
-            "unittest",
-            "xml",
-        ]
-    )
+    sequence: int = bounded(128, min=1)
+    parts: list[str] = field(default_factory=lambda: [*PARTS])
 
 
 class SyntheticForm(Enum):
@@ -134,13 +102,13 @@ class Synthetic(DataConfig):
 
     kind: str = "synthetic"
     form: SyntheticForm = SyntheticForm.images
-    samples: int = 4096
-    features: int = 64  # tabular
-    channels: int = 3  # images
-    image_size: int = 32  # images
-    classes: int = 10  # images and tabular
-    vocab: int = 256  # tokens
-    sequence: int = 256  # tokens
+    samples: int = bounded(4096, min=2)
+    features: int = bounded(64, min=1)  # tabular
+    channels: int = bounded(3, min=1)  # images
+    image_size: int = bounded(32, min=1)  # images
+    classes: int = bounded(10, min=2)  # images and tabular
+    vocab: int = bounded(256, min=2)  # tokens
+    sequence: int = bounded(256, min=1)  # tokens
 
 
 @dataclass
@@ -153,8 +121,6 @@ class Tabular(DataConfig):
     task: str = "auto"  # classification | regression | auto (by the target's values)
     ignore: list[str] = field(default_factory=list)  # columns to leave out, such as an id
 
-    asks_task: ClassVar[bool] = True
-
 
 @dataclass
 class Images(DataConfig):
@@ -162,9 +128,14 @@ class Images(DataConfig):
 
     kind: str = "images"
     path: str = MISSING
-    image_size: int = 64  # each image is resized and centre-cropped to this square
-    channels: int = 3
+    image_size: int = bounded(64, min=1)  # each image is resized and centre-cropped to this square
+    channels: int = 3  # 3: colour, 1: grey
     augment: bool = False  # random crop and horizontal flip, on training samples
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.channels not in (1, 3):
+            raise ConfigError("data.channels", f"must be 1 (grey) or 3, got {self.channels}")
 
 
 @dataclass
@@ -175,7 +146,7 @@ class Text(DataConfig):
     path: str = MISSING
     text: str = "text"  # csv column
     target: str = "label"  # csv column
-    sequence: int = 256  # bytes per sample
+    sequence: int = bounded(256, min=1)  # bytes per sample
 
 
 @dataclass
@@ -186,7 +157,7 @@ class Tokens(DataConfig):
     path: str = MISSING  # one file, or a folder with train.bin and val.bin
     vocab: int = MISSING
     dtype: str = "uint16"
-    sequence: int = 256
+    sequence: int = bounded(256, min=1)
 
 
 @dataclass
@@ -198,8 +169,6 @@ class Arrays(DataConfig):
     inputs: str = "x"  # names inside the file
     target: str = "y"
     task: str = "auto"
-
-    asks_task: ClassVar[bool] = True
 
 
 _ALL = (Digits, Cancer, StdlibText, StdlibParts, Synthetic, Tabular, Images, Text, Tokens, Arrays)

@@ -8,7 +8,7 @@ changes during a run and is the same when it is resumed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -50,21 +50,26 @@ def drops_bad_samples(config: DataConfig) -> bool:
     return config.bad_samples is BadSamples.drop
 
 
-def report_bad_samples(
-    problems: Sequence[str], total: int, config: DataConfig, what: str
+def usable_samples(
+    problems: Mapping[int, str], total: int, config: DataConfig, what: str, fix: str = ""
 ) -> tuple[Choice, ...]:
-    """What is said of the bad ones among `total` samples; `problems` has a line for each.
+    """What is said of the bad ones among `total` samples; `problems` names each and its fault.
 
-    Raises DataError where they are more than the share `data.most_bad`: something else is wrong.
+    Raises DataError for the first one unless `data.bad_samples=drop`, and also where they are
+    more than the share `data.most_bad`.
     """
     if not problems:
         return ()
-    more = len(problems) - NAMED
-    named = "; ".join(problems[:NAMED]) + (f"; and {more:,} more" if more > 0 else "")
-    share = len(problems) / total
-    if share > config.most_bad:
+    told = [problems[number] for number in sorted(problems)]
+    if not drops_bad_samples(config):
         raise DataError(
-            f"{what}: {len(problems):,} of {total:,} samples cannot be used, more than "
+            f"{what}: {told[0]}; correct it, leave such samples out with data.bad_samples=drop{fix}"
+        )
+    more = f"; and {len(told) - NAMED:,} more" if len(told) > NAMED else ""
+    named = "; ".join(told[:NAMED]) + more
+    if len(told) / total > config.most_bad:
+        raise DataError(
+            f"{what}: {len(told):,} of {total:,} samples cannot be used, more than "
             f"data.most_bad={config.most_bad:g}: {named}"
         )
-    return (Choice(KEY, f"{len(problems):,} of {total:,} left out", named),)
+    return (Choice(KEY, f"{len(told):,} of {total:,} left out", named),)

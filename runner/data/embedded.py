@@ -10,7 +10,7 @@ import torch
 from runner.data.batch import Column, Sizes
 from runner.data.config import Cancer, Digits
 from runner.data.order import split
-from runner.data.tensors import Tensors, standardised
+from runner.data.tensors import Tensors, fit_scale, scale
 
 FILES = Path(__file__).parent / "files"
 MEASURED = (
@@ -37,11 +37,11 @@ def cancer(config: Cancer) -> Tensors:
     with np.load(FILES / "cancer.npz") as file:
         measurements, labels = file["measurements"], file["labels"]
     parts = split(len(measurements), config.validation, config.split_seed)
-    scaled, means, deviations = standardised(measurements, parts[0])
+    means, deviations = fit_scale(measurements, parts[0])
     names = [f"{kind} {what}" for kind in ("mean", "error of", "worst") for what in MEASURED]
     columns = zip(names, means.tolist(), deviations.tolist(), strict=True)
     return Tensors(
-        torch.from_numpy(scaled),
+        torch.from_numpy(scale(measurements, means, deviations)),
         torch.from_numpy(labels.astype(np.int64)),
         Sizes("classification", 30, classes=2, class_names=("malignant", "benign")),
         parts,

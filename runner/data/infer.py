@@ -1,4 +1,4 @@
-"""What a user's data set holds, from what it states and from looking at its samples."""
+"""What a user's data set holds, from what it states and from its samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.data.paths import suggestion
 from runner.errors import DataError
 from runner.techniques.base import Choice
 
-MOST_SAMPLES = 10_000  # looked at for the largest label or id
+MOST_SAMPLES = 10_000  # read for the largest label or id
 MOST_SECONDS = 30.0
 TASKS = ("classification", "language_modelling", "regression")
 
@@ -29,7 +29,7 @@ def infer_sizes(dataset: Any, name: str, sample: Sample) -> tuple[Sizes, tuple[C
     """The sizes of the data set, and how those that had to be counted were found.
 
     The data set's attributes `sizes` (a dict of any of them), `classes` (a count or the names) and
-    `vocab` go first; where `sizes` has a `task`, no sample is looked at. Else: float [C, H, W] is
+    `vocab` go first; where `sizes` has a `task`, no sample is read. Else: float [C, H, W] is
     an image, other floats are features, whole numbers [length] are tokens; a whole number as target
     is a class, a target like the tokens is the next tokens, and a float one is regression.
     """
@@ -37,32 +37,22 @@ def infer_sizes(dataset: Any, name: str, sample: Sample) -> tuple[Sizes, tuple[C
     if "task" in stated:
         return Sizes(**stated), ()
     inputs, target = sample(0)
-    for key, value in (("inputs are", main_leaf(inputs)), ("target is", target)):
-        if isinstance(value, Tensor) and value.is_complex():
-            raise DataError(
-                f"data: sample 0: the {key} {_dtype(value)}, and sizes follow from real numbers "
-                f"only; return torch.view_as_real(x), or give {name} an attribute "
-                "sizes = {'task': …} if model and objective are made for them"
-            )
-    shown = {**_input_sizes(main_leaf(inputs)), **stated}
-    if not isinstance(target, Tensor):
-        raise DataError(
-            f"data: sample 0: the target is a {type(target).__name__}, from which no task follows; "
-            f"give {name} an attribute sizes = {{'task': …}} and name an objective"
-        )
-    task = _task(main_leaf(inputs), target, name)
-    shown["task"] = task
-    tokens = "sequence" in shown and not main_leaf(inputs).is_floating_point()
-    wanted = {"vocab"} if tokens and "vocab" not in shown else set()
-    if task == "classification" and "classes" not in shown:
-        wanted.add("classes")
+    x = main_leaf(inputs)
+    task = _task(x, target, name)
+    sizes = {**_input_sizes(x), **stated, "task": task}
+    counted = {"vocab"} if "sequence" in sizes and "vocab" not in sizes else set()
+    if task == "classification" and "classes" not in sizes:
+        counted.add("classes")
     if task == "regression":
-        shown.setdefault("classes", max(1, target.numel()))
-    found, choices = _count(dataset, name, sample, wanted, task) if wanted else ({}, ())
-    shown.update(found)
+        sizes.setdefault("classes", max(1, target.numel()))
+    choices: tuple[Choice, ...] = ()
+    if counted:
+        found, reason = _count(dataset, name, sample, counted, task)
+        sizes.update(found)
+        choices = tuple(Choice(f"data.{key}", value, reason) for key, value in found.items())
     if task == "language_modelling":
-        shown.setdefault("classes", shown["vocab"])
-    return Sizes(**shown), choices
+        sizes.setdefault("classes", sizes["vocab"])
+    return Sizes(**sizes), choices
 
 
 def _stated(dataset: Any, name: str) -> dict[str, Any]:
@@ -76,14 +66,10 @@ def _stated(dataset: Any, name: str) -> dict[str, Any]:
     if isinstance(vocab, int):
         stated["vocab"] = vocab
     sizes = getattr(dataset, "sizes", None)
-    if isinstance(sizes, dict):
-        for key in sizes:
-            if key not in known:
-                near = suggestion(str(key), known, "there are")
-                raise DataError(
-                    f"data: the attribute `sizes` of {name} has an unknown {key!r}; {near}"
-                )
-        stated.update(sizes)
+    stated.update(sizes if isinstance(sizes, dict) else {})
+    for key in stated.keys() - known:
+        near = suggestion(str(key), known, "there are")
+        raise DataError(f"data: the attribute `sizes` of {name} has an unknown {key!r}; {near}")
     if stated.get("task", TASKS[0]) not in TASKS:
         raise DataError(
             f"data: the attribute `sizes` of {name} has no task {stated['task']!r}; one of {TASKS}"
@@ -92,79 +78,77 @@ def _stated(dataset: Any, name: str) -> dict[str, Any]:
 
 
 def _input_sizes(x: Tensor) -> dict[str, Any]:
-    if x.is_floating_point() or x.ndim >= 3:
-        sizes: dict[str, Any] = {"in_features": x.numel()}
-        if x.ndim == 3:
-            sizes["in_channels"] = x.shape[0]
-            if x.shape[1] == x.shape[2]:
-                sizes["image_size"] = x.shape[1]
-        return sizes
-    return {"sequence": x.shape[0]} if x.ndim == 1 else {"in_features": x.numel()}
+    if x.ndim == 1 and not x.is_floating_point():
+        return {"sequence": x.shape[0]}
+    sizes = {"in_features": x.numel()}
+    if x.ndim == 3:
+        sizes["in_channels"] = x.shape[0]
+        if x.shape[1] == x.shape[2]:
+            sizes["image_size"] = x.shape[1]
+    return sizes
 
 
-def _task(x: Tensor, target: Tensor, name: str) -> str:
-    if target.is_floating_point():
-        return "regression"
-    if target.ndim == 0 or target.shape == (1,):
-        return "classification"
-    if not x.is_floating_point() and target.shape == x.shape:
-        return "language_modelling"
+def _task(x: Tensor, target: Nest, name: str) -> str:
+    if isinstance(target, Tensor) and not target.is_complex() and not x.is_complex():
+        if target.is_floating_point():
+            return "regression"
+        if target.ndim == 0 or target.shape == (1,):
+            return "classification"
+        if not x.is_floating_point() and target.shape == x.shape:
+            return "language_modelling"
+    described = (
+        f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else "no tensor"
+        for value in (x, target)
+    )
     raise DataError(
-        f"data: sample 0: the target is {target.dtype} of shape {list(target.shape)}, from which "
-        f"no task follows; give {name} an attribute sizes = {{'task': …, 'classes': …}}"
+        "data: sample 0: no task follows from inputs of {} and a target of {}".format(*described)
+        + f"; give {name} an attribute sizes = {{'task': …, 'classes': …}}, and name an objective "
+        "if it is none of ours"
     )
 
 
 def _count(
-    dataset: Any, name: str, sample: Sample, wanted: set[str], task: str
-) -> tuple[dict[str, int], tuple[Choice, ...]]:
-    """One more than the largest label or token id."""
-    if wanted == {"classes"}:
+    dataset: Any, name: str, sample: Sample, counted: set[str], task: str
+) -> tuple[dict[str, int], str]:
+    """One more than the largest label or token id, and where it was found."""
+    if counted == {"classes"}:
         for attribute in ("targets", "labels"):
             labels = _whole_numbers(getattr(dataset, attribute, None), len(dataset))
             if labels is not None:
                 _check_label(int(labels.min()), int(labels.argmin()), name)
-                classes = int(labels.max()) + 1
                 reason = f"one more than the largest of {name}.{attribute}"
-                return {"classes": classes}, (Choice("data.classes", classes, reason),)
-    n = len(dataset)
-    looked_at = np.unique(np.linspace(0, n - 1, min(n, MOST_SAMPLES)).astype(int)).tolist()
-    largest = dict.fromkeys(wanted, 1)
-    names = " and ".join(sorted(wanted))
+                return {"classes": int(labels.max()) + 1}, reason
+    n, names = len(dataset), " and ".join(sorted(counted))
+    read = np.unique(np.linspace(0, n - 1, min(n, MOST_SAMPLES)).astype(int)).tolist()
+    largest = dict.fromkeys(counted, 1)
     deadline = time.monotonic() + MOST_SECONDS
-    for index in looked_at:
+    for index in read:
         if time.monotonic() > deadline:
             # a guess from some of them would be another one on a busy day
             raise DataError(
-                f"data: looking through {n:,} samples for {names} takes more than "
-                f"{MOST_SECONDS:.0f} s; give {name} an attribute {names}"
+                f"data: reading {n:,} samples for {names} takes more than {MOST_SECONDS:.0f} s; "
+                f"give {name} an attribute {names}"
             )
         inputs, target = sample(index)
-        if "vocab" in wanted:
+        if "vocab" in counted:
             ids = [main_leaf(inputs)] + [target] * (task == "language_modelling")
             largest["vocab"] = max(largest["vocab"], *(int(x.max()) for x in ids if x.numel()))
-        if "classes" in wanted:
+        if "classes" in counted:
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
-    found = {key: value + 1 for key, value in largest.items()}
-    whole = "all" if len(looked_at) == n else f"{len(looked_at):,} of"
+    whole = "all" if len(read) == n else f"{len(read):,} of"
     reason = (
         f"one more than the largest in {whole} {n:,} samples; an attribute of {name} goes first"
     )
-    return found, tuple(Choice(f"data.{key}", value, reason) for key, value in found.items())
+    return {key: value + 1 for key, value in largest.items()}, reason
 
 
 def _check_label(label: int, index: int, name: str) -> None:
     if label < 0 and label != NO_LOSS:
         raise DataError(
             f"data: sample {index}: the label {label} is negative; labels count from 0. Where "
-            "targets are quantities (a regression), return them as float32 from "
-            f"{name}.__getitem__, such as torch.tensor([y], dtype=torch.float32)"
+            f"targets are quantities (a regression), return them as float32 from {name}.__getitem__"
         )
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
 
 
 def _whole_numbers(values: Any, n: int) -> np.ndarray | None:

@@ -30,13 +30,6 @@ def guess_task(values: np.ndarray) -> tuple[str, str]:
     return "classification", f"the targets are {distinct} different whole numbers"
 
 
-def encode(values: Sequence[object]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels int64 from 0, and the name of each: the different values, sorted."""
-    distinct = sorted(set(values), key=lambda v: (isinstance(v, str), v))
-    number = {value: label for label, value in enumerate(distinct)}
-    return np.array([number[v] for v in values], np.int64), tuple(class_name(v) for v in distinct)
-
-
 def check_classes(names: Sequence[str], what: str) -> None:
     """Refuse a classification with one class."""
     if len(names) < 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from runner.data.batch import Batch
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
+from runner.data.nested import tensors, tree_map
 from runner.data.order import BatchSampler
 from runner.data.workers import Key, Workers
 from runner.errors import ConfigError, DataError
@@ -63,8 +64,6 @@ def make_loader(
     n = len(indices)
     if n == 0:
         raise DataError(f"data: the {'training' if repeat else 'validation'} set is empty")
-    if batch_size < 1:
-        raise ConfigError("training.batch_size", f"{batch_size} is no size", "use 1 or more")
     drop_last = config.drop_last and repeat
     batches = n // batch_size if drop_last else -(-n // batch_size)
     if batches == 0:
@@ -81,22 +80,28 @@ def make_loader(
         shuffle=shuffle,
         seeds=augment and source.augments,
     )
-    choices = list(source.choices)
-    workers = _workers(source, config, batch_size, choices)
-    pin = _pin(config, device.torch, choices)
-    aside = _aside(config, pin, choices)
-    persistent = _persistent(config, workers, choices)
-    ahead = _prefetch(config, workers, choices)
-    pool = Workers(Fetch(source, order), workers, ahead, config.timeout_s) if workers else None
+    workers, choices = _choose_workers(source, config, batch_size)
+    pin = device.torch.type == "cuda" and config.pin_memory is not False
+    aside = pin and config.device_prefetch is True
+    persistent = workers > 0 and config.persistent_workers is not False
+    for key, asked, honoured, reason in (
+        ("pin_memory", config.pin_memory, pin, "pinned memory is for CUDA"),
+        ("device_prefetch", config.device_prefetch, aside, "needs CUDA and pinned memory"),
+        ("persistent_workers", config.persistent_workers, workers > 0, "there are no workers"),
+        ("prefetch", config.prefetch, workers > 0, "there are no workers"),
+    ):
+        if asked and not honoured:
+            choices.append(Choice(f"data.{key}", False, reason))
+    fetch, move = Fetch(source, order), mover(device.torch, pin, aside)
+    pool = Workers(fetch, workers, config.prefetch or PREFETCH, config.timeout_s)
     return BatchLoader(
-        Fetch(source, order),
+        fetch,
         n,
         repeat,
-        pool,
+        pool if workers else None,
         persistent,
-        mover(device.torch, pin, aside),
-        placements,
-        choices,
+        [*([move] if move else []), *placements],
+        [*source.choices, *choices],
     )
 
 
@@ -121,14 +126,12 @@ class BatchLoader:
         repeat: bool,
         pool: Workers | None,
         persistent: bool,
-        move: Callable[[Batch], Batch] | None,
-        placements: Sequence[Callable[[Batch], Batch]],
+        placements: list[Callable[[Batch], Batch]],
         choices: list[Choice],
     ) -> None:
         self.fetch, self.n, self.repeat = fetch, n, repeat
         self.pool, self.persistent = pool, persistent
-        self.placements = ([move] if move else []) + list(placements)
-        self.choices = choices
+        self.placements, self.choices = placements, choices
         self.steps_per_epoch = fetch.order.batches
         self.inspector: Inspector | None = None
 
@@ -192,71 +195,24 @@ class BatchLoader:
             pool.close()
 
 
-def _workers(source: Dataset, config: DataConfig, batch_size: int, choices: list[Choice]) -> int:
+def _choose_workers(
+    source: Dataset, config: DataConfig, batch_size: int
+) -> tuple[int, list[Choice]]:
+    """How many workers fetch, and why where the config leaves it open."""
     if config.workers is not None:
-        return config.workers
-    cores = _cores()
+        return config.workers, []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     seconds = None if source.sample_seconds is None else source.sample_seconds * batch_size
+    workers = 0
     if source.in_memory:
-        workers, reason = 0, "the data is in memory; workers would only copy it"
+        reason = "the data is in memory; workers would only copy it"
     elif seconds is not None and seconds < QUICK_S:
-        workers, reason = (
-            0,
-            f"a batch is fetched in {1e3 * seconds:.1f} ms, faster than handed over",
-        )
+        reason = f"a batch is fetched in {1e3 * seconds:.1f} ms, faster than handed over"
     else:
-        workers = min(MOST_WORKERS, cores)
+        workers = min(MOST_WORKERS, cores or 1)
         measured = "" if seconds is None else f", and a batch takes {1e3 * seconds:.0f} ms"
-        reason = f"samples are fetched one by one{measured}; {cores} cores are there"
-    choices.append(Choice("data.workers", workers, reason))
-    return workers
-
-
-def _pin(config: DataConfig, device: torch.device, choices: list[Choice]) -> bool:
-    possible = device.type == "cuda"
-    pin = possible and config.pin_memory is not False
-    if config.pin_memory is None or config.pin_memory != pin:
-        reason = f"pinned memory is for CUDA; the device is {device.type}"
-        if possible:
-            reason = "the copy to the device then overlaps with computing"
-        choices.append(Choice("data.pin_memory", pin, reason))
-    return pin
-
-
-def _aside(config: DataConfig, pin: bool, choices: list[Choice]) -> bool:
-    aside = pin and config.device_prefetch is True
-    if config.device_prefetch and not aside:
-        reason = "a copy runs beside the step on CUDA alone, and from pinned memory"
-        choices.append(Choice("data.device_prefetch", False, reason))
-    return aside
-
-
-def _persistent(config: DataConfig, workers: int, choices: list[Choice]) -> bool:
-    if not workers and config.persistent_workers is None:
-        return False  # nothing to choose
-    persistent = workers > 0 and config.persistent_workers is not False
-    if config.persistent_workers is None or config.persistent_workers != persistent:
-        reason = (
-            "keeping them costs less than starting them each epoch" if workers else "no workers"
-        )
-        choices.append(Choice("data.persistent_workers", persistent, reason))
-    return persistent
-
-
-def _prefetch(config: DataConfig, workers: int, choices: list[Choice]) -> int:
-    if (config.prefetch is None) != bool(workers):
-        return config.prefetch or 0  # as asked, or nothing to choose
-    ahead = PREFETCH if workers else 0
-    reason = "one to hand over, one in the making" if workers else "no workers"
-    choices.append(Choice("data.prefetch", ahead, reason))
-    return ahead
-
-
-def _cores() -> int:
-    """Cores that this process may use, as far as the system tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        reason = f"samples are fetched one by one{measured}; this process has {cores} cores"
+    return workers, [Choice("data.workers", workers, reason)]
 
 
 def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Batch] | None:
@@ -268,13 +224,13 @@ def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Bat
     if device.type == "cpu":
         return None
 
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            # memory that is not pinned may be freed under the copy, so that one is waited for
-            return (value.pin_memory() if pin else value).to(device, non_blocking=pin)
-        if isinstance(value, dict):
-            return {key: move(item) for key, item in value.items()}
-        return tuple(move(item) for item in value)
+    def copy(tensor: Tensor) -> Tensor:
+        # memory that is not pinned may be freed under the copy, so that one is waited for
+        return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
+
+    def move(batch: Batch) -> Batch:
+        moved: Batch = tree_map(batch, copy)
+        return moved
 
     if not aside:
         return move
@@ -282,19 +238,11 @@ def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Bat
 
     def move_aside(batch: Batch) -> Batch:
         with torch.cuda.stream(stream):
-            moved: Batch = move(batch)
+            moved = move(batch)
         steps = torch.cuda.current_stream(device)
         steps.wait_stream(stream)  # the device waits, the host does not
-        _keep_for(moved, steps)
+        for tensor in tensors(moved):  # its memory is another stream's: not to be used again early
+            tensor.record_stream(steps)
         return moved
 
     return move_aside
-
-
-def _keep_for(value: Any, stream: torch.cuda.Stream) -> None:
-    """Memory of another stream is not to be used anew before `stream` is done with it."""
-    if isinstance(value, Tensor):
-        value.record_stream(stream)
-    else:
-        for item in value.values() if isinstance(value, dict) else value:
-            _keep_for(item, stream)

@@ -47,10 +47,8 @@ def open_data(
         return UserDataset(dataset, config._target_, config.validation, config.split_seed, config)
     for field in fields(config):
         if getattr(config, field.name) == "???":
-            example = {"path": "folder/file", "vocab": "50257"}.get(field.name, "name")
-            raise ConfigError(
-                f"data.{field.name}", f"data={config.kind} needs it", f"data.{field.name}={example}"
-            )
+            key = f"data.{field.name}"
+            raise ConfigError(key, f"data={config.kind} needs it", f"{key}=…")
     if config.kind not in OPENERS:
         raise ConfigError("data.kind", f"no data {config.kind!r}", f"one of {', '.join(OPENERS)}")
     if config.kind == "tokens" and drops_bad_samples(config):

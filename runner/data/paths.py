@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -51,29 +51,23 @@ def check_link(path: Path, root: Path, policy: Policy | None) -> Path:
     return path
 
 
-def class_files(folder: Path, root: Path, policy: Policy | None) -> list[Path]:
-    """The files of a class at any depth, sorted. SecurityError for a link out of `root`."""
-    return sorted(
-        check_link(path, root, policy)
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
-    )
-
-
-def class_folders(root: Path, policy: Policy | None) -> list[Path]:
-    """The folders in `root`, one for each class, in the order of their names.
+def class_files(root: Path, policy: Policy | None) -> dict[Path, list[Path]]:
+    """The folders in `root`, one for each class, and their files at any depth, sorted by name.
 
     SecurityError for a link out of `root`.
     """
-    folders = sorted(
-        check_link(path, root, policy)
-        for path in root.iterdir()
-        if path.is_dir() and not path.name.startswith(".")
-    )
+    folders = _inside(root, root.iterdir(), policy, Path.is_dir)
     if len(folders) < 2:
         raise ConfigError(
             "data.path",
             f"{root} has {len(folders)} folders in it",
             "put the files of each class into a folder with the class's name, two or more of them",
         )
-    return folders
+    return {f: _inside(root, f.rglob("*"), policy, Path.is_file) for f in folders}
+
+
+def _inside(
+    root: Path, paths: Iterable[Path], policy: Policy | None, kind: Callable[[Path], bool]
+) -> list[Path]:
+    shown = (path for path in paths if kind(path) and not path.name.startswith("."))
+    return sorted(check_link(path, root, policy) for path in shown)

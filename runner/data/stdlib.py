@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from runner.data.config import StdlibParts, StdlibText
+from runner.data.paths import suggestion
 from runner.data.text import TextClassificationDataset, cut
 from runner.data.tokens import TokenStream, TokenWindows
 from runner.errors import ConfigError, DataError
@@ -47,12 +47,11 @@ def stdlib_parts(config: StdlibParts) -> TextClassificationDataset:
     for label, part in enumerate(config.parts):
         ranked = sorted(files.get(part, []), key=lambda f: _rank(f[0], config.split_seed))
         if len(ranked) < 2:
-            known = sorted(name for name, found in files.items() if len(found) > 1)
-            near = get_close_matches(part, known, 1)
+            known = [name for name, sources in files.items() if len(sources) > 1]
             raise ConfigError(
                 "data.parts",
                 f"{part!r} has {len(ranked)} files in the standard library here, two are needed",
-                f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(known)}",
+                suggestion(part, known, "use some of"),
             )
         validation = min(max(round(len(ranked) * config.validation), 1), len(ranked) - 1)
         for number, (_, text) in enumerate(ranked):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from runner.data.batch import Sizes
 from runner.data.config import Synthetic, SyntheticForm
@@ -17,23 +18,13 @@ from runner.errors import ConfigError
 
 def synthetic(config: Synthetic) -> Tensors:
     """Images, tokens or tables, generated from `data.split_seed`."""
-    for name in ("features", "channels", "image_size", "sequence"):
-        if getattr(config, name) < 1:
-            raise ConfigError(
-                f"data.{name}", f"{getattr(config, name)} is no size", "use 1 or more"
-            )
-    for name in ("samples", "classes", "vocab"):
-        if getattr(config, name) < 2:
-            raise ConfigError(
-                f"data.{name}", f"{getattr(config, name)} is too few", "use 2 or more"
-            )
     values = {"images": config.channels * config.image_size**2, "tabular": config.features}
     size = config.samples * values.get(config.form.name, 2 * config.sequence) * 4
-    if size > (there := memory.available_bytes()):
+    if size > (available := memory.available_bytes()):
         raise ConfigError(
             "data.samples",
             f"{config.samples:,} of that size take {size / 1e9:,.1f} GB",
-            f"use less than the {there / 1e9:,.1f} GB that are available",
+            f"use less than the {available / 1e9:,.1f} GB that are available",
         )
     return _FORMS[config.form](config, np.random.default_rng(config.split_seed))
 
@@ -49,21 +40,24 @@ def _images(config: Synthetic, rng: np.random.Generator) -> Tensors:
         image_size=config.image_size,
         classes=config.classes,
     )
-    return Tensors(
-        images, labels, sizes, split(config.samples, config.validation, config.split_seed)
-    )
+    return _source(config, images, labels, sizes)
 
 
 def _tabular(config: Synthetic, rng: np.random.Generator) -> Tensors:
     """Each class is a point; its samples scatter around it."""
     rows, labels = _noisy_prototypes(config, (config.features,), rng)
     sizes = Sizes("classification", config.features, classes=config.classes)
-    return Tensors(rows, labels, sizes, split(config.samples, config.validation, config.split_seed))
+    return _source(config, rows, labels, sizes)
+
+
+def _source(config: Synthetic, inputs: Tensor, target: Tensor, sizes: Sizes) -> Tensors:
+    parts = split(config.samples, config.validation, config.split_seed)
+    return Tensors(inputs, target, sizes, parts)
 
 
 def _noisy_prototypes(
     config: Synthetic, shape: tuple[int, ...], rng: np.random.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     prototypes = rng.standard_normal((config.classes, *shape), dtype=np.float32)
     labels = rng.integers(config.classes, size=config.samples)
     samples = rng.standard_normal((config.samples, *shape), dtype=np.float32)
@@ -80,18 +74,9 @@ def _tokens(config: Synthetic, rng: np.random.Generator) -> Tensors:
         anew = rng.random(config.samples) < 0.1
         drawn = rng.integers(config.vocab, size=config.samples)
         ids[:, position + 1] = np.where(anew, drawn, following[ids[:, position]])
-    tensor = torch.from_numpy(ids)
-    return Tensors(
-        tensor[:, :-1].contiguous(),
-        tensor[:, 1:].contiguous(),
-        Sizes(
-            "language_modelling",
-            classes=config.vocab,
-            vocab=config.vocab,
-            sequence=config.sequence,
-        ),
-        split(config.samples, config.validation, config.split_seed),
-    )
+    tensor, vocab = torch.from_numpy(ids), config.vocab
+    sizes = Sizes("language_modelling", classes=vocab, vocab=vocab, sequence=config.sequence)
+    return _source(config, tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous(), sizes)
 
 
 _FORMS: dict[SyntheticForm, Callable[[Synthetic, np.random.Generator], Tensors]] = {

@@ -1,104 +1,110 @@
-"""Tables from csv and parquet files, read column-wise by pyarrow."""
+"""Tables from csv and parquet files, read by pyarrow; rows that cannot be used are found here."""
 
 from __future__ import annotations
 
 import csv
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runner.data.batch import RowNames
+from runner.data.config import Tabular, Text
+from runner.data.dataset import drops_bad_samples, usable_samples
 from runner.data.paths import existing, suggestion
 from runner.device import memory
 from runner.errors import ConfigError, DataError
+from runner.techniques.base import Choice
 
-MISSING = {"", "na", "n/a", "nan", "none", "null"}  # what tables write where a value is not known
-LARGEST = float(np.finfo(np.float32).max)  # models compute in it; the square is a float64 still
+log = logging.getLogger("runner")
+
+MISSING = {"", "na", "n/a", "nan", "none", "null"}  # how tables write an unknown value
+LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
 LONGEST = 40  # characters of a cell, in a message
-ROWS = 1 << 17  # of a parquet file that are decoded at a time
-NUMBER = 8  # bytes of a float64
-LEAVE_OUT = (
-    "leave such rows out with data.bad_samples=drop, or the column with data.ignore"  # both ways
-)
+PARQUET_ROWS = 1 << 17  # decoded at a time
+DECIMAL_COMMA = re.compile(r"-?[0-9.]*[0-9],[0-9]+")
 
 
 @dataclass(frozen=True)
-class LineNames(RowNames):
-    """The line of each row of a csv file; counted only where a message needs it."""
+class Texts:
+    """A column of texts: the different ones, sorted, and which of them each row has."""
 
-    word: str = "line"
-    path: Path = Path()
-    separator: str = ","
-    one_line_each: bool = True  # no blank lines, no line breaks in cells
+    words: tuple[str, ...]
+    codes: np.ndarray
 
-    def __call__(self, index: int) -> str:
-        """The name of that sample."""
-        record = index if self.numbers is None else int(self.numbers[index])
-        line = record + 2 if self.one_line_each else self._lines[record]
-        return f"line {line}"
 
-    @cached_property
-    def _lines(self) -> list[int]:
-        return [line for line, row in _python_rows(self.path, self.separator) if row][1:]
+Values = np.ndarray | Texts
+"""A column: float64 numbers that float32 can hold, or texts."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Arrow columns by name: numbers, or texts (dictionary-encoded where parquet has them so)."""
+    """Columns by name, without the rows that cannot be used."""
 
     path: Path
+    columns: dict[str, Values]
+    rows: RowNames  # what a message calls a row, such as `line 17`
+    choices: tuple[Choice, ...]  # which rows were left out
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a file holds: arrow columns, the number of each row, and rows that are malformed."""
+
     columns: dict[str, Any]  # pyarrow.ChunkedArray
-    where: RowNames  # what a message calls a row, such as `line 17`
-    problems: list[str] = field(default_factory=list)  # a line for each row that was left out
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values()), ()))
-
-    def column(self, name: str, key: str) -> Any:
-        """The column `name`, which the config key `key` asks for."""
-        if name not in self.columns:
-            near = suggestion(name, self.columns, "its columns are")
-            raise ConfigError(key, f"{self.path} has no column {name!r}", near)
-        return self.columns[name]
-
-    def without(self, bad: dict[int, str]) -> Table:
-        """The same without those rows; what is wrong with each is kept."""
-        if not bad:
-            return self
-        stay = np.delete(np.arange(len(self)), list(bad))
-        columns = {name: column.take(stay) for name, column in self.columns.items()}
-        numbers = stay if self.where.numbers is None else self.where.numbers[stay]
-        problems = [f"{self.where(row)}{bad[row]}" for row in sorted(bad)]
-        where = replace(self.where, numbers=numbers)
-        return Table(self.path, columns, where, self.problems + problems)
-
-    def missing(self, name: str, row: int) -> DataError:
-        """The error for a value that is not there."""
-        return DataError(
-            f"{self.path}: {self.where(row)}, column {name!r}: the value is missing; fill it in, "
-            + LEAVE_OUT
-        )
+    word: str  # line | row
+    numbers: np.ndarray
+    malformed: dict[int, str]
 
 
-def read_table(path: str, drop: bool = False, texts: Sequence[str] = ()) -> Table:
-    """The table in a `.csv` (or `.tsv`) or `.parquet` file, with at least one row.
+Select = Callable[[Sequence[str]], list[str]]
+"""Given the columns of a file, returns those to read."""
 
-    With `drop`, lines of a csv that are no row of it are left out; else the first is a DataError.
-    Columns of a csv named in `texts` stay as they are written.
+
+def read_table(
+    config: Tabular | Text, needed: dict[str, str], ignore: Sequence[str] | None = None
+) -> Table:
+    """The columns `needed` (by config key) of the table at `data.path`, all as texts.
+
+    With `ignore`, every column but those, as numbers where it holds numbers. A row with a cell
+    that cannot be used is a DataError, or is left out with `data.bad_samples=drop`.
     """
-    file = existing(path)
-    if file.is_dir():
-        raise ConfigError("data.path", f"{file} is a folder", "name the csv or parquet file in it")
-    parquet = file.suffix in (".parquet", ".pq")
-    table = _read_parquet(file) if parquet else _read_csv(file, drop, texts)
-    if not table.columns or not len(table):
-        raise DataError(f"{file}: the table is empty")
-    return table
+    path = existing(config.path)
+    if path.is_dir():
+        raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
+
+    def select(names: Sequence[str]) -> list[str]:
+        _check_names(path, names)
+        for key, name in [*needed.items(), *(("data.ignore", name) for name in ignore or ())]:
+            if name not in names:
+                near = suggestion(name, names, "its columns are")
+                raise ConfigError(key, f"{path} has no column {name!r}", near)
+        return list(needed.values()) if ignore is None else [n for n in names if n not in ignore]
+
+    read = _read_parquet if path.suffix in (".parquet", ".pq") else _read_csv
+    content = read(path, select, ignore is None)
+    total = len(content.numbers) + len(content.malformed)
+    if not total:
+        raise DataError(f"{path}: the table is empty")
+    share = config.most_bad if drops_bad_samples(config) else 0.0
+    problems, values = dict(content.malformed), {}
+    for name in list(content.columns):
+        column = content.columns.pop(name)  # its memory is free once it is parsed
+        values[name], bad = _parse(column, share, all_texts=ignore is None)
+        for row, problem in bad.items():
+            problems.setdefault(int(content.numbers[row]), f", column {name!r}: {problem}")
+    named = {number: f"{content.word} {number}{text}" for number, text in problems.items()}
+    choices = usable_samples(named, total, config, str(path), ", or the column with data.ignore")
+    usable = ~np.isin(content.numbers, list(problems)) if problems else slice(None)
+    rows = RowNames(content.word, content.numbers[usable])
+    columns = {name: _select_rows(column, usable) for name, column in values.items()}
+    _warn_of_decimal_commas(path, columns)
+    return Table(path, columns, rows, choices)
 
 
 def check_memory(path: Path, size: int, what: str, fix: str) -> None:
@@ -113,306 +119,214 @@ def check_memory(path: Path, size: int, what: str, fix: str) -> None:
 # -- cells -----------------------------------------------------------------------------------------
 
 
-def words_of(column: Any) -> tuple[np.ndarray, list[str | None]]:
-    """Codes of a text column, and the different texts that they stand for; None: no value."""
+def _parse(column: Any, share: float, all_texts: bool) -> tuple[Values, dict[int, str]]:
+    """Numbers or texts, and what is wrong with each row that cannot be used.
+
+    A column of texts holds numbers where at most `share` of its cells is neither a number nor
+    missing. Texts such as NA are missing among numbers only: elsewhere they may be a category.
+    """
     import pyarrow
 
+    kinds = ("integer", "floating", "decimal", "boolean")
+    if not all_texts and any(getattr(pyarrow.types, f"is_{k}")(column.type) for k in kinds):
+        numbers = column.cast(pyarrow.float64(), safe=False).to_numpy()
+        return numbers, {row: _problem(numbers[row]) for row in _not_float32(numbers)}
+    words, codes = _encode(column)
+    parsed = np.array([_number(word) for word in words])
+    if not all_texts and not np.isnan(parsed[codes]).all():
+        text = [np.isnan(n) and not _is_missing(w) for n, w in zip(parsed, words, strict=True)]
+        if np.array(text)[codes].mean() <= share:
+            numbers = parsed[codes]
+            bad = _not_float32(numbers)
+            return numbers, {row: _problem(numbers[row], words[codes[row]]) for row in bad}
+    wrong = {code: "the value is missing" for code, word in enumerate(words) if not word.strip()}
+    if pyarrow.types.is_binary(column.type):
+        wrong |= {c: "the value is not UTF-8 text" for c, w in enumerate(words) if "\ufffd" in w}
+    rows = np.flatnonzero(np.isin(codes, list(wrong))) if wrong else ()
+    return Texts(tuple(words), codes), {int(row): wrong[codes[row]] for row in rows}
+
+
+def _encode(column: Any) -> tuple[list[str], np.ndarray]:
+    """The different texts of a column, and which of them each row has; no value is ""."""
+    import pyarrow
+
+    if pyarrow.types.is_binary(column.type):  # a csv column with bytes that are not UTF-8
+        cells = [None if c is None else c.decode(errors="replace") for c in column.to_pylist()]
+        column = pyarrow.chunked_array([cells], pyarrow.string())
     if not pyarrow.types.is_dictionary(column.type):
         column = column.cast(pyarrow.string()).dictionary_encode()
     encoded = column.combine_chunks()
-    words = encoded.dictionary.to_pylist()
+    words = [word or "" for word in encoded.dictionary.to_pylist()]
     codes = encoded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
-    return codes, [*words, None]
+    return [*words, ""], codes
 
 
-def numbers(table: Table, name: str) -> np.ndarray | None:
-    """The column as float64, or None where it holds texts. Raises DataError on a missing value.
-
-    Texts such as NA count as missing only among numbers: elsewhere they may be a category.
-    """
-    column = table.columns[name]
-    if not is_text(column):
-        found = _floats(column)
-    else:
-        codes, words = words_of(column)
-        _check_no_empty(table, name, codes, words)
-        parsed = np.array([_number(word) for word in words])
-        used = [w for w in np.unique(codes).tolist() if not _is_missing(words[w])]
-        if not used or np.isnan(parsed[used]).any():
-            return None
-        found = parsed[codes]
-    bad = np.flatnonzero(~_usable(found))
-    if len(bad):
-        row = int(bad[0])
-        if np.isnan(found[row]):
-            raise table.missing(name, row)
-        wrong = "too large for float32" if np.isfinite(found[row]) else "not finite"
-        raise DataError(
-            f"{table.path}: {table.where(row)}, column {name!r}: {found[row]:g} is {wrong}; "
-            f"correct it, {LEAVE_OUT}"
-        )
-    return found
+def _select_rows(values: Values, rows: np.ndarray | slice) -> Values:
+    """The column at those rows; of texts only the words that occur, sorted."""
+    if isinstance(values, np.ndarray):
+        return values[rows]
+    codes = values.codes[rows]
+    words = sorted({values.words[code] for code in np.unique(codes).tolist()})
+    place = {word: number for number, word in enumerate(words)}
+    return Texts(tuple(words), np.array([place.get(word, 0) for word in values.words])[codes])
 
 
-def bad_cells(table: Table, names: Sequence[str], most_bad: float) -> dict[int, str]:
-    """What is wrong with each row that has a cell which cannot be used, by the row's index.
-
-    A column holds numbers where no more than the share `most_bad` of its cells is anything else;
-    in one of texts only an empty cell is bad.
-    """
-    bad: dict[int, str] = {}
-    for name in names:
-        column = table.columns[name]
-        codes, words = words_of(column) if is_text(column) else (None, [])
-        found = _floats(column) if codes is None else np.array([_number(w) for w in words])[codes]
-        if codes is not None and np.isnan(found).sum() > most_bad * len(found):
-            found = np.where([w is None or w == "" for w in words], np.nan, 0.0)[codes]
-        for row in np.flatnonzero(~_usable(found)).tolist():
-            cell = f"{found[row]:g}" if codes is None else words[codes[row]]
-            what = "too large for float32" if np.isfinite(found[row]) else "no finite number"
-            wrong = "is missing" if _is_missing(cell) else f"{str(cell)[:LONGEST]!r} is {what}"
-            bad.setdefault(row, f", column {name!r}: the value {wrong}")
-    return bad
-
-
-def is_text(column: Any) -> bool:
-    """Whether a column holds texts, or nothing at all."""
-    from pyarrow import types
-
-    kind = column.type
-    return bool(types.is_dictionary(kind) or types.is_string(kind) or types.is_null(kind))
-
-
-def _floats(column: Any) -> np.ndarray:
-    """float64, NaN where there is no value."""
-    import pyarrow
-
-    found: np.ndarray = column.cast(pyarrow.float64(), safe=False).to_numpy()
-    return found
-
-
-def _check_no_empty(
-    table: Table, name: str, codes: np.ndarray, words: Sequence[str | None]
-) -> None:
-    empty = [code for code, word in enumerate(words) if word is None or word == ""]
-    rows = np.flatnonzero(np.isin(codes, empty))
-    if len(rows):
-        raise table.missing(name, int(rows[0]))
-
-
-def _is_missing(word: str | None) -> bool:
-    return word is None or word.strip().lower() in MISSING
-
-
-def _usable(found: np.ndarray) -> np.ndarray:
-    """Which of the numbers are finite, and stay so as float32."""
-    usable: np.ndarray = np.abs(found) <= LARGEST  # NaN is not
-    return usable
-
-
-def _number(word: str | None) -> float:
+def _number(word: str) -> float:
     try:
-        return float(word or "nan")
+        return float(word)
     except ValueError:
         return float("nan")
+
+
+def _is_missing(word: str) -> bool:
+    return word.strip().lower() in MISSING
+
+
+def _not_float32(numbers: np.ndarray) -> list[int]:
+    rows: list[int] = np.flatnonzero(~(np.abs(numbers) <= LARGEST)).tolist()  # NaN is not
+    return rows
+
+
+def _problem(number: float, word: str | None = None) -> str:
+    word = f"{number:g}" if word is None else word
+    if _is_missing(word):
+        return "the value is missing"
+    what = "too large for float32" if np.isfinite(number) else "not a finite number"
+    return f"{word[:LONGEST]} is {what}"
+
+
+def _warn_of_decimal_commas(path: Path, columns: dict[str, Values]) -> None:
+    for name, column in columns.items():
+        if isinstance(column, Texts) and all(map(DECIMAL_COMMA.fullmatch, column.words)):
+            log.warning(
+                "%s: column %r is taken for texts, and all look like numbers with a decimal comma, "
+                "such as %r: save the table with decimal points",
+                path,
+                name,
+                column.words[0][:LONGEST],
+            )
 
 
 # -- csv -------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path, drop: bool, texts: Sequence[str]) -> Table:
+def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
     from pyarrow import ArrowInvalid
 
     check_memory(path, 4 * path.stat().st_size, "its cells", "split it, or leave out columns")
-    head, separator, one_line_each = _scan(path)
-    _check_names(path, head)
-    where = LineNames(path=path, separator=separator, one_line_each=one_line_each)
-    invalid: list[Any] = []
+    names, separator, lines, quotes = _scan(path)
+    used, malformed = select(names), {}
+
+    def skip(row: Any) -> str:
+        malformed[row.number - 2] = (
+            f" has {row.actual_columns} values, and the header names {row.expected_columns} columns"
+        )
+        return "skip"
+
     try:
-        table = _parse(path, separator, texts)
+        columns = _parse_csv(path, names, separator, used if all_texts else (), used, skip)
     except ArrowInvalid as error:
-        if "CSV parse error" not in str(error):
-            raise DataError(f"{path}: cannot be read as csv: {error}") from None
-        table = _parse(path, separator, texts, invalid, stop=not drop)
-    wrong = {row.number - 2: _count_problem(row) for row in invalid}
-    if wrong and not drop:
-        record = min(wrong)
-        raise DataError(f"{path}: {where(record)}{wrong[record]}")
-    records = np.delete(np.arange(len(wrong) + (0 if table is None else len(table))), list(wrong))
-    problems = [f"{where(record)}{wrong[record]}" for record in sorted(wrong)]
-    columns = dict(zip(head, () if table is None else table.columns, strict=False))
-    result = Table(path, columns, replace(where, numbers=records), problems)
-    return _without_bad_bytes(result, drop)
+        raise DataError(f"{path}: cannot be read as csv: {error}") from None
+    total = len(malformed) + len(columns[used[0]] if used else ())
+    one_line_each = lines == total + 1
+    if quotes % 2 and not one_line_each:
+        raise DataError(f"{path}: a quote is not closed, so a cell holds all lines after it")
+    first = 2 if one_line_each else 1
+    numbers = np.delete(np.arange(total), list(malformed)) + first
+    named = {record + first: problem for record, problem in malformed.items()}
+    return _Content(columns, "line" if one_line_each else "row", numbers, named)
 
 
-def _scan(path: Path) -> tuple[list[str], str, bool]:
-    """Header, separator, and whether each row is on one line; refuses an unclosed quote."""
-    quotes = breaks = blank = 0
-    tail = b""
+def _scan(path: Path) -> tuple[list[str], str, int, int]:
+    """The header, the separator, and the numbers of lines and quotes of a csv file."""
+    quotes = lines = 0
     with path.open("rb") as file:
-        first = file.readline()
+        first, part = file.readline(), b"\n"
         file.seek(0)
-        while part := file.read(1 << 22):
-            quotes, breaks = quotes + part.count(b'"'), breaks + part.count(b"\n")
-            joined = (tail + part).replace(b"\r", b"")
-            blank, tail = blank + joined.count(b"\n\n"), joined[-1:]
+        while more := file.read(1 << 22):
+            part = more
+            quotes, lines = quotes + part.count(b'"'), lines + part.count(b"\n")
     try:
-        # a header names columns, so the separator is what it has most of
         text = first.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{path}: line 1 is not UTF-8 text") from None
-    separator = max(",;\t", key=text.count)
-    header = [name.strip() for name in next(csv.reader([text], delimiter=separator), [])]
-    if quotes % 2:  # which may stand for inches as well
-        _check_quotes(path, separator)
-    return header, separator, not blank and not quotes
+    separator = max(",;\t", key=text.count)  # a header names columns: what it has most of
+    names = [name.strip() for name in next(csv.reader([text], delimiter=separator), [])]
+    return names, separator, lines + (not part.endswith(b"\n")), quotes
 
 
-def _check_quotes(path: Path, separator: str) -> None:
-    lines = [0]
-    try:
-        lines.extend(line for line, _ in _python_rows(path, separator, strict=True))
-    except csv.Error as error:
-        if "unexpected end" in str(error):
-            raise DataError(f"{path}: line {lines[-1] + 1}: a quote is not closed") from None
-
-
-def _python_rows(
-    path: Path, separator: str, strict: bool = False
-) -> Iterator[tuple[int, list[str]]]:
-    """Each row with its last line, slowly: for what pyarrow does not tell."""
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-            reader = csv.reader(file, delimiter=separator, strict=strict)
-            for row in reader:
-                yield reader.line_num, row
-    finally:
-        csv.field_size_limit(before)
-
-
-def _parse(
+def _parse_csv(
     path: Path,
+    names: list[str],
     separator: str,
     texts: Sequence[str],
-    invalid: list[Any] | None = None,
-    stop: bool = False,
-) -> Any:
-    """The arrow table; `invalid` collects rows of a wrong length, the first ends it with `stop`."""
-    from pyarrow import ArrowInvalid, csv, string, types
+    used: list[str],
+    skip: Callable[[Any], str],
+) -> dict[str, Any]:
+    """The arrow columns `used`; `skip` is called for each row of a wrong length."""
+    from pyarrow import ArrowInvalid, csv, string
 
-    def take_note(row: Any) -> str:
-        if invalid is not None:
-            invalid.append(row)
-        return "error" if stop or invalid is None else "skip"
-
-    def parse(block: int, kinds: dict[str, Any]) -> Any:
-        return csv.read_csv(
-            path,
-            read_options=csv.ReadOptions(use_threads=invalid is None, block_size=block),
-            parse_options=csv.ParseOptions(
-                delimiter=separator, newlines_in_values=True, invalid_row_handler=take_note
-            ),
-            convert_options=csv.ConvertOptions(
-                column_types=kinds, true_values=[], false_values=[], null_values=_nulls()
-            ),
-        )
-
-    block, kinds = 1 << 20, dict.fromkeys(texts, string())
+    forms = [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys(texts, string()),
+        include_columns=used,
+        true_values=[],
+        false_values=[],
+        null_values=forms,  # pyarrow compares letter for letter
+    )
+    parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip)
+    # with threads pyarrow does not tell the numbers of rows
+    read = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1)
     try:
-        try:
-            table = parse(block, kinds)
-        except ArrowInvalid as error:
-            if "straddling" not in str(error):  # a row longer than a block
-                raise
-            block = min(path.stat().st_size + 1, 2**31 - 1)
-            table = parse(block, kinds)
-        kept = (types.is_int64, types.is_float64, types.is_string, types.is_null, types.is_binary)
-        dates = {f.name: string() for f in table.schema if not any(k(f.type) for k in kept)}
-        return parse(block, kinds | dates) if dates else table
-    except ArrowInvalid:
-        if stop and invalid:
-            return None
-        raise
+        table = csv.read_csv(path, read, parse, convert)
+    except ArrowInvalid as error:
+        if "straddling" not in str(error):  # a row longer than a block
+            raise
+        read.block_size = min(path.stat().st_size + 1, 2**31 - 1)
+        table = csv.read_csv(path, read, parse, convert)
+    return dict(zip(used, table.columns, strict=True))
 
 
-def _nulls() -> list[str]:
-    """How tables write a missing number; pyarrow compares letter for letter."""
-    return [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
-
-
-def _count_problem(row: Any) -> str:
-    return f" has {row.actual_columns} values, and the header names {row.expected_columns} columns"
-
-
-def _without_bad_bytes(table: Table, drop: bool) -> Table:
-    """Texts where pyarrow found bytes that are none; such rows dropped, or the first refused."""
-    from pyarrow import string, types
-
-    binary = [name for name, column in table.columns.items() if types.is_binary(column.type)]
-    bad = {
-        row: " is not UTF-8 text"
-        for name in binary
-        for row, cell in enumerate(table.columns[name].to_pylist())
-        if cell is not None and not _is_utf8(cell)
-    }
-    if bad and not drop:
-        raise DataError(f"{table.path}: {table.where(min(bad))} is not UTF-8 text")
-    table = table.without(bad)
-    for name in binary:
-        table.columns[name] = table.columns[name].cast(string())
-    return table
-
-
-def _is_utf8(cell: bytes) -> bool:
-    try:
-        cell.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _check_names(path: Path, names: list[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen or not name:
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1 or not name:
             problem = (
-                f"two columns are called {name[:LONGEST]!r}" if name else "a column is unnamed"
+                f"{count} columns are called {name[:LONGEST]!r}" if name else "a column is unnamed"
             )
             raise DataError(f"{path}: {problem}; each needs a name of its own in the first line")
-        seen.add(name)
 
 
 # -- parquet ---------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path) -> Table:
-    """The columns; what its footer says, and what is then decoded, must fit into memory."""
+def _read_parquet(path: Path, select: Select, all_texts: bool) -> _Content:
+    """The columns; what the footer says, and what is then decoded, must fit into memory."""
     import pyarrow
     from pyarrow import parquet
 
     fix = "leave out rows or columns when it is written"
     try:
         with parquet.ParquetFile(path) as file:
-            names, rows = file.schema_arrow.names, file.metadata.num_rows
-            _check_names(path, names)
-            texts = [column.name for column in file.schema_arrow if _is_text_type(path, column)]
-            check_memory(path, NUMBER * rows * len(names), f"{rows:,} rows", fix)
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+        used = select(schema.names)
+        texts = [name for name in used if _is_text(path, schema.field(name))]
+        check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)  # as float64
         batches, decoded = [], 0
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            for batch in file.iter_batches(ROWS):
-                batches.append(batch)
+            for batch in file.iter_batches(PARQUET_ROWS, columns=used):
+                batches.append(batch.select(used))
                 decoded += batch.nbytes
                 check_memory(path, batch.nbytes, f"{decoded:,} bytes of decoded rows", fix)
-            table = pyarrow.Table.from_batches(batches, batches[0].schema if batches else None)
+        empty = None if batches else schema
+        table = pyarrow.Table.from_batches(batches, empty).unify_dictionaries()
     except (pyarrow.ArrowException, OSError, IndexError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
-    columns = dict(zip(names, table.unify_dictionaries().columns, strict=True))
-    return Table(path, columns, RowNames("row", np.arange(1, len(table) + 1)))
+    columns = {name: table.column(name) for name in used}
+    return _Content(columns, "row", np.arange(1, len(table) + 1), {})
 
 
-def _is_text_type(path: Path, column: Any) -> bool:
-    """Whether a column holds texts; a DataError where it holds neither these nor numbers."""
+def _is_text(path: Path, column: Any) -> bool:
+    """Whether a column holds texts; a DataError where it holds neither texts nor numbers."""
     from pyarrow import types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
@@ -422,6 +336,6 @@ def _is_text_type(path: Path, column: Any) -> bool:
     if not any(check(kind) for check in numeric):
         raise DataError(
             f"{path}: column {column.name!r} is of type {kind}, neither numbers nor texts; convert "
-            "it, or leave it out when the file is written"
+            f"it, or leave it out with data.ignore=[{column.name}]"
         )
     return False

@@ -1,9 +1,10 @@
-"""A user's table: numbers are standardised, texts become one column per category."""
+"""A user's table: numbers are standardised, texts become one input per category.
+
+`fit_columns` learns what is made of each column, from training rows; `encode` applies it.
+"""
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,79 +12,65 @@ import torch
 
 from runner.data.batch import Column, Sizes
 from runner.data.config import Tabular
-from runner.data.dataset import drops_bad_samples, report_bad_samples
 from runner.data.labels import check_classes, check_task, class_name, guess_task
 from runner.data.order import split
-from runner.data.paths import suggestion
-from runner.data.table import (
-    LONGEST,
-    Table,
-    bad_cells,
-    check_memory,
-    numbers,
-    read_table,
-    words_of,
-)
-from runner.data.tensors import Tensors, scale_of, standardised
+from runner.data.table import LONGEST, Table, Texts, Values, check_memory, read_table
+from runner.data.tensors import Tensors, fit_scale, scale, scale_of
 from runner.errors import ConfigError, DataError
 from runner.techniques.base import Choice
 
-log = logging.getLogger("runner")
-
 MOST_CATEGORIES = 256
 FEATURE = 4  # bytes of a float32
-DECIMAL_COMMA = re.compile(r"-?[0-9.]*[0-9],[0-9]+")
 
 
 def tabular(config: Tabular) -> Tensors:
     """Rows float32 [features], and the target: int64 label or float32 value."""
     check_task(config.task, ("classification", "regression"))
-    table = read_table(config.path, drops_bad_samples(config))
-    table.column(config.target, "data.target")
-    for name in config.ignore:
-        table.column(name, "data.ignore")
-    used = [n for n in table.columns if n != config.target and n not in config.ignore]
-    if not used:
+    table = read_table(config, {"data.target": config.target}, config.ignore)
+    target = table.columns.pop(config.target)
+    if not table.columns:
         raise ConfigError("data.target", f"{table.path} has no column beside it to learn from")
-    if drops_bad_samples(config):
-        table = table.without(bad_cells(table, [*used, config.target], config.most_bad))
-    total = len(table) + len(table.problems)
-    choices = report_bad_samples(table.problems, total, config, str(table.path))
-    parts = split(len(table), config.validation, config.split_seed, str(table.path))
-    inputs, columns = _inputs(table, used, parts[0])
-    features = inputs.shape[1]
-
-    task, reason, target = _target(table, config)
+    rows = len(target.codes if isinstance(target, Texts) else target)
+    train, validation = split(rows, config.validation, config.split_seed, str(table.path))
+    columns = fit_columns(table, train)
+    inputs = encode(table, columns)
+    task, reason = _task(target, config)
+    choices = table.choices
     if config.task == "auto":
         choices = (*choices, Choice("data.task", task, reason))
-    if task == "regression":
-        mean, deviation, choice = scale_of(target, parts[0])
+    if task == "regression" and isinstance(target, np.ndarray):
+        mean, deviation, choice = scale_of(target, train)
         choices = (*choices, choice)
         sizes = Sizes(
-            "regression", features, classes=1, target_mean=mean, target_deviation=deviation
+            task, inputs.shape[1], classes=1, target_mean=mean, target_deviation=deviation
         )
-        values = torch.from_numpy(target.astype(np.float32))
+        values = target.astype(np.float32)
     else:
-        distinct, labels = np.unique(target, return_inverse=True)
-        names = tuple(class_name(value) for value in distinct.tolist())
+        names, values = _classes(target)
         check_classes(names, f"{table.path}: column {config.target!r}")
-        sizes = Sizes("classification", features, classes=len(names), class_names=names)
-        values = torch.from_numpy(labels)
+        sizes = Sizes(task, inputs.shape[1], classes=len(names), class_names=names)
     return Tensors(
-        torch.from_numpy(inputs), values, sizes, parts, choices, columns, table.where, "data.ignore"
+        torch.from_numpy(inputs),
+        torch.from_numpy(values),
+        sizes,
+        (train, validation),
+        choices,
+        columns,
+        table.rows,
+        "data.ignore",
     )
 
 
-def _inputs(
-    table: Table, used: Sequence[str], train: np.ndarray
-) -> tuple[np.ndarray, tuple[Column, ...]]:
-    """The columns as float32 [rows, features], and what was made of each."""
-    read = []
-    for name in used:
-        read.append(_column(table, name, train))
-        del table.columns[name]  # frees its memory; the target stays
-    rows, width = np.arange(len(table)), sum(column.width for _, column in read)
-    widest = max((column for _, column in read), key=lambda column: column.width)
+def fit_columns(table: Table, train: np.ndarray) -> tuple[Column, ...]:
+    """What becomes of each column: mean and deviation over the rows `train`, or its categories."""
+    return tuple(_fit(table, name, values, train) for name, values in table.columns.items())
+
+
+def encode(table: Table, columns: Sequence[Column]) -> np.ndarray:
+    """The fitted columns as float32 [rows, features]; they are taken out of the table."""
+    parts = [_apply(table, column, table.columns.pop(column.name)) for column in columns]
+    rows, width = np.arange(len(parts[0])), sum(column.width for column in columns)
+    widest = max(columns, key=lambda column: column.width)
     check_memory(
         table.path,
         FEATURE * len(rows) * width,
@@ -92,87 +79,60 @@ def _inputs(
     )
     inputs = np.zeros((len(rows), width), np.float32)
     at = 0
-    for values, column in read:
+    for column, part in zip(columns, parts, strict=True):
         if column.values:
-            inputs[rows, at + values] = 1.0
+            inputs[rows, at + part] = 1.0
         else:
-            inputs[:, at] = values
+            inputs[:, at] = part
         at += column.width
-    return inputs, tuple(column for _, column in read)
+    return inputs
 
 
-def _column(table: Table, name: str, train: np.ndarray) -> tuple[np.ndarray, Column]:
-    """Standardised numbers, or which category each row has; and what becomes of it."""
-    leave_out = f"leave it out with data.ignore=[{name}]"
-    found = numbers(table, name)
-    if found is not None:
-        with np.errstate(all="ignore"):  # said below
-            scaled, mean, deviation = standardised(found[:, None], train)
-        if len(far := np.flatnonzero(~np.isfinite(scaled[:, 0]))):
-            raise DataError(
-                f"{table.path}: {table.where(int(far[0]))}, column {name!r}: {found[far[0]]:g} is "
-                f"too far from the rest, which differ by {deviation[0]:g}; correct it, or "
-                f"{leave_out}"
-            )
-        return scaled[:, 0], Column(name, 1, float(mean[0]), float(deviation[0]))
-    labels, texts = _categories(table, name)
-    commas = _decimal_commas(texts)
-    if len(texts) > MOST_CATEGORIES:
+def _fit(table: Table, name: str, values: Values, train: np.ndarray) -> Column:
+    if isinstance(values, np.ndarray):
+        mean, deviation = fit_scale(values[:, None], train)
+        return Column(name, 1, float(mean[0]), float(deviation[0]))
+    if len(values.words) > MOST_CATEGORIES:
         raise DataError(
-            f"{table.path}: column {name!r} has {len(texts):,} different texts, more than "
-            f"{MOST_CATEGORIES} categories; {commas or leave_out}"
+            f"{table.path}: column {name!r} has {len(values.words):,} different texts, more than "
+            f"{MOST_CATEGORIES} categories; leave it out with data.ignore=[{name}]"
         )
-    if commas:
-        log.warning("%s: column %r is taken for categories; %s", table.path, name, commas)
-    return labels, Column(name, len(texts), values=texts)
+    return Column(name, len(values.words), values=values.words)
 
 
-def _categories(table: Table, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Which category each row has, and the categories, sorted."""
-    codes, words = words_of(table.columns[name])
-    used = [words[code] or "" for code in np.unique(codes).tolist()]
-    texts = sorted(set(used))
-    place = {word: number for number, word in enumerate(texts)}
-    numbered = np.array([place.get(word or "", 0) for word in words])
-    return numbered[codes], tuple(texts)
+def _apply(table: Table, column: Column, values: Values) -> np.ndarray:
+    """Standardised numbers, or which category each row has."""
+    if isinstance(values, Texts):
+        return values.codes
+    with np.errstate(all="ignore"):  # infinities are an error below
+        scaled = scale(values, column.mean, column.deviation)
+    if len(far := np.flatnonzero(~np.isfinite(scaled))):
+        row = int(far[0])
+        raise DataError(
+            f"{table.path}: {table.rows(row)}, column {column.name!r}: {values[row]:g} is too far "
+            f"from the rest, which differ by {column.deviation:g}; correct it, or leave the column "
+            f"out with data.ignore=[{column.name}]"
+        )
+    return scaled
 
 
-def _target(table: Table, config: Tabular) -> tuple[str, str, np.ndarray]:
-    """The task, why, and the column to predict: texts, or numbers."""
-    values = numbers(table, config.target)
-    if values is None:
+def _task(target: Values, config: Tabular) -> tuple[str, str]:
+    """The task, and why."""
+    if isinstance(target, Texts):
         if config.task == "regression":
-            words = words_of(table.columns[config.target])[1]
-            first = next(word for word in words if word and not _is_number(word))[:LONGEST]
             raise ConfigError(
                 "data.task",
-                f"column {config.target!r} holds texts such as {first!r}, which have no size",
-                suggestion("classification", ["classification"], "use"),
+                f"column {config.target!r} holds texts such as {target.words[0][:LONGEST]!r}",
+                "use classification",
             )
-        codes, texts = _categories(table, config.target)
-        classes = np.array(texts, dtype=object)[codes]
-        if commas := _decimal_commas(texts):
-            log.warning("%s: column %r is taken for classes; %s", table.path, config.target, commas)
-        return "classification", f"column {config.target!r} holds texts", classes
-    task, reason = guess_task(values)
-    if config.task != "auto":
-        task, reason = config.task, "asked for"
-    return task, f"{reason}; data.task says otherwise where that is wrong", values
+        return "classification", f"column {config.target!r} holds texts"
+    task, reason = guess_task(target)
+    return (task, reason) if config.task == "auto" else (config.task, "asked for")
 
 
-def _decimal_commas(texts: Sequence[str]) -> str:
-    """What to do where all of them look like numbers as half of the world writes them."""
-    if not all(DECIMAL_COMMA.fullmatch(text) for text in texts):
-        return ""
-    return (
-        f"all of them look like numbers with a decimal comma, such as {texts[0][:LONGEST]!r}: save "
-        "the table with decimal points"
-    )
-
-
-def _is_number(value: object) -> bool:
-    try:
-        float(str(value))
-    except ValueError:
-        return False
-    return True
+def _classes(target: Values) -> tuple[tuple[str, ...], np.ndarray]:
+    """The names of the classes, and the label of each row."""
+    if isinstance(target, Texts):
+        return target.words, target.codes
+    distinct, labels = np.unique(target, return_inverse=True)
+    return tuple(class_name(value) for value in distinct.tolist()), labels

@@ -67,15 +67,18 @@ def scale_of(target: np.ndarray, train: np.ndarray) -> tuple[float, float, Choic
     return mean, deviation, Choice("data.target", "standardised", reason)
 
 
-def standardised(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Columns with mean 0 and deviation 1 over the rows `train`, as float32, and what these were.
+def fit_scale(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of each column over the rows `train`; of a constant one: itself and 1.
 
-    Only the training rows are looked at, so nothing is learned from those held out. A column that
-    is constant there becomes 0 there.
+    Only the training rows are looked at, so nothing is learned from those held out.
     """
     mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
     # the mean of one value a million times is off by a rounding, and so is the deviation from it
     constant = x[train].min(axis=0) == x[train].max(axis=0)
-    mean, deviation = np.where(constant, x[train[0]], mean), np.where(constant, 1.0, deviation)
+    return np.where(constant, x[train[0]], mean), np.where(constant, 1.0, deviation)
+
+
+def scale(x: np.ndarray, mean: np.ndarray | float, deviation: np.ndarray | float) -> np.ndarray:
+    """(x - mean) / deviation as float32."""
     scaled: np.ndarray = ((x - mean) / deviation).astype(np.float32)
-    return scaled, mean, deviation
+    return scaled

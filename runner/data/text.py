@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from runner.data.batch import Batch, Sizes
 from runner.data.config import Text
-from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
-from runner.data.labels import check_classes, encode
+from runner.data.dataset import Dataset, usable_samples
+from runner.data.labels import check_classes
 from runner.data.order import split
-from runner.data.paths import class_files, class_folders, existing
-from runner.data.table import read_table
-from runner.errors import ConfigError, DataError
+from runner.data.paths import class_files, existing
+from runner.data.table import Texts, read_table
+from runner.errors import DataError
 from runner.security.files.policy import Policy
 from runner.techniques.base import Choice
 
@@ -73,20 +73,9 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
 
 def text(config: Text, policy: Policy | None = None) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
-    if config.sequence < 1:
-        raise ConfigError("data.sequence", f"{config.sequence} is no length", "use 1 or more")
     path = existing(config.path)
-    problems: list[str] = []
-    found = _from_folders(path, policy) if path.is_dir() else _from_table(config, problems)
-    for name, content, _ in found:
-        if not content.strip():
-            if not drops_bad_samples(config):
-                raise DataError(f"{name}: the text is empty")
-            problems.append(f"{name}: the text is empty")
-    found = [sample for sample in found if sample[1].strip()]
-    choices = report_bad_samples(problems, len(found) + len(problems), config, str(path))
-    texts = [content for _, content, _ in found]
-    labels, classes = encode([label for _, _, label in found])
+    read = _from_folders(config, policy) if path.is_dir() else _from_table(config)
+    texts, labels, classes, choices = read
     check_classes(classes, str(path))
     longer = sum(len(content) > config.sequence for content in texts)
     if longer:
@@ -96,43 +85,32 @@ def text(config: Text, policy: Policy | None = None) -> TextClassificationDatase
     return TextClassificationDataset(texts, labels, classes, config.sequence, parts, choices)
 
 
-Sample = tuple[str, bytes, str]
-"""What a message calls a text, its bytes, and its label."""
+Labelled = tuple[list[bytes], np.ndarray, tuple[str, ...], tuple[Choice, ...]]
+"""Texts, their labels, the names of the classes, and what was left out."""
 
 
-def _from_table(config: Text, problems: list[str]) -> list[Sample]:
-    """The rows of a table; where bad ones are dropped, `problems` has a line for each."""
-    used = (config.text, config.target)
-    table = read_table(config.path, drops_bad_samples(config), texts=used)
-    table.column(config.text, "data.text")
-    table.column(config.target, "data.target")
-    columns = {name: table.columns[name].to_pylist() for name in used}
-    empty = {
-        row: f", column {name!r}: the value is missing"
-        for name in used
-        for row, value in enumerate(columns[name])
-        if value is None or value == ""
-    }
-    if drops_bad_samples(config):
-        table = table.without(empty)
-        problems += table.problems
-    elif empty:
-        row = min(empty)
-        raise table.missing(next(n for n in used if columns[n][row] in (None, "")), row)
-    texts, labels = (
-        [value for row, value in enumerate(columns[name]) if row not in empty] for name in used
-    )
-    return [
-        (f"{table.path}: {table.where(row)}", str(content).encode(), str(label))
-        for row, (content, label) in enumerate(zip(texts, labels, strict=True))
-    ]
+def _from_table(config: Text) -> Labelled:
+    table = read_table(config, {"data.text": config.text, "data.target": config.target})
+    texts, labels = (cast("Texts", table.columns[name]) for name in (config.text, config.target))
+    encoded = [word.encode() for word in texts.words]
+    contents = [encoded[code] for code in texts.codes.tolist()]
+    return contents, labels.codes, labels.words, table.choices
 
 
-def _from_folders(root: Path, policy: Policy | None) -> list[Sample]:
-    found: list[Sample] = []
-    for folder in class_folders(root, policy):
-        files = class_files(folder, root, policy)
+def _from_folders(config: Text, policy: Policy | None) -> Labelled:
+    folders = class_files(existing(config.path), policy)
+    texts, labels = [], []
+    problems: dict[int, str] = {}
+    for label, (folder, files) in enumerate(folders.items()):
         if not files:
             raise DataError(f"{folder}: the class has no files")
-        found += [(str(file), file.read_bytes(), folder.name) for file in files]
-    return found
+        for file in files:
+            content = file.read_bytes()
+            if content.strip():
+                texts.append(content)
+                labels.append(label)
+            else:
+                problems[len(problems)] = f"{file}: the text is empty"
+    total = len(texts) + len(problems)
+    choices = usable_samples(problems, total, config, config.path)
+    return texts, np.array(labels), tuple(folder.name for folder in folders), choices

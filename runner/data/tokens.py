@@ -43,8 +43,6 @@ class TokenWindows(Dataset):
         sequence: int,
         checked: bool,
     ) -> None:
-        if sequence < 1:
-            raise ConfigError("data.sequence", f"{sequence} is no length", "use 1 or more")
         self.streams = (train, validation)
         self.vocab, self.sequence, self.checked = vocab, sequence, checked
         self.sizes = Sizes("language_modelling", classes=vocab, vocab=vocab, sequence=sequence)
@@ -97,19 +95,13 @@ def tokens(config: Tokens, policy: Policy | None = None) -> TokenWindows:
         )
     path = existing(config.path)
     if path.is_dir():
-        files = [_inside(path, name) for name in ("train.bin", "val.bin")]
-        parts = tuple(_map(check_link(file, path, policy), kind) for file in files)
-        train, validation = (
-            TokenStream(ids, str(path / n))
-            for ids, n in zip(parts, ("train.bin", "val.bin"), strict=True)
-        )
+        files = [check_link(_inside(path, name), path, policy) for name in ("train.bin", "val.bin")]
+        train, validation = (TokenStream(_map(file, kind), str(file)) for file in files)
     else:
         ids = _map(path, kind)
         cut = len(ids) - round(len(ids) * config.validation)
-        train, validation = (
-            TokenStream(ids[:cut], str(path)),
-            TokenStream(ids[cut:], str(path), cut),
-        )
+        train = TokenStream(ids[:cut], str(path))
+        validation = TokenStream(ids[cut:], str(path), cut)
     return TokenWindows(
         train, validation, vocab=config.vocab, sequence=config.sequence, checked=False
     )

@@ -15,9 +15,10 @@ import torch
 from runner.data.batch import Batch
 from runner.data.collate import Nest, as_pair, main_leaf, stack
 from runner.data.config import DataConfig
-from runner.data.dataset import Dataset, drops_bad_samples, report_bad_samples
+from runner.data.dataset import Dataset, drops_bad_samples, usable_samples
 from runner.data.infer import infer_sizes
 from runner.data.labels import check_range
+from runner.data.nested import tensors
 from runner.data.order import sample_seeds, split
 from runner.errors import ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
@@ -54,26 +55,26 @@ class UserDataset(Dataset):
         self.dataset = dataset
         choices: tuple[Choice, ...] = ()
         if config is not None and drops_bad_samples(config):
-            self.dataset, choices = self._sound(dataset, target, config)
+            self.dataset, choices = self._usable(dataset, target, config)
         self.train, self.validation = split(len(self.dataset), validation, split_seed, target)
-        self.sizes, inferred = infer_sizes(self.dataset, target, self._look_at)
+        self.sizes, inferred = infer_sizes(self.dataset, target, self._timed_sample)
         self.choices = (*choices, *inferred)
         self._time_more()
 
-    def _sound(
+    def _usable(
         self, dataset: Any, target: str, config: DataConfig
     ) -> tuple[Subset, tuple[Choice, ...]]:
         """The samples that can be fetched and are finite, each fetched once to see: one epoch."""
         problems: dict[int, str] = {}
         for index in range(len(dataset)):
             try:
-                sample = self._look_at(index)
+                sample = self._timed_sample(index)
             except DataError as error:
                 problems[index] = str(error).partition("\n")[0]
                 continue
-            if not all(bool(torch.isfinite(leaf).all()) for leaf in _floats(sample)):
+            if not all(bool(leaf.isfinite().all()) for leaf in tensors(sample)):
                 problems[index] = f"sample {index}: a value is not finite"
-        choices = report_bad_samples(list(problems.values()), len(dataset), config, target)
+        choices = usable_samples(problems, len(dataset), config, target)
         return Subset(dataset, [i for i in range(len(dataset)) if i not in problems]), choices
 
     def _time_more(self) -> None:
@@ -83,9 +84,9 @@ class UserDataset(Dataset):
             if seconds is None or seconds > SLOW_S:
                 return
             with suppress(DataError):  # its turn will come
-                self._look_at(index)
+                self._timed_sample(index)
 
-    def _look_at(self, index: int) -> tuple[Nest, Nest]:
+    def _timed_sample(self, index: int) -> tuple[Nest, Nest]:
         started = time.perf_counter()
         with _global_generators():
             sample = self._sample(index, int(sample_seeds(0, 0, np.array([index]))[0]))
@@ -155,16 +156,6 @@ class Subset:
         if name in ("dataset", "indices"):  # not there yet, while one is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-
-def _floats(nest: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of floats in a nest."""
-    if isinstance(nest, torch.Tensor):
-        if nest.is_floating_point():
-            yield nest
-        return
-    for item in nest.values() if isinstance(nest, dict) else nest:
-        yield from _floats(item)
 
 
 @contextmanager

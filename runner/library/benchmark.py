@@ -143,7 +143,7 @@ def _try_out(
         return
     if objective is None:
         look_up = partial(resolve, trusted=config.security.names)
-        objective = build_objective(config.objective, source.sizes, look_up, config.data.as_classes)
+        objective = build_objective(config.objective, source.sizes, look_up)
     device = device_of(model)
     inputs, target = batches.moved(source.fetch(source.train[:2], None), device)
     with preserve_state(model, device=device), modes.evaluation_mode(model), torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from runner.data.batch import Sizes
-from runner.data.config import AS_INTEGERS
+from runner.data.config import AS_CLASSES
 from runner.errors import ConfigError
 from runner.objectives.base import Objective
 from runner.objectives.classification import Classification
@@ -31,12 +31,10 @@ def build_objective(
     config: ObjectiveConfig,
     sizes: Sizes,
     resolve: Callable[[str, str], Any],
-    as_classes: str = AS_INTEGERS,
 ) -> Objective:
     """The objective that `config` asks for; `auto` takes the one that fits the data's task.
 
-    `as_classes` is what to do where targets that are taken for quantities are classes. Raises
-    ConfigError when it does not fit the data.
+    Raises ConfigError when it does not fit the data.
     """
     kind = "custom" if config._target_ is not None else config.kind
     if kind == "auto":
@@ -64,7 +62,7 @@ def build_objective(
         raise ConfigError(
             "objective.kind",
             f"{kind} does not fit the data, which is for {sizes.task}",
-            f"if the targets are classes, {as_classes}" * labels
+            f"if the targets are classes, {AS_CLASSES}" * labels
             or "use objective=auto, or other data",
         )
     if kind == "classification":
@@ -83,7 +81,7 @@ def build_objective(
         )
     if kind == "language_modelling":
         return LanguageModelling(sizes.vocab, config.ignore_index)
-    return Regression(sizes.target_mean, sizes.target_deviation, as_classes)
+    return Regression(sizes.target_mean, sizes.target_deviation)
 
 
 def _foreign(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.data.config import AS_INTEGERS
+from runner.data.config import AS_CLASSES
 from runner.errors import ConfigError, DataError, UsageError
 from runner.objectives import model_output
 from runner.objectives.base import Objective
@@ -22,11 +22,8 @@ class Regression(Objective):
     and the loss is in that unit; the other metrics are in the target's own.
     """
 
-    def __init__(
-        self, mean: float = 0.0, deviation: float = 1.0, as_classes: str = AS_INTEGERS
-    ) -> None:
+    def __init__(self, mean: float = 0.0, deviation: float = 1.0) -> None:
         self.mean, self.deviation = mean, deviation
-        self.as_classes = as_classes  # for messages: what to do where the targets are classes
 
     monitor = "val/loss"
     higher_is_better = False
@@ -100,8 +97,7 @@ class Regression(Objective):
         a_row_each = len(shape) == 2 and shape[0] == target.numel()
         if not (a_row_each and target.is_floating_point()):
             return ConfigError("model", problem, fix)
-        dtype = str(target.dtype).removeprefix("torch.")
         return DataError(
-            f"data: the targets are {dtype}, so quantities (a regression), and the model "
-            f"{problem}; if they are classes, {self.as_classes}; if not, {fix}"
+            f"data: the targets are floats, so quantities (a regression), and the model {problem}; "
+            f"if they are classes, {AS_CLASSES}; if not, {fix}"
         )

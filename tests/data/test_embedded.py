@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from runner.data import embedded, stdlib
 from runner.data.config import Cancer, Digits, StdlibParts, StdlibText, Synthetic, SyntheticForm
 from runner.data.embedded import cancer, digits
 from runner.data.order import sample_seeds
@@ -41,14 +39,6 @@ def test_cancer_is_standardised_by_what_is_trained_on() -> None:
     assert torch.bincount(source.target).tolist() == [212, 357]
 
 
-def test_the_shipped_files_say_where_they_are_from() -> None:
-    said = (embedded.FILES / "README.md").read_text()
-    shipped = [p.name for p in embedded.FILES.glob("*.npz")]
-    assert shipped
-    assert all(f"`{name}`" in said for name in shipped)
-    assert (embedded.FILES / "LICENSE.scikit-learn").read_text().startswith("BSD 3-Clause")
-
-
 def test_a_stdlib_file_is_wholly_in_one_part() -> None:
     source = stdlib_text(StdlibText())
     train, validation = (stream.ids.tobytes() for stream in source.streams)
@@ -78,13 +68,9 @@ def test_an_epoch_of_text_is_consecutive_windows_from_an_offset_of_its_own() -> 
         offset = next(o for o in range(128) if np.array_equal(ids[o : o + len(read)], read))
         offsets.add(offset)
     assert len(offsets) > 2
-
-
-def test_validation_text_is_the_same_in_every_epoch() -> None:
-    source = stdlib_text(StdlibText())
-    chosen = source.validation[:5]
-    plain = source.fetch(chosen, None)[0]
-    assert torch.equal(source.fetch(chosen, sample_seeds(0, 7, chosen))[0], plain)
+    held_out = source.validation[:5]
+    plain = source.fetch(held_out, None)[0]
+    assert torch.equal(source.fetch(held_out, sample_seeds(0, 7, held_out))[0], plain)
 
 
 def test_text_shorter_than_a_window_is_refused() -> None:
@@ -113,12 +99,6 @@ def test_an_unknown_part_of_the_library_brings_up_the_nearest() -> None:
         stdlib_parts(StdlibParts(parts=["email"]))
 
 
-def test_no_library_source_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(DataError, match="no library source"):
-        stdlib_text(StdlibText())
-
-
 @pytest.mark.parametrize("form", list(SyntheticForm))
 def test_synthetic_data_is_made_from_its_seed_alone(form: SyntheticForm) -> None:
     def digest(seed: int) -> str:
@@ -126,16 +106,6 @@ def test_synthetic_data_is_made_from_its_seed_alone(form: SyntheticForm) -> None
         return hashlib.sha256(source.inputs.numpy().tobytes()).hexdigest()
 
     assert digest(0) == digest(0) != digest(1)
-
-
-@pytest.mark.parametrize("form", [SyntheticForm.images, SyntheticForm.tabular])
-def test_synthetic_classes_can_be_learned(form: SyntheticForm) -> None:
-    source = synthetic(Synthetic(form=form, samples=600, image_size=8))
-    x, y = source.fetch(source.train, None)
-    centres = torch.stack([x[y == label].mean(dim=0) for label in range(10)]).flatten(1)
-    held_out, labels = source.fetch(source.validation, None)
-    nearest = torch.cdist(held_out.flatten(1), centres).argmin(dim=1)
-    assert (nearest == labels).float().mean() > 0.9
 
 
 def test_synthetic_tokens_can_be_learned() -> None:
@@ -150,5 +120,5 @@ def test_synthetic_tokens_can_be_learned() -> None:
 def test_a_size_that_makes_no_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="data.samples"):
         synthetic(Synthetic(samples=1))
-    with pytest.raises(ConfigError, match="data.image_size"):
-        synthetic(Synthetic(image_size=0))
+    with pytest.raises(ConfigError, match="data.image_size: must be ≥ 1, got 0"):
+        Synthetic(image_size=0)

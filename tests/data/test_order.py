@@ -13,27 +13,15 @@ def test_a_split_has_the_asked_size_and_each_sample_once() -> None:
     train, validation = split(1000, 0.2, 0)
     assert len(validation) == 200
     assert sorted([*train, *validation]) == list(range(1000))
-
-
-def test_a_split_depends_on_its_seed_alone() -> None:
-    assert np.array_equal(split(100, 0.3, 5)[1], split(100, 0.3, 5)[1])
-    assert not np.array_equal(split(100, 0.3, 5)[1], split(100, 0.3, 6)[1])
+    assert not np.array_equal(validation, split(1000, 0.2, 1)[1])
+    assert all(len(part) == 1 for share in (0.001, 0.999) for part in split(2, share, 0))
+    with pytest.raises(DataError, match="table.csv"):
+        split(1, 0.2, 0, "table.csv")
 
 
 def test_samples_that_are_added_leave_most_others_in_their_part() -> None:
     before, after = (set(split(n, 0.2, 0)[1].tolist()) for n in (1000, 1010))
     assert len(before & after) > 190
-
-
-@pytest.mark.parametrize("share", [0.001, 0.999])
-def test_neither_part_is_empty(share: float) -> None:
-    assert all(len(part) for part in split(2, share, 0))
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_what_cannot_be_split_is_refused_by_name(n: int) -> None:
-    with pytest.raises(DataError, match="table.csv"):
-        split(n, 0.2, 0, "table.csv")
 
 
 def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own() -> None:
@@ -46,16 +34,6 @@ def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own() -> None:
 def test_these_very_numbers_come_out_on_every_machine() -> None:
     assert permutation(0, 0, 8).tolist() == [4, 0, 6, 5, 1, 7, 3, 2]
     assert sample_seeds(1, 2, np.array([3])).tolist() == [3821468231969580552]
-
-
-def test_every_position_is_equally_likely() -> None:
-    n, epochs = 10, 5000
-    counts = np.zeros((n, n))
-    for epoch in range(epochs):
-        counts[np.arange(n), permutation(7, epoch, n)] += 1
-    expected = epochs / n
-    chi_squared = ((counts - expected) ** 2 / expected).sum()
-    assert chi_squared < 140  # 81 degrees of freedom: this or more by chance, once in 20,000
 
 
 def test_a_samples_seed_does_not_depend_on_the_batch_it_is_in() -> None:

@@ -1,8 +1,9 @@
-"""A user's table, right and wrong."""
+"""A user's table: what is made of it, what is refused, and bad rows, named or left out."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -10,23 +11,30 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from runner.data.config import Tabular
-from runner.data.table import read_table
+from runner import build, compose, train
+from runner.data.config import BadSamples, Tabular
 from runner.data.tabular import tabular
 from runner.data.tensors import Tensors
+from runner.device import memory
 from runner.errors import ConfigError, DataError
+from runner.record.history import History
 
-ROWS = [f"{i},{i * i},{'red' if i % 3 else 'blue'},{'yes' if i % 2 else 'no'}" for i in range(20)]
+HEADER = "age,income,colour,bought"
+ROWS = [f"{i},{i * i},{'red' if i % 3 else 'blue'},{'yes' if i % 2 else 'no'}" for i in range(40)]
 
 
-def write(folder: Path, *rows: str, header: str = "age,income,colour,bought") -> str:
+def write(folder: Path, *rows: str, header: str = HEADER) -> str:
     path = folder / "people.csv"
-    path.write_text("\n".join([header, *rows]) + "\n")
+    path.write_bytes("\n".join([header, *rows, ""]).encode("latin-1"))
     return str(path)
 
 
-def opened(path: str, target: str = "bought", **changes: object) -> Tensors:
-    return tabular(Tabular(path=path, target=target, **changes))  # type: ignore[arg-type]
+def opened(path: str | Path, target: str = "bought", **changes: Any) -> Tensors:
+    return tabular(Tabular(path=str(path), target=target, **changes))
+
+
+def dropped(path: str | Path, **changes: Any) -> Tensors:
+    return opened(path, bad_samples=BadSamples.drop, **changes)
 
 
 def test_texts_to_predict_are_classes_and_texts_to_read_are_one_hot(tmp_path: Path) -> None:
@@ -38,9 +46,9 @@ def test_texts_to_predict_are_classes_and_texts_to_read_are_one_hot(tmp_path: Pa
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
     assert y.tolist() == [i % 2 for i in range(20)]
     assert x[:, 2:].tolist() == [[float(i % 3 == 0), float(i % 3 != 0)] for i in range(20)]
-    train = x[torch.from_numpy(source.train), :2]
-    assert torch.allclose(train.mean(dim=0), torch.zeros(2), atol=1e-6)
-    assert torch.allclose(train.std(dim=0, correction=0), torch.ones(2), atol=1e-6)
+    trained = source.inputs[torch.from_numpy(source.train), :2]
+    assert torch.allclose(trained.mean(dim=0), torch.zeros(2), atol=1e-6)
+    assert torch.allclose(trained.std(dim=0, correction=0), torch.ones(2), atol=1e-6)
 
 
 def test_many_numbers_to_predict_are_regression_and_stay_as_they_are(tmp_path: Path) -> None:
@@ -70,99 +78,8 @@ def test_columns_can_be_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_the_separator_is_the_headers(tmp_path: Path, separator: str) -> None:
     rows = [row.replace(",", separator) for row in ROWS]
-    header = "age,income,colour,bought".replace(",", separator)
-    assert opened(write(tmp_path, *rows, header=header)).sizes.in_features == 4
-
-
-@pytest.mark.parametrize("value", ["", "NA", "nan", "null"])
-def test_a_missing_number_is_named_by_line_and_column(tmp_path: Path, value: str) -> None:
-    rows = [*ROWS[:5], f"5,{value},red,yes", *ROWS[5:]]
-    with pytest.raises(DataError, match=r"people.csv: line 7, column 'income': .*missing"):
-        opened(write(tmp_path, *rows))
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ("5,inf,red,yes", r"line 22, column 'income': inf is not finite"),
-        ("5,5,,yes", r"line 22, column 'colour': .*missing"),
-        ("5,5,red,", r"line 22, column 'bought': .*missing"),
-        ("5,5,red", r"line 22 has 3 values, and the header names 4"),
-        ('5,5,"red,yes', r"line 22"),
-    ],
-)
-def test_a_wrong_row_is_named(tmp_path: Path, row: str, problem: str) -> None:
-    with pytest.raises(DataError, match=problem):
-        opened(write(tmp_path, *ROWS, row))
-
-
-def test_a_text_among_numbers_makes_the_column_categories_only_if_few(tmp_path: Path) -> None:
-    rows = [f"{i},{i},person {i},{'yes' if i % 2 else 'no'}" for i in range(300)]
-    with pytest.raises(
-        DataError, match=r"'colour' has 300 different texts.*data.ignore=\[colour\]"
-    ):
-        opened(write(tmp_path, *rows))
-
-
-@pytest.mark.parametrize("column", ["colour", "bought"])
-def test_decimal_commas_are_called_what_they_are(
-    tmp_path: Path, column: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rows(number: int) -> list[str]:
-        told = {"colour": "{0};{0};{0},5;{1}", "bought": "{0};{0};{1};{0},5"}[column]
-        texts = [told.format(i, "yes" if i % 2 else "no") for i in range(number)]
-        return ["age;income;colour;bought", *texts]
-
-    path = tmp_path / "people.csv"
-    path.write_text("\n".join(rows(20)))
-    opened(str(path))
-    assert f"column '{column}' is taken for" in caplog.text
-    assert "a decimal comma, such as '0,5': save the table with decimal points" in caplog.text
-    path.write_text("\n".join(rows(300)))
-    if column == "colour":
-        with pytest.raises(DataError, match="300 different texts.*with decimal points"):
-            opened(str(path))
-
-
-def test_a_missing_column_brings_up_the_nearest(tmp_path: Path) -> None:
-    path = write(tmp_path, *ROWS)
-    with pytest.raises(
-        ConfigError, match=r"data.target: .*no column 'boght'; did you mean 'bought'"
-    ):
-        opened(path, target="boght")
-    with pytest.raises(ConfigError, match=r"data.ignore: .*did you mean 'colour'"):
-        opened(path, ignore=["color"])
-
-
-def test_a_missing_file_brings_up_the_nearest(tmp_path: Path) -> None:
-    write(tmp_path, *ROWS)
-    with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'people.csv'"):
-        opened(str(tmp_path / "poeple.csv"))
-    with pytest.raises(ConfigError, match="nor is its folder"):
-        opened(str(tmp_path / "nowhere" / "people.csv"))
-
-
-def test_an_empty_table_and_one_class_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="empty"):
-        opened(write(tmp_path))
-    with pytest.raises(DataError, match="nothing to tell apart"):
-        opened(write(tmp_path, *("1,2,red,yes" for _ in range(9))))
-
-
-def test_names_and_bytes_that_are_no_table_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="two columns are called 'age'"):
-        opened(write(tmp_path, *ROWS, header="age,age,colour,bought"))
-    (tmp_path / "people.csv").write_bytes(b"age,bought\n1,\xff\xfe\n")
-    with pytest.raises(DataError, match="UTF-8"):
-        opened(str(tmp_path / "people.csv"))
-
-
-def test_a_task_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, *ROWS)
-    with pytest.raises(ConfigError, match="data.task"):
-        opened(path, task="regression")
-    with pytest.raises(ConfigError, match="data.task: no task 'clasification'"):
-        opened(path, task="clasification")
+    path = write(tmp_path, *rows, header=HEADER.replace(",", separator))
+    assert opened(path).sizes.in_features == 4
 
 
 def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:
@@ -172,46 +89,245 @@ def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:
         "colour": pyarrow.array(columns[2]).dictionary_encode(), "bought": columns[3],
     })  # fmt: skip
     parquet.write_table(table, tmp_path / "people.parquet")
-    a, b = opened(str(tmp_path / "people.parquet")), opened(write(tmp_path, *ROWS))
+    a, b = opened(tmp_path / "people.parquet"), opened(write(tmp_path, *ROWS))
     assert torch.equal(a.inputs, b.inputs)
     assert torch.equal(a.target, b.target)
     assert a.sizes == b.sizes
 
 
-def test_a_null_in_parquet_is_named_by_row_and_column(tmp_path: Path) -> None:
-    table = pyarrow.table({"age": [1, None, 3], "bought": ["yes", "no", "no"]})
+# -- bad rows --------------------------------------------------------------------------------------
+
+BAD_ROWS = {
+    "a missing number": ("9,,red,yes", ", column 'income': the value is missing"),
+    "a number written as NaN": ("9,NaN,red,yes", ", column 'income': the value is missing"),
+    "an infinite number": ("9,inf,red,yes", ", column 'income': inf is not a finite number"),
+    "too large for float32": ("9,-1e300,red,yes", ", column 'income': -1e+300 is too large"),
+    "too large for float64": ("9,1e999,red,yes", ", column 'income': inf is not a finite number"),
+    "a missing category": ("9,1,,yes", ", column 'colour': the value is missing"),
+    "a missing label": ("9,1,red,", ", column 'bought': the value is missing"),
+    "too few values": ("9,1,red", " has 3 values, and the header names 4 columns"),
+    "too many values": ("9,1,red,yes,no", " has 5 values"),
+    "bytes that are no text": ("9,1,r\xe9d,yes", "is not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
+    kind: str, tmp_path: Path
+) -> None:
+    row, problem = BAD_ROWS[kind]
+    path = write(tmp_path, *ROWS[:5], row, *ROWS[5:])
+    with pytest.raises(DataError) as raised:
+        opened(path)
+    assert "people.csv: line 7" in str(raised.value) and problem in str(raised.value)
+    assert "data.bad_samples=drop" in str(raised.value)
+    source = dropped(path)
+    told = source.choices[0]
+    assert (told.key, told.value) == ("data.bad_samples", "1 of 41 left out")
+    assert told.reason.startswith("line 7") and problem in told.reason
+    clean = opened(write(tmp_path, *ROWS))
+    assert torch.equal(source.inputs, clean.inputs)
+    assert torch.equal(source.target, clean.target)
+    assert source.sizes == clean.sizes
+    assert source.train.tolist() == clean.train.tolist()
+    assert [c.key for c in clean.choices] == ["data.task"]
+    assert source.rows(5) == "line 8"  # rows keep the name of their line
+
+
+def test_a_text_among_numbers_is_a_bad_row_where_such_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, *ROWS, "9,12a,red,yes")
+    assert "column 'income': 12a is not a finite number" in dropped(path).choices[0].reason
+    assert opened(path).sizes.in_features == 1 + 41 + 2  # else a column of texts
+    mixed = [row.replace("red", "7") for row in ROWS]  # a third is blue
+    assert dropped(write(tmp_path, *mixed)).sizes.in_features == 4
+
+
+def test_several_bad_rows_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    told = dropped(write(tmp_path, *ROWS, *ROWS, *["9,NA,red,yes"] * 8)).choices[0]
+    assert told.value == "8 of 88 left out"
+    assert "line 82, " in told.reason and told.reason.endswith("and 3 more")
+
+
+def test_more_bad_rows_than_the_stated_share_are_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, *ROWS, *["9,1,red"] * 5)
+    with pytest.raises(DataError, match=r"5 of 45 samples .* data.most_bad=0.1: line 42 has 3"):
+        dropped(path)
+    assert dropped(path, most_bad=0.2).choices[0].value == "5 of 45 left out"
+    with pytest.raises(ConfigError, match=r"data.most_bad: must be > 0 and < 1, got 1.0"):
+        dropped(path, most_bad=1.0)
+
+
+@pytest.mark.parametrize("row", ['9,1,"red,yes', '9,1,red,"yes'])
+def test_a_quote_that_is_not_closed_is_an_error(tmp_path: Path, row: str) -> None:
+    with pytest.raises(DataError, match="a quote is not closed"):  # it takes all rows after it
+        dropped(write(tmp_path, *ROWS[:20], row, *ROWS[20:]))
+    inches = [row.replace("red", '5" red') for row in ROWS[:-1]]  # 25 quotes
+    assert opened(write(tmp_path, *inches)).sizes.in_features == 4
+
+
+def test_a_quoted_cell_may_hold_lines_and_rows_are_counted_then(tmp_path: Path) -> None:
+    rows = [row.replace("red", '"red\nand more"') for row in ROWS]
+    assert opened(write(tmp_path, *rows)).sizes.in_features == 4
+    with pytest.raises(DataError, match="row 41, column 'colour'"):
+        opened(write(tmp_path, *rows, "9,1,,yes"))
+
+
+def test_bad_cells_of_parquet_are_left_out(tmp_path: Path) -> None:
+    ages = pyarrow.array([None, float("nan"), *range(30)], pyarrow.float64())
+    table = pyarrow.table({"age": ages, "bought": ["yes", "no"] * 16})
     parquet.write_table(table, tmp_path / "people.parquet")
-    with pytest.raises(DataError, match="row 2, column 'age'"):
-        opened(str(tmp_path / "people.parquet"))
+    with pytest.raises(DataError, match="row 1, column 'age'"):
+        opened(tmp_path / "people.parquet")
+    source = dropped(tmp_path / "people.parquet")
+    assert len(source.target) == 30
+    assert source.choices[0].reason.startswith("row 1, column 'age': the value is missing; row 2")
 
 
-def test_a_constant_column_that_is_a_thousand_times_as_large_as_its_file_is_read(
+def test_a_run_tells_of_bad_samples_in_its_history_and_summary(tmp_path: Path) -> None:
+    config = compose([
+        "data=tabular", f"data.path={write(tmp_path, *ROWS, '9,,red,yes')}", "data.target=bought",
+        "data.bad_samples=drop", "model=mlp", "training.steps=1", "optimization=none",
+        "checkpoint=off", "checks=off", "monitoring=quiet",
+    ])  # fmt: skip
+    with build(config, tmp_path / "run") as run:
+        summary = train(run)
+    assert summary.faults["bad_samples"] == 1
+    assert any(choice.key == "data.bad_samples" for choice in summary.choices)
+    (fault,) = [f for f in History.read(tmp_path / "run") if f.kind == "bad_samples"]
+    assert fault.category == "data" and "line 42, column 'income'" in fault.message
+    assert fault.message.startswith("1 of 41 left out")
+
+
+# -- what is no table ------------------------------------------------------------------------------
+
+
+def test_a_column_of_many_texts_is_refused(tmp_path: Path) -> None:
+    rows = [f"{i},{i},person {i},{'yes' if i % 2 else 'no'}" for i in range(300)]
+    match = r"'colour' has 300 different texts.*data.ignore=\[colour\]"
+    with pytest.raises(DataError, match=match):
+        opened(write(tmp_path, *rows))
+
+
+def test_decimal_commas_are_called_what_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{i};{i};{i},5;{'yes' if i % 2 else 'no'}" for i in range(20)]
+    opened(write(tmp_path, *rows, header="age;income;colour;bought"))
+    assert "column 'colour' is taken for texts" in caplog.text
+    assert "a decimal comma, such as '0,5': save the table with decimal points" in caplog.text
+
+
+def test_a_wrong_name_brings_up_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, *ROWS)
+    with pytest.raises(ConfigError, match=r"data.target: .*'boght'; did you mean 'bought'"):
+        opened(path, target="boght")
+    with pytest.raises(ConfigError, match=r"data.ignore: .*did you mean 'colour'"):
+        opened(path, ignore=["color"])
+    with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'people.csv'"):
+        opened(tmp_path / "poeple.csv")
+    with pytest.raises(ConfigError, match="nor is its folder"):
+        opened(tmp_path / "nowhere" / "people.csv")
+
+
+def test_a_table_without_rows_classes_or_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="empty"):
+        opened(write(tmp_path))
+    with pytest.raises(DataError, match="nothing to tell apart"):
+        opened(write(tmp_path, *("1,2,red,yes" for _ in range(9))))
+    with pytest.raises(DataError, match="2 columns are called 'age'"):
+        opened(write(tmp_path, *ROWS, header="age,age,colour,bought"))
+    with pytest.raises(ConfigError, match="no column beside it"):
+        opened(write(tmp_path, "yes", "no", header="bought"))
+
+
+def test_a_task_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, *(f"1,2,red,{'x' * 300}{i % 2}" for i in range(30)))
+    with pytest.raises(ConfigError, match="data.task") as told:
+        opened(path, task="regression")
+    assert f"'{'x' * 40}'" in str(told.value) and "x" * 41 not in str(told.value)
+    with pytest.raises(ConfigError, match="data.task: no task 'clasification'"):
+        opened(path, task="clasification")
+
+
+def test_a_parquet_column_of_no_use_can_be_ignored_and_a_broken_file_is_named(
     tmp_path: Path,
 ) -> None:
+    path, times = tmp_path / "people.parquet", pyarrow.array([0, 1], pyarrow.timestamp("s"))
+    parquet.write_table(pyarrow.table({"when": times, "a": [0, 1], "bought": ["y", "n"]}), path)
+    with pytest.raises(DataError, match=r"'when' is of type timestamp.*data.ignore=\[when\]"):
+        opened(path)
+    assert opened(path, ignore=["when"]).sizes.in_features == 1
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        opened(path)
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [f"{i},1,city {i},{'yes' if i % 2 else 'no'}" for i in range(30)]
+    path = write(tmp_path, *rows)
+    free = 4 * Path(path).stat().st_size
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
+    with pytest.raises(DataError, match=r"32 numbers a row, 30 .* 'colour'.*data.ignore="):
+        opened(path)
+    assert opened(path, ignore=["colour"]).inputs.shape == (30, 2)
+    free = 100
+    with pytest.raises(DataError, match=r"data.path: .*people.csv: refused: its cells take"):
+        opened(path)
+    small = tmp_path / "numbers.parquet"
+    parquet.write_table(pyarrow.table({"a": range(30), "bought": ["y", "n"] * 15}), small)
+    with pytest.raises(DataError, match=r"data.path: .* 30 rows take 480 bytes.*leave out rows"):
+        opened(small)
+
+
+def test_what_a_parquet_file_decodes_to_is_counted_whatever_its_footer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, left = tmp_path / "small.parquet", iter([1 << 20, 1 << 10])
+    texts = ["a" * (4 << 20), *["b"] * 29]
+    table = pyarrow.table({"text": texts, "bought": ["y", "n"] * 15})
+    parquet.write_table(table, path, compression="zstd")
+    monkeypatch.setattr(memory, "available_bytes", lambda: next(left))
+    with pytest.raises(DataError, match=r"bytes of decoded rows take 4,194,\d+ bytes, and 1,024"):
+        opened(path)
+
+
+def test_a_column_a_thousand_times_as_large_as_its_file_is_read(tmp_path: Path) -> None:
     path, rows = tmp_path / "people.parquet", 1 << 20
     table = pyarrow.table({"a": np.zeros(rows), "b": np.arange(rows) % 7, "y": np.arange(rows) % 2})
     parquet.write_table(table, path)
     assert path.stat().st_size * 10 < table.nbytes
-    source = opened(str(path), target="y")
+    source = opened(path, target="y")
     assert source.inputs.shape == (rows, 2) and not source.inputs[:, 0].any()
 
 
-def test_a_long_text_that_is_there_a_million_times_is_kept_once(tmp_path: Path) -> None:
-    texts = pyarrow.array(["x" * 1000, None, "y"] * 1000)
-    numbers = np.random.default_rng(0).random(3000)
-    table = pyarrow.table({"a": texts, "b": numbers})
-    parquet.write_table(table, tmp_path / "people.parquet", row_group_size=700)
-    found = read_table(str(tmp_path / "people.parquet")).columns["a"]
-    assert found.to_pylist() == texts.to_pylist() and found.combine_chunks().nbytes < 100_000
+def test_wide_tables_and_long_cells_are_read(tmp_path: Path) -> None:
+    names = ",".join(f"c{i}" for i in range(5_000))
+    rows = [",".join(["1"] * 5_000 + [label]) for label in ("yes", "no") * 3]
+    assert opened(write(tmp_path, *rows, header=f"{names},bought")).sizes.in_features == 5_000
+    long = [f"1,2,{'x' * (2 << 20)},{label}" for label in ("yes", "no")]
+    assert opened(write(tmp_path, *long, *ROWS)).sizes.in_features == 5
 
 
-def test_a_parquet_column_of_no_use_and_a_broken_file_are_named(tmp_path: Path) -> None:
-    table = pyarrow.table(
-        {"when": pyarrow.array([0, 1], pyarrow.timestamp("s")), "bought": ["y", "n"]}
-    )
-    parquet.write_table(table, tmp_path / "people.parquet")
-    with pytest.raises(DataError, match="'when' is of type timestamp"):
-        opened(str(tmp_path / "people.parquet"))
-    (tmp_path / "people.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(DataError, match="cannot be read as parquet"):
-        opened(str(tmp_path / "people.parquet"))
+def test_numbers_up_to_the_largest_of_float32_are_used(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).uniform(-3e38, 3e38, 30)
+    path = write(tmp_path, *(f"{i},{v},red,yes" for i, v in enumerate(values)))
+    source = opened(path, target="age", task="regression")
+    assert source.inputs.abs().max() < 3
+    assert opened(path, target="income").sizes.target_deviation > 1e38
+
+
+def test_a_number_too_far_from_the_training_rows_is_named(tmp_path: Path) -> None:
+    values = [i * 1e-30 for i in range(30)]
+
+    def rows() -> list[str]:
+        return [f"1,{v},red,{'yes' if i % 2 else 'no'}" for i, v in enumerate(values)]
+
+    row = int(opened(write(tmp_path, *rows())).validation[0])
+    values[row] = 1e30
+    with pytest.raises(DataError, match=rf"line {row + 2}, column 'income': 1e\+30 is too far"):
+        opened(write(tmp_path, *rows()))

@@ -103,16 +103,15 @@ def test_a_worker_that_exits_is_an_error_and_no_short_epoch(load: Load) -> None:
         list(zip(range(10), workers(load, lambda i: os._exit(3)).batches(0), strict=False))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR2])
 def test_a_killed_worker_is_named_with_its_signal(
-    load: Load, children: Callable[[], list[psutil.Process]], number: signal.Signals
+    load: Load, children: Callable[[], list[psutil.Process]]
 ) -> None:
     loader = workers(load, lambda i: None)
     batches = loader.batches(0)
     next(batches)
     for child in children():
-        child.send_signal(number)
-    with pytest.raises(DataError, match=f"data worker . was killed by {number.name}"):
+        child.kill()
+    with pytest.raises(DataError, match="data worker . was killed by SIGKILL.*memory is short"):
         list(zip(range(50), batches, strict=False))
 
 
@@ -141,13 +140,6 @@ def test_close_leaves_no_process_behind(
     loader.close()  # twice does no harm
 
 
-def test_a_closed_loader_can_start_again(load: Load) -> None:
-    loader = workers(load, lambda i: None)
-    first = next(loader.batches(0))
-    loader.close()
-    assert torch.equal(next(loader.batches(0))[0], first[0])
-
-
 def test_a_forgotten_loader_takes_its_workers_with_it(
     children: Callable[[], list[psutil.Process]], load: Load
 ) -> None:
@@ -171,25 +163,6 @@ def test_signals_to_the_group_do_not_reach_workers(
     for _ in range(30):
         next(batches)
     assert len(children()) == 2
-
-
-def test_a_signal_handler_that_raises_cuts_the_wait_short(load: Load) -> None:
-    class Enough(Exception):
-        pass
-
-    def handler(number: int, frame: object) -> None:
-        raise Enough
-
-    loader = workers(load, lambda i: time.sleep(600))
-    batches = loader.batches(0)
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with pytest.raises(Enough):
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            list(zip(range(10), batches, strict=False))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 SCRIPT = """
