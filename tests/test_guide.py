@@ -1,0 +1,49 @@
+"""The user guide, pasted: every program and command of it, in order, in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
+BLOCK = re.compile(r"(?:Save as `([^`\n]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """`(file name or "", language, text)` of each block, in order."""
+    return BLOCK.findall(GUIDE.read_text())
+
+
+def test_the_guide_is_short_and_every_program_has_a_name() -> None:
+    lines = GUIDE.read_text().splitlines()
+    assert len(lines) <= 600
+    assert max(map(len, lines)) <= 100
+    assert all(name for name, language, _ in blocks() if language in ("python", "yaml"))
+
+
+@pytest.mark.slow
+def test_every_block_of_the_guide_runs_as_it_is_pasted(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = ["set -eu"]
+    for name, language, text in blocks():
+        if name:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        elif language == "bash":
+            script.append(text)
+    made = subprocess.run(
+        ["bash", "-x", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert made.returncode == 0, made.stdout[-3000:]
