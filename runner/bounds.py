@@ -33,7 +33,8 @@ class NumberRange:
 
     def __str__(self) -> str:
         signs = (("≥", self.min), (">", self.above), ("≤", self.max), ("<", self.below))
-        return " and ".join(f"{sign} {limit:,g}" for sign, limit in signs if limit is not None)
+        limits = [f"{sign} {limit:,g}" for sign, limit in signs if limit is not None]
+        return " and ".join(limits) or "a finite number"
 
 
 def bounded(

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from runner.checks.batch_stats import BatchChecks, DataSpec
-from runner.checks.batch_validator import BatchValidator, Prescan
+from runner.checks.batch import BatchChecks, DataSpec, Prescan
+from runner.checks.batch_validator import BatchValidator
 from runner.checks.model.check import ModelCheck
 from runner.config import RunConfig
 from runner.data.loader import BatchLoader

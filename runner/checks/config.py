@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 
@@ -14,8 +14,8 @@ class Policy(Enum):
 
     off = "off"
     warn = "warn"
-    drop = "drop"  # the sample is left out of the batch
-    skip = "skip"  # the batch's update is not made
+    drop = "drop"  # of a table: the column or row is left out
+    skip = "skip"  # of a batch: its update is not made
     stop = "stop"  # the run ends, after a checkpoint
 
 
@@ -29,28 +29,24 @@ DTYPES = (
 class SchemaConfig:
     """What inputs look like; shape and dtype default to those of the first batch."""
 
-    low: float | None = None  # of any input value
-    high: float | None = None
+    low: float | None = bounded(None)  # of any input value
+    high: float | None = bounded(None)
     shape: list[int] | None = None  # of one sample; -1: any length
     dtype: str | None = None  # float32, int64, …
-    classes: int | None = None  # labels are 0 to classes - 1; None: what the data say
+    classes: int | None = bounded(
+        None, min=1
+    )  # labels are 0 to classes - 1; None: what the data say
 
     def __post_init__(self) -> None:
         key = "checks.inputs.schema"
-        for name in ("low", "high"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ConfigError(f"{key}.{name}", f"{value} is no bound", "use a number or null")
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ConfigError(f"{key}.low", f"{self.low} is not below high={self.high}", "swap")
+        check_bounds(self, key)
+        _check_order(self, key)
         if self.shape is not None and any(n < -1 for n in self.shape):
-            raise ConfigError(f"{key}.shape", f"{self.shape} is none", "use -1 for any length")
+            raise ConfigError(f"{key}.shape", f"must be sizes ≥ -1, got {self.shape}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(
-                f"{key}.dtype", f"{self.dtype!r} is no type", f"one of {', '.join(DTYPES)}"
+                f"{key}.dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}"
             )
-        if self.classes is not None and self.classes < 1:
-            raise ConfigError(f"{key}.classes", f"{self.classes} is too few", "use 1 or more")
 
 
 @dataclass
@@ -64,6 +60,12 @@ class InputsConfig:
     range: Policy = Policy.warn  # outside schema.low and schema.high, where they are given
     labels: Policy = Policy.stop  # a class or token id that does not exist
     constant: Policy = Policy.warn  # every value of a batch is the same
+
+    def __post_init__(self) -> None:
+        for name in ("form", "not_finite", "range", "labels", "constant"):
+            if getattr(self, name) is Policy.drop:
+                fix = "use skip, or data.bad_samples=drop, which leaves samples out beforehand"
+                raise ConfigError(f"checks.inputs.{name}", "a batch is skipped as a whole", fix)
 
 
 @dataclass
@@ -88,19 +90,13 @@ class OutputsConfig:
     """What is made of outputs that a person or a program gets to see; training sees its own."""
 
     enabled: bool = True
-    nan: float = 0.0  # stands for NaN
-    low: float | None = None  # of a predicted quantity, in the target's own unit
-    high: float | None = None
+    nan: float = bounded(0.0)  # stands for NaN
+    low: float | None = bounded(None)  # of a predicted quantity, in the target's own unit
+    high: float | None = bounded(None)
 
     def __post_init__(self) -> None:
-        for name in ("nan", "low", "high"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ConfigError(f"checks.outputs.{name}", f"{value} is no number", "use a number")
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ConfigError(
-                "checks.outputs.low", f"{self.low} is not below high={self.high}", "swap them"
-            )
+        check_bounds(self, "checks.outputs")
+        _check_order(self, "checks.outputs")
 
 
 @dataclass
@@ -108,11 +104,10 @@ class ModelCheckConfig:
     """Checks of weights and behaviour, before training and after it."""
 
     enabled: bool = True
-    probes: int = 64  # samples of real data that behaviour is looked at with
+    probes: int = bounded(64, min=2)  # samples of real data that behaviour is looked at with
 
     def __post_init__(self) -> None:
-        if self.probes < 2:
-            raise ConfigError("checks.model.probes", f"{self.probes} is too few", "use >= 2")
+        check_bounds(self, "checks.model")
 
 
 @dataclass
@@ -123,3 +118,8 @@ class ChecksConfig:
     table: TableConfig = field(default_factory=TableConfig)
     outputs: OutputsConfig = field(default_factory=OutputsConfig)
     model: ModelCheckConfig = field(default_factory=ModelCheckConfig)
+
+
+def _check_order(config: SchemaConfig | OutputsConfig, key: str) -> None:
+    if config.low is not None and config.high is not None and not config.low < config.high:
+        raise ConfigError(f"{key}.low", f"must be < high={config.high:g}, got {config.low:g}")

@@ -5,20 +5,22 @@ Training and validation never see this: a loss must show what a model really put
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.checks.containers import WHO, as_array, check_dense, inside, rebuilt, wide_of
 from runner.errors import UsageError
 
 COUNTED = ("nan", "inf", "limited", "rescaled")
+WORDS = ("NaN", "Inf", "beyond their limits", "rows that did not sum to one")
 
 
 class OutputKind(Enum):
@@ -42,21 +44,17 @@ class Changes:
     limit (or no whole number); rows of probabilities that were made to sum to one.
     """
 
-    counts: Tensor | None = None  # None: none
+    counts: Tensor | None = None  # None: no changes
 
     def __add__(self, other: Changes) -> Changes:
         if self.counts is None or other.counts is None:
             return other if self.counts is None else self
         return Changes(self.counts + other.counts.to(self.counts.device, non_blocking=True))
 
-    def __repr__(self) -> str:
-        """The counts by name. The host waits for the device."""
-        return f"Changes({', '.join(f'{name}={count}' for name, count in self.read().items())})"
-
     def read(self) -> dict[str, int]:
         """The counts by name: nan, inf, limited, rescaled. The host waits for the device."""
-        found = [0] * len(COUNTED) if self.counts is None else self.counts.tolist()
-        return dict(zip(COUNTED, found, strict=True))
+        counts = [0] * len(COUNTED) if self.counts is None else self.counts.tolist()
+        return dict(zip(COUNTED, counts, strict=True))
 
 
 def sanitise(
@@ -72,83 +70,60 @@ def sanitise(
 ) -> tuple[Any, Changes]:
     """The output with nothing in it that a consumer could choke on, and what was changed.
 
-    `values` and `logits` may be nests of tensors: mappings, tuples, lists and dataclasses. Of these
-    every tensor of floats is looked at, and every NumPy array, which comes back as one.
+    `values` and `logits` may be dicts, tuples, lists and dataclasses of tensors and NumPy arrays.
     NaN becomes `nan`, and ±Inf becomes ±`inf`, by default the largest number of the type.
     `quantities` are kept from `low` to `high`, NaN being `nan` within these. `classes` are whole
-    numbers (in their own type) from `low` to `high`, or below `classes`; NaN is the least. Where a
-    type does not hold a limit, the next number inside of it that the type does hold is the limit.
+    numbers (in their own type) from `low` to `high`, or below `classes`; NaN is the least.
     `probabilities` are kept from 0 to 1, and each row along `dim` is divided by its sum where that
     is not one within the rounding of its type; a row of nothing becomes equal shares, and with
     `dim=None` each value is a probability by itself. What is in order comes back bit for bit.
 
-    Queues work on the device and waits for nothing. Raises UsageError for what cannot be meant, for
-    sparse, nested and quantized tensors, iterators (they would be used up) and what holds itself,
-    and TypeError for an object with tensors in it that cannot be made anew.
+    Queues work on the device and waits for nothing. Raises UsageError for arguments that
+    contradict each other, tensors that are not dense, and containers that cannot be rebuilt.
     """
-    kind = _known(kind)
-    _check(kind, nan, inf, low, high, classes)
-    changes = Changes()
-    within: set[int] = set()  # containers that are being rebuilt
+    clean = _cleaner(kind, nan, inf, low, high, classes, dim)
+    total = Changes()
 
     def change(value: Any) -> Any:
-        nonlocal changes
+        nonlocal total
         if isinstance(value, np.ndarray):
-            return as_array(change, value)
-        if isinstance(value, Tensor):
-            clean, found = _cleaned(value, kind, nan, inf, low, high, classes, dim)
-            changes = changes + found
-            return clean
-        if id(value) in within:
-            raise UsageError(f"{WHO}: the output has a {type(value).__name__} that holds itself")
-        within.add(id(value))
-        made = rebuilt(value, change)
-        within.discard(id(value))
-        return made
+            return _change_array(value, change)
+        if not isinstance(value, Tensor):
+            return _rebuild(value, change)
+        dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+        if not dense:
+            raise UsageError(
+                "sanitise: an output is not dense; give output.to_dense(), output.dequantize() "
+                "or list(output.unbind())"
+            )
+        value, changes = clean(value)
+        total = total + changes
+        return value
 
-    if not isinstance(output, Tensor | np.ndarray) and kind not in NESTS:
-        raise UsageError(
-            f"{WHO}: kind={kind.value} is for one tensor, and the output is a "
-            f"{type(output).__name__}; name the tensor in it"
-        )
-    clean = change(output)
-    return clean, changes
+    if not isinstance(output, Tensor | np.ndarray) and OutputKind(kind) not in NESTS:
+        raise UsageError(f"sanitise: kind={OutputKind(kind).value} is for one tensor")
+    return change(output), total
 
 
-def _cleaned(
-    x: Tensor,
-    kind: OutputKind,
-    nan: float,
-    inf: float | None,
-    low: float | None,
-    high: float | None,
-    classes: int | None,
-    dim: int | None,
-) -> tuple[Tensor, Changes]:
-    if kind not in NESTS or x.is_floating_point() or x.is_complex():
-        check_dense(x)
-    if kind is OutputKind.probabilities:
-        return _probabilities(x, dim)
-    if kind is OutputKind.classes:
-        return _classes(x, low or 0.0, _highest(high, classes))
-    return _numbers(x, nan, inf, low, high)
+def described(changes: Mapping[str, int]) -> str:
+    """In words, such as `2 NaN, 1 beyond its limits`; empty where nothing was changed."""
+    words = zip(COUNTED, WORDS, strict=True)
+    return ", ".join(f"{changes[name]:,} {word}" for name, word in words if changes.get(name))
 
 
 def counts_of(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each tensor of floats in a nest: its name, itself, and int64 [2] of NaN and of ±Inf."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
-            check_dense(value)
             yield name, value, torch.stack([value.isnan().sum(), value.isinf().sum()])
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from counts_of(item, f"{name}.{key}")
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
             yield from counts_of(item, f"{name}[{i}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from counts_of(getattr(value, one.name), f"{name}.{one.name}")
+    else:
+        plain = is_dataclass(value) and not isinstance(value, type)
+        items = value if isinstance(value, Mapping) else vars(value) if plain else {}
+        for key, item in items.items():
+            yield from counts_of(item, f"{name}.{key}")
 
 
 class Watched:
@@ -165,134 +140,135 @@ class Watched:
         return output
 
 
-def described(changes: Mapping[str, int]) -> str:
-    """In words, such as `2 NaN, 1 beyond its limits`; empty where nothing was changed."""
-    words = {
-        "nan": "NaN",
-        "inf": "Inf",
-        "limited": "beyond their limits",
-        "rescaled": "rows that did not sum to one",
-    }
-    return ", ".join(f"{changes[name]:,} {words[name]}" for name in COUNTED if changes.get(name))
-
-
-def _known(kind: str | OutputKind) -> OutputKind:
-    try:
-        return OutputKind(kind)
-    except ValueError:
-        known = ", ".join(k.value for k in OutputKind)
-        raise UsageError(f"{WHO}: no kind {kind!r}; one of {known}") from None
-
-
-def _check(
-    kind: OutputKind,
+def _cleaner(
+    kind: str | OutputKind,
     nan: float,
     inf: float | None,
     low: float | None,
     high: float | None,
     classes: int | None,
-) -> None:
+    dim: int | None,
+) -> Callable[[Tensor], tuple[Tensor, Changes]]:
+    """What cleans one tensor. Raises UsageError for arguments that contradict each other."""
+    try:
+        kind = OutputKind(kind)
+    except ValueError:
+        known = ", ".join(k.value for k in OutputKind)
+        raise UsageError(f"sanitise: kind must be one of {known}, got {kind!r}") from None
     for name, value in (("nan", nan), ("inf", inf), ("low", low), ("high", high)):
         if value is not None and not math.isfinite(value):
-            raise UsageError(f"{WHO}: {name}={value} is no number that could stand for another")
-    if inf is not None and inf <= 0:
-        raise UsageError(f"{WHO}: inf={inf} is not above 0")
-    limited = kind in (OutputKind.quantities, OutputKind.classes)
-    if (low is not None or high is not None) and not limited:
-        raise UsageError(f"{WHO}: low and high are for kind=quantities and classes")
+            raise UsageError(f"sanitise: {name} must be a finite number, got {value}")
+    if kind is OutputKind.probabilities:
+        return partial(_probabilities, dim=dim)
+    if kind is OutputKind.classes:
+        low = 0.0 if low is None else low
+        bounds = [x for x in (high, None if classes is None else classes - 1) if x is not None]
+        high = min(bounds, default=-math.inf)
+    elif kind is OutputKind.values or kind is OutputKind.logits:
+        if low is not None or high is not None:
+            raise UsageError("sanitise: low and high are for kind=quantities and classes")
     if low is not None and high is not None and low > high:
-        raise UsageError(f"{WHO}: low={low} is above high={high}")
-    if kind is OutputKind.classes and classes is None and high is None:
-        raise UsageError(f"{WHO}: kind=classes needs to know how many there are: classes=N")
-    if kind is OutputKind.classes and _highest(high, classes) < (low or 0.0):
-        limits = f"low={low or 0.0:g}, high={high}, classes={classes}"
-        raise UsageError(f"{WHO}: kind=classes has no class within {limits}")
-
-
-def _highest(high: float | None, classes: int | None) -> float:
-    if classes is not None:
-        return classes - 1 if high is None else min(high, classes - 1)
-    return -math.inf if high is None else high
+        raise UsageError(f"sanitise: low must be at most high (or classes - 1), got {low} > {high}")
+    if inf is not None and inf <= 0:
+        raise UsageError(f"sanitise: inf must be > 0, got {inf}")
+    whole = kind is OutputKind.classes
+    return partial(_numbers, nan=nan, inf=inf, low=low, high=high, whole=whole)
 
 
 def _numbers(
-    x: Tensor, nan: float, inf: float | None, low: float | None, high: float | None
+    x: Tensor, nan: float, inf: float | None, low: float | None, high: float | None, whole: bool
 ) -> tuple[Tensor, Changes]:
     """Finite, and within the limits where there are some."""
     if x.is_complex():
-        clean, changes = _numbers(torch.view_as_real(x.resolve_conj()), nan, inf, low, high)
+        pairs = torch.view_as_real(x.resolve_conj())
+        clean, changes = _numbers(pairs, nan, inf, low, high, whole)
         return torch.view_as_complex(clean), changes
+    limited = low is not None or high is not None
+    if x.dtype is torch.bool or not (limited or x.is_floating_point()):
+        return x, Changes()
     if not x.is_floating_point():
-        if low is None and high is None or x.dtype is torch.bool:
-            return x, Changes()
-        return _whole(x, -math.inf if low is None else low, math.inf if high is None else high)
-    wide, largest = wide_of(x), torch.finfo(x.dtype).max
+        kind = torch.iinfo(x.dtype)
+        least = kind.min if low is None else max(kind.min, math.ceil(low))
+        clean = x.clamp(least, kind.max if high is None else min(kind.max, math.floor(high)))
+        return clean, _changes(x, limited=(clean != x).sum())
+    wide, largest = _wide(x), torch.finfo(x.dtype).max
     # a number that the type does not hold would be Inf again
     nan = min(max(nan, -largest), largest)
-    inf = largest if inf is None else min(inf, largest)
-    clean = torch.nan_to_num(wide, nan, inf, -inf)
-    if low is not None or high is not None:
-        kept = clean.clamp(*inside(x.dtype, low, high))
+    clean = torch.nan_to_num(wide, nan, inf := min(inf or largest, largest), -inf)
+    clean = clean.round() if whole else clean
+    if limited:
+        kept = clean.clamp(low, high)
         clean = torch.where(kept == clean, clean, kept)  # -0 is in order
     return clean.to(x.dtype), _changes(wide, limited=((clean != wide) & wide.isfinite()).sum())
 
 
 def _probabilities(x: Tensor, dim: int | None) -> tuple[Tensor, Changes]:
     if not x.is_floating_point():
-        raise UsageError(f"{WHO}: probabilities are floats, not {x.dtype}")
-    if dim is not None and x.ndim and not -x.ndim <= dim < x.ndim:
-        raise UsageError(f"{WHO}: dim={dim}, and the output has {x.ndim} dimensions")
-    wide = wide_of(x)
+        raise UsageError(f"sanitise: probabilities are floats, not {x.dtype}")
+    wide = _wide(x)
     limited = torch.nan_to_num(wide, 0.0, 1.0, 0.0).clamp(0.0, 1.0)
     limited = torch.where(limited == wide, wide, limited)  # -0 is in order
     beyond = ((limited != wide) & wide.isfinite()).sum()
-    if dim is None or not x.ndim:
+    if dim is None or not x.ndim or not x.numel():
         return limited.to(x.dtype), _changes(wide, limited=beyond)
-    many = x.shape[dim]
-    if not many:
-        return x, Changes()
-    total = limited.sum(dim, keepdim=True)
-    # Each share is rounded by a part of itself, or by a step of the least numbers that there are;
-    # so is their sum, by more the more there are.
+    if not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"sanitise: dim={dim}, and the output has {x.ndim} dimensions")
+    total, many = limited.sum(dim, keepdim=True), x.shape[dim]
+    # each share is rounded by a part of itself or a least step; so is their sum, the more the more
     own, sums = torch.finfo(x.dtype), torch.finfo(wide.dtype)
-    least = many * own.smallest_normal * own.eps
-    off = (total - 1).abs() > 2 * own.eps + min(own.eps, least) + math.sqrt(many) * sums.eps
-    shares = torch.where(total > 0, limited / total, 1.0 / many)
-    clean = torch.where(off, shares, limited)
+    least = min(own.eps, many * own.smallest_normal * own.eps)
+    off = (total - 1).abs() > 2 * own.eps + least + math.sqrt(many) * sums.eps
+    clean = torch.where(off, torch.where(total > 0, limited / total, 1.0 / many), limited)
     return clean.to(x.dtype), _changes(wide, limited=beyond, rescaled=off.sum())
 
 
-def _classes(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
-    if x.is_complex():
-        raise UsageError(f"{WHO}: classes are whole numbers, not {x.dtype}")
-    if x.dtype is torch.bool:
-        return x, Changes()
-    if not x.is_floating_point():
-        return _whole(x, low, high)
-    wide = wide_of(x)
-    least, most = inside(x.dtype, math.ceil(low), math.floor(high))
-    clean = torch.nan_to_num(wide, least, most, least).round().clamp(least, most)
-    return clean.to(x.dtype), _changes(wide, limited=((clean != wide) & wide.isfinite()).sum())
-
-
-def _whole(x: Tensor, low: float, high: float) -> tuple[Tensor, Changes]:
-    """Whole numbers within limits, and within what their type holds."""
-    kind = torch.iinfo(x.dtype)
-    least = max(kind.min, math.ceil(low)) if low > -math.inf else kind.min
-    most = min(kind.max, math.floor(high)) if high < math.inf else kind.max
-    if least > most:
-        raise UsageError(f"{WHO}: {x.dtype} holds no number from {low} to {high}")
-    if x.dtype is torch.uint64:  # in order as signed ones, that much lower
-        shift = torch.iinfo(torch.int64).min
-        signed = x.view(torch.int64) ^ shift
-        clean = signed.clamp(least + shift, most + shift)
-        return (clean ^ shift).view(x.dtype), _changes(x, limited=(clean != signed).sum())
-    wide = x.long() if x.dtype in (torch.uint16, torch.uint32) else x
-    clean = wide.clamp(least, most)
-    return clean.to(x.dtype), _changes(x, limited=(clean != wide).sum())
+def _wide(x: Tensor) -> Tensor:
+    """In a type that all of torch computes in."""
+    return x.float() if x.element_size() < 4 else x
 
 
 def _changes(x: Tensor, limited: Tensor, rescaled: Tensor | None = None) -> Changes:
     none = limited.new_zeros(())
     nan, inf = (x.isnan().sum(), x.isinf().sum()) if x.is_floating_point() else (none, none)
     return Changes(torch.stack([nan, inf, limited, none if rescaled is None else rescaled]))
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind, of changed items; other values come back themselves."""
+    if isinstance(value, dict):
+        rebuilt = copy.copy(value)  # a defaultdict keeps its default
+        for key, item in value.items():
+            rebuilt[key] = change(item)
+        return rebuilt
+    if isinstance(value, tuple | list):
+        items = [change(item) for item in value]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")  # a namedtuple
+        return type(value)(*items) if named else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        clone = copy.copy(value)
+        for one in fields(value):
+            object.__setattr__(clone, one.name, change(getattr(value, one.name)))  # frozen or not
+        return clone
+    held: Iterable[Any] = getattr(value, "__dict__", {}).values()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Iterator):
+        held = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Iterator) or any(isinstance(x, Tensor | np.ndarray) for x in held):
+        raise UsageError(
+            f"sanitise: a {type(value).__name__} cannot be rebuilt; "
+            "give its tensors in a dict, tuple, list or dataclass"
+        )
+    return value
+
+
+def _change_array(array: np.ndarray, change: Callable[[Any], Any]) -> np.ndarray:
+    """A new array of changed numbers; texts, times and numbers in order come back themselves."""
+    if array.dtype.kind in "SUMm":
+        return array
+    try:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError("masked values have no number")
+        tensor = torch.from_numpy(np.array(array, order="C"))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"sanitise: an array of {array.dtype} is no tensor: {error}") from None
+    changed = change(tensor)
+    return array if changed is tensor else changed.numpy()

@@ -34,13 +34,10 @@ class HasTorchDevice(Protocol):
 
 
 class Inspector(Protocol):
-    """What looks at batches on the CPU, and may leave samples out."""
+    """The checks of batches on the CPU."""
 
     def inspect(self, step: int, batch: Batch) -> Batch:
         """The batch of that step (0 is the first), as it may go on."""
-
-    def pruned(self, batch: Batch) -> Batch:
-        """The same, for a batch that is fetched again."""
 
 
 def make_loader(
@@ -152,8 +149,7 @@ class BatchLoader:
 
     def at(self, step: int) -> Batch:
         """The batch of that step, fetched here; workers and iterators are not disturbed."""
-        batch = self.fetch(divmod(step, self.steps_per_epoch))
-        return self._placed(batch if self.inspector is None else self.inspector.pruned(batch))
+        return self._placed(self.fetch(divmod(step, self.steps_per_epoch)))
 
     def indices(self, step: int) -> list[int]:
         """Which samples of the data set that batch holds."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from torch import Tensor
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.data.batch import Batch
 from runner.data.tensors import Tensors
 from runner.errors import DataError, Interrupted
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.run import Run
-from runner.training.step import make_step
-from tests.checks.spoiled import BATCH, FEATURES, QUIET, Spoiled, faults, same, spoiled, weights
+from tests.checks.spoiled import FEATURES, QUIET, Spoiled, faults, same, spoiled, weights
 
 
 class Past(Hook):
@@ -93,7 +90,6 @@ SKIPS = {
     "form": (odd(torch.zeros(16, 5)), ["checks.inputs.form=skip"]),
     "dtype": (odd(torch.zeros(16, FEATURES, dtype=torch.float64)), ["checks.inputs.form=skip"]),
     "constant": (odd(torch.ones(16, FEATURES)), ["checks.inputs.constant=skip"]),
-    "whole batch to drop": (poison(math.nan, *range(192, 208)), ["checks.inputs.not_finite=drop"]),
 }
 
 
@@ -131,48 +127,6 @@ def test_a_loss_that_is_nan_because_of_the_batch_is_said_to_be(tmp_path: Path) -
     assert "193" in found["message"]
 
 
-@pytest.mark.parametrize(
-    ("data", "check", "extra"),
-    [
-        (poison(math.nan, 193, 200), "not_finite", ["data.workers=2"]),
-        (mislabelled(99, 193, 200), "labels", []),
-        (poison(1e5, 193, 200), "range", ["training.micro_batch=5", HIGH]),
-    ],
-    ids=["not_finite, workers", "labels", "range, micro-batches"],
-)
-def test_a_step_with_samples_left_out_is_the_step_over_the_others(
-    data: Spoiled, check: str, extra: list[str]
-) -> None:
-    own = [f"checks.inputs.{check}=drop", "training.steps=13", *extra]
-    run, past = trained(data, None, *own)
-    assert past.skipped[13] == 0
-    with spoiled(data, None, *own, "checks=off") as other:
-        for step, batch in zip(range(1, 14), batches_of(other), strict=False):
-            if step == 13:
-                keep = [i for i in range(BATCH) if 192 + i not in (193, 200)]
-                batch = batch[0][keep], batch[1][keep]
-            make_step(other, batch)
-            other.progress.step += 1
-        assert same(weights(run), weights(other))
-    (found,) = run.history.faults.values()
-    assert (found.kind, found.action) == (f"input_{check}", "left out")
-
-
-def batches_of(run: Run) -> Iterator[Batch]:
-    return run.train.batches(0)
-
-
-def test_samples_with_different_faults_are_all_left_out() -> None:
-    data = poison(math.nan, 193)
-    data.x[197, 1] = 1e6
-    data.y[199] = -3
-    policies = [f"checks.inputs.{level}=drop" for level in ("not_finite", "range", "labels")]
-    run, past = trained(data, None, *policies, HIGH)
-    assert past.skipped[13] == 0
-    assert run.history.counts == {"input_not_finite": 2, "input_range": 2, "input_labels": 2}
-    assert all(torch.isfinite(value).all() for value in weights(run).values())
-
-
 STOPS = {
     "not_finite": (poison(math.nan, 193), "not_finite=stop", "193"),
     "labels": (mislabelled(99, 195), "labels=stop", "195"),
@@ -203,10 +157,9 @@ def test_a_stopped_run_goes_on_under_another_policy_as_if_it_had_had_it(tmp_path
     with spoiled(data, tmp_path / "a", "checks.inputs.not_finite=stop") as run:
         with pytest.raises(DataError):
             train(run)
-    drop = "checks.inputs.not_finite=drop"
-    with spoiled(data, tmp_path / "a", drop, "checkpoint.resume=auto") as run:
+    with spoiled(data, tmp_path / "a", "checkpoint.resume=auto") as run:
         train(run)
-    whole, _ = trained(data, None, drop)
+    whole, _ = trained(data, None)
     assert same(weights(run), weights(whole))
     assert run.history.counts["input_not_finite"] == 3  # the stop, and two steps
 
@@ -221,19 +174,15 @@ class Leave(Hook):
         return None
 
 
-@pytest.mark.parametrize("at", [5, 14, 17])
 @pytest.mark.parametrize(
-    "extra", [[], ["optimizer.ema=0.9"], ["training.micro_batch=4"]], ids=["", "ema", "micro"]
+    ("at", "extra"), [(5, []), (14, ["training.micro_batch=4"]), (17, ["optimizer.ema=0.9"])]
 )
-@pytest.mark.parametrize("policy", ["skip", "drop"])
 def test_a_resumed_run_is_the_one_that_never_stopped(
-    policy: str, extra: list[str], at: int, tmp_path: Path
+    extra: list[str], at: int, tmp_path: Path
 ) -> None:
-    if extra and at != 17:
-        pytest.skip("one step is enough")
     data = poison(math.nan, 193)
     data.x[100, 2] = math.nan
-    own = [f"checks.inputs.not_finite={policy}", "checkpoint.every=4", "training.steps=20", *extra]
+    own = ["checkpoint.every=4", "training.steps=20", *extra]
     whole, past = trained(data, None, *own)
     with spoiled(data, tmp_path / "cut", *own) as run:
         run.hooks.append(Leave(at))
@@ -275,14 +224,6 @@ def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
             train(run)
 
 
-def test_a_batch_fetched_again_is_what_its_step_had() -> None:
-    with spoiled(poison(math.nan, 193), None, "checks.inputs.not_finite=drop") as run:
-        inputs, target = run.train.at(12)
-        assert (len(inputs), len(target)) == (BATCH - 1, BATCH - 1)
-        assert inputs.isfinite().all()
-        assert dict(run.history.counts) == {}  # a look besides
-
-
 STRICTEST = {
     "range stops where not_finite warns": (
         poison(math.inf, 193), ["not_finite=warn", "range=stop"], "range"),
@@ -302,13 +243,6 @@ def test_a_finding_hides_no_other_of_a_stricter_policy(
             train(run)
     assert run.history.counts[f"input_{check}"] == 1
     assert "the run ends" not in caplog.text  # the error says it
-
-
-def test_what_goes_with_the_samples_that_are_left_out_stops_nothing() -> None:
-    own = ["checks.inputs.not_finite=drop", "checks.inputs.range=stop", HIGH]
-    run, past = trained(poison(math.nan, 193), None, *own)
-    assert not any(past.skipped.values())
-    assert run.history.counts == {"input_not_finite": 2}
 
 
 # -- data in memory, scanned once ------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from runner.checks.model.report import make_reason
 from runner.checks.model.weights import NamedTensor
@@ -27,8 +28,6 @@ CHANGE = 1e-4  # of each input value, upwards
 MAX_GAIN = 1000.0  # relative change of the output for that of the input
 MAX_DIFFERENCE = 1e-2  # of two answers to the same; 16 bits on a GPU stay below it
 OUTPUTS = ("logits", "probabilities", "ids", "values")
-PROBABILITIES = ("probabilities", "probability", "probs")
-IDS = ("ids", "token_ids", "tokens", "labels", "predictions")
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -47,57 +46,49 @@ def check_behaviour(
     forward: Callable[..., Any],
     probes: Inputs,
     expected: Expected,
-    held: Sequence[NamedTensor],
+    named: Sequence[NamedTensor],
     facts: dict[str, Any],
 ) -> Iterator[Reason]:
-    """Up to four forwards of the probes; the caller restores modes, noise and buffers.
+    """Up to three forwards of the probes; the caller restores modes, noise and buffers.
 
     The host waits for each. Adds `repeated` and `gain` to the facts.
     """
-    versions = _versions(held)
+    versions = _versions(named)
     output = call(forward, probes)
-    named = dict(_named(output))
-    written = [o.name for o, a, b in zip(held, versions, _versions(held), strict=True) if a != b]
+    now = _versions(named)
+    written = [one.name for one, a, b in zip(named, versions, now, strict=True) if a != b]
     if written:
-        more = f" and to {len(written) - 1:,} more" if len(written) > 1 else ""
-        evidence = f"a forward in evaluation mode writes to it{more}"
+        evidence = f"a forward in evaluation mode writes to it (tensors so written: {len(written)})"
         yield make_reason("behaviour.writes", Severity.WARNING, written[0], evidence)
-    bad = list(_not_finite(named))
-    yield from [*bad, *_out_of_range(named, expected)]
     main = _main(output)
-    if bad or main is None or not main.ndim or len(main) < 2:
+    bad = list(_not_finite(dict(named_leaves(output, "output")) or {"output": main}))
+    yield from bad
+    if main is None:
+        return
+    yield from _out_of_range(main, expected)
+    if bad or not main.is_floating_point() or not main.ndim or len(main) < 2:
         return
     first = _rows(main)
     if not bool(torch.isfinite(first).all()):
         return  # -Inf for what may not be chosen: there are no distances
     yield from _constant(main, first, probes, expected)
-    size = torch.linalg.vector_norm(first, dim=1)
-    size = torch.maximum(size, size.mean() * 1e-3).clamp(min=1e-30)
-    facts["repeated"] = again = float(_difference(forward, probes, first, size).max())
+    facts["repeated"] = again = float(_difference(forward, probes, first).max())
     if again > MAX_DIFFERENCE:
         evidence = f"two answers to the same samples differ by {again:.2g} of their size"
         yield make_reason("behaviour.random", Severity.WARNING, "", evidence)
         return
-    facts["gain"] = gain = _gain(forward, probes, first, size)
+    facts["gain"] = gain = _gain(forward, probes, first)
     if gain is not None and gain > MAX_GAIN:
         evidence = f"a change of {CHANGE:.0e} of the inputs comes out {gain:,.0f} times as large"
         yield make_reason("behaviour.sensitive", Severity.WARNING, "", evidence)
 
 
-def _named(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of an output, by its place."""
-    inside = getattr(output, "logits", None)
-    if isinstance(inside, Tensor) and not isinstance(output, dict | tuple):
-        output = {"logits": inside}
-    return ((name, tensor.detach()) for name, tensor in named_leaves(output, "output"))
-
-
 def _main(output: Any) -> Tensor | None:
-    """The logits, or the first float there is: what answers are compared by."""
+    """The logits, or the first tensor there is: what answers are compared by."""
     main = find_logits(output)
     if not isinstance(main, Tensor):
-        main = next((t for _, t in _named(output) if t.is_floating_point()), None)
-    return main if main is not None and main.is_floating_point() else None
+        main = next(iter(tensors(output)), None)
+    return None if main is None else main.detach()
 
 
 def _rows(main: Tensor) -> Tensor:
@@ -105,21 +96,15 @@ def _rows(main: Tensor) -> Tensor:
     return main.reshape(len(main), -1)[:, : max(1, MAX_VALUES // len(main))].float()
 
 
-def _versions(held: Sequence[NamedTensor]) -> list[int]:
+def _versions(named: Sequence[NamedTensor]) -> list[int]:
     """How often each tensor was written to."""
-    return [-1 if one.tensor.is_inference() else one.tensor._version for one in held]
+    return [-1 if one.tensor.is_inference() else one.tensor._version for one in named]
 
 
-# -- answers ---------------------------------------------------------------------------------------
-
-
-def _not_finite(named: dict[str, Tensor]) -> Iterator[Reason]:
+def _not_finite(leaves: dict[str, Tensor | None]) -> Iterator[Reason]:
     """NaN and Inf, by tensor; -Inf passes where it stands for what may not be chosen."""
-    for name, tensor in named.items():
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        bad = ~torch.isfinite(tensor)
-        if not bool(bad.any()):  # waits
+    for name, tensor in leaves.items():
+        if tensor is None or not bool((bad := ~torch.isfinite(tensor)).any()):  # waits
             continue
         masked = tensor.ndim > 1 and bool((tensor < math.inf).all())
         if masked and bool((tensor > -math.inf).any(-1).all()):
@@ -132,28 +117,23 @@ def _not_finite(named: dict[str, Tensor]) -> Iterator[Reason]:
         yield make_reason("behaviour.not_finite", Severity.REFUSAL, name, evidence)
 
 
-def _out_of_range(named: dict[str, Tensor], expected: Expected) -> Iterator[Reason]:
+def _out_of_range(main: Tensor, expected: Expected) -> Iterator[Reason]:
     """Probabilities, ids and logits that cannot be."""
-    for name, tensor in named.items():
-        last = name.rpartition(".")[2]
-        kind = expected.outputs if last in ("output", "logits", "0") else None
-        if not tensor.numel() or tensor.dtype is torch.bool or tensor.is_complex():
-            continue
-        low, high = (float(x) for x in torch.aminmax(tensor))
-        floating, evidence = tensor.is_floating_point(), ""
-        if last in PROBABILITIES or kind == "probabilities":
-            tolerance = 1e-2 if tensor.dtype in HALVES else 1e-4
-            if low < -tolerance or high > 1 + tolerance:
-                evidence = f"from {low:.3g} to {high:.3g}, and a probability is from 0 to 1"
-        elif not floating and (last in IDS or kind == "ids"):
-            most = math.inf if expected.classes is None else expected.classes - 1
-            if low < 0 or high > most:
-                evidence = f"ids from {low:,.0f} to {high:,.0f}, expected 0 to {most:,.0f}"
-        elif floating and kind == "logits":
-            if HUGE_LOGIT < max(-low if low > -math.inf else 0.0, high) < math.inf:
-                evidence = f"logits from {low:.3g} to {high:.3g}"
-        if evidence:
-            yield make_reason("behaviour.out_of_range", Severity.WARNING, name, evidence)
+    if not main.numel() or main.is_complex() or main.dtype is torch.bool:
+        return
+    most = math.inf if expected.classes is None else expected.classes - 1
+    slack = 1e-2 if main.dtype in HALVES else 1e-4
+    limits = {
+        "probabilities": (-slack, 1 + slack),
+        "ids": (0.0, most),
+        "logits": (-HUGE_LOGIT, HUGE_LOGIT),
+    }
+    least, most = limits.get(expected.outputs or "", (-math.inf, math.inf))
+    low, high = (float(x) for x in torch.aminmax(main))
+    if -math.inf < low < least or most < high < math.inf:
+        evidence = f"{expected.outputs} from {low:.3g} to {high:.3g}"
+        evidence += f", expected {least:.3g} to {most:.3g}"
+        yield make_reason("behaviour.out_of_range", Severity.WARNING, "", evidence)
 
 
 def _constant(
@@ -162,16 +142,15 @@ def _constant(
     """One and the same answer to different samples, or answers that prefer nothing."""
     if all(bool((t == t[:1]).all()) for t in tensors(probes) if t.ndim and len(t) > 1):
         return
-    spread, size = float((answers.amax(0) - answers.amin(0)).max()), float(answers.abs().max())
     severity = Severity.WARNING if expected.trained else Severity.NOTE
+    spread, size = float((answers.amax(0) - answers.amin(0)).max()), float(answers.abs().max())
     if spread <= SAME * size:
         evidence = f"the same output for all of {len(main):,} samples, to 1 in {1 / SAME:,.0f}"
         yield make_reason("behaviour.constant", severity, "", evidence)
         return
     if expected.outputs not in ("logits", "probabilities") or main.ndim < 2:
         return
-    classes = expected.classes
-    second = main.ndim > 2 and classes == main.shape[1] and classes != main.shape[-1]
+    second = main.ndim > 2 and expected.classes == main.shape[1] != main.shape[-1]
     rows = torch.flatten(main.movedim(1, -1) if second else main, 0, -2)
     if rows.shape[1] < 2:
         return
@@ -197,25 +176,23 @@ def _one_class(predicted: Tensor, targets: Tensor | None) -> str:
     return f"{evidence}, of which {missed:,} are of others" if missed >= FEW else ""
 
 
-# -- again, and with inputs that are a little larger -----------------------------------------------
-
-
-def _difference(forward: Callable[..., Any], inputs: Inputs, first: Tensor, size: Tensor) -> Tensor:
-    """How far the answer to other inputs is from the first, for each sample in sizes."""
+def _difference(forward: Callable[..., Any], inputs: Inputs, first: Tensor) -> Tensor:
+    """[samples]: how far the answer to these inputs is from the first, in sizes of that."""
+    size = vector_norm(first, dim=1)
+    size = torch.maximum(size, size.mean() * 1e-3).clamp(min=1e-30)
     main = _main(call(forward, inputs))
     answers = None if main is None else _rows(main)
     if answers is None or answers.shape != first.shape:
         return torch.full_like(size, math.inf)
     change = torch.nan_to_num(answers - first, nan=1e30, posinf=1e30, neginf=-1e30)
-    relative: Tensor = torch.linalg.vector_norm(change, dim=1) / size
+    relative: Tensor = vector_norm(change, dim=1) / size
     return relative
 
 
-def _gain(forward: Callable[..., Any], probes: Inputs, first: Tensor, size: Tensor) -> float | None:
+def _gain(forward: Callable[..., Any], probes: Inputs, first: Tensor) -> float | None:
     """The median over samples of how much a tiny change grows; None where no input is a float.
 
-    The smaller of two draws, so that it is the model and not the draw. Zeros stay zero, and whole
-    numbers are cut to the same; 16 bits hold no change that small.
+    Zeros stay zero, and whole numbers are cut to the same; 16 bits hold no change that small.
     """
 
     def moves(tensor: Tensor) -> bool:
@@ -225,17 +202,12 @@ def _gain(forward: Callable[..., Any], probes: Inputs, first: Tensor, size: Tens
     def move(tensor: Tensor) -> Tensor:
         return tensor * (1 + CHANGE * torch.rand_like(tensor)) if moves(tensor) else tensor
 
-    def flat(inputs: Inputs) -> Tensor:
-        return torch.cat([t.reshape(len(t), -1) for t in tensors(inputs) if moves(t)], dim=1)
-
-    if not any(bool((t != 0).any()) for t in tensors(probes) if moves(t)):
+    before = [t.reshape(len(t), -1) for t in tensors(probes) if moves(t)]
+    if not any(bool((t != 0).any()) for t in before):
         return None
-    before, gains = flat(probes), []
-    for _ in range(2):
-        changed = tree_map(probes, move)
-        moved = torch.linalg.vector_norm(flat(changed) - before, dim=1)
-        way = (moved / torch.linalg.vector_norm(before, dim=1).clamp(min=1e-30)).float()
-        grown = _difference(forward, changed, first, size)
-        ratio = (grown / way.to(grown.device))[way.to(grown.device) > 0]
-        gains.append(float(ratio.median()))
-    return min(gains)
+    changed = tree_map(probes, move)
+    after = [t.reshape(len(t), -1) for t in tensors(changed) if moves(t)]
+    norm = vector_norm(torch.cat(before, 1), dim=1).clamp(min=1e-30)
+    way = (vector_norm(torch.cat(after, 1) - torch.cat(before, 1), dim=1) / norm).float()
+    grown, way = _difference(forward, changed, first), way.to(first.device)
+    return float((grown / way)[way > 0].median())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -17,13 +16,7 @@ from runner.checks.config import ModelCheckConfig
 from runner.checks.model.behaviour import Expected, check_behaviour
 from runner.checks.model.report import ModelReport, make_reason
 from runner.checks.model.structure import check_structure
-from runner.checks.model.weights import (
-    NamedTensor,
-    check_weights,
-    is_plain,
-    named_tensors,
-    tied_names,
-)
+from runner.checks.model.weights import check_weights, is_plain, named_tensors, tied_names
 from runner.data.batch import Inputs, rows
 from runner.data.nested import tensors, tree_map
 from runner.models import modes
@@ -42,7 +35,6 @@ SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
 TAG = "checks/model"
 MAX_TEXTS = 8  # samples that language models are probed with
 TRAINED_STEPS = 200  # after which a model should tell samples apart, where an epoch is longer
-Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
 def check_model(
@@ -52,77 +44,64 @@ def check_model(
     trusted: Sequence[str] = (),
     foreign: Severity = Severity.NOTE,
     expected: Expected | None = None,
-    contexts: Contexts = (),
+    contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> ModelReport:
     """The findings about a model, which stays as it is.
 
-    With probes it is called up to four times, in eval mode, without gradients and uncompiled, on
+    With probes it is called up to three times, in eval mode, without gradients and uncompiled, on
     as many of them as MAX_WORK, MIN_SAMPLES and MAX_INPUTS say. Buffers, modes, attributes and
     random states are put back; so are parameters, but for very large ones, of which a forward
     that writes to them is only reported. The host waits for the device a few times.
     """
     start = time.perf_counter()
     expected = expected or Expected()
-    held = named_tensors(model)
-    parameters = [one for one in held if one.is_parameter]
+    named = named_tensors(model)
     reasons = [
-        *check_weights(model, held, expected.trained),
-        *check_structure(model, held, trusted, foreign),
+        *check_weights(model, named, expected.trained),
+        *check_structure(model, named, trusted, foreign),
     ]
+    plain = [one.tensor.numel() for one in named if one.is_parameter and is_plain(one.tensor)]
     facts: dict[str, Any] = {
-        "parameters": sum(one.tensor.numel() for one in parameters if is_plain(one.tensor)),
+        "parameters": sum(plain),
         "trained": expected.trained,
-        "layers": sum(1 for _ in model.modules()) - 1,
-        "tensors": len(held),
-        "types": dict(Counter(str(one.tensor.dtype).removeprefix("torch.") for one in parameters)),
         "tied": tied_names(model),
-        "not_checked": [one.name for one in held if not is_plain(one.tensor)],
+        "not_checked": [one.name for one in named if not is_plain(one.tensor)],
     }
     if probes is not None:
         probes, facts["probes"] = _limit_probes(probes, facts["parameters"])
-        reasons += _probe(model, probes, expected, held, contexts, facts)
+        device = next((one.tensor.device for one in named), torch.device("cpu"))
+        with ExitStack() as stack:
+            stack.enter_context(preserve_state(model, device=device, safe=large_parameters(model)))
+            stack.enter_context(modes.evaluation_mode(model))
+            if "torch._dynamo" in sys.modules:  # another number of samples would recompile
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for context in contexts:
+                stack.enter_context(context())
+            try:
+                reasons += check_behaviour(model, probes, expected, named, facts)
+            except Exception as error:  # a model that raises is a finding
+                reasons.append(_raised(error))
     facts["seconds"] = time.perf_counter() - start
     return ModelReport(reasons, facts)
 
 
-def _probe(
-    model: nn.Module,
-    probes: Inputs,
-    expected: Expected,
-    held: Sequence[NamedTensor],
-    contexts: Contexts,
-    facts: dict[str, Any],
-) -> list[Reason]:
-    """Behaviour, with nothing left behind; a model that raises is a finding."""
-    device = next((one.tensor.device for one in held), torch.device("cpu"))
-    with ExitStack() as stack:
-        stack.enter_context(preserve_state(model, device=device, safe=large_parameters(model)))
-        stack.enter_context(modes.evaluation_mode(model))
-        if "torch._dynamo" in sys.modules:  # another number of samples would recompile
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for context in contexts:
-            stack.enter_context(context())
-        try:
-            return list(check_behaviour(model, probes, expected, held, facts))
-        except Exception as error:
-            evidence = f"{type(error).__name__}: {shorten(str(error), 200)}"
-            return [make_reason("behaviour.raises", Severity.WARNING, "", evidence)]
+def _raised(error: Exception) -> Reason:
+    evidence = f"{type(error).__name__}: {shorten(str(error), 200)}"
+    return make_reason("behaviour.raises", Severity.WARNING, "", evidence)
 
 
 def _limit_probes(probes: Inputs, parameters: int) -> tuple[Inputs, int]:
     """The first samples of the probes, as many as may be, and how many these are."""
-    inside = tensors(probes)
-    if not inside or not inside[0].ndim:
+    first = next(iter(tensors(probes)), None)
+    if first is None or not first.ndim:
         return probes, 0
-    first, samples, places = inside[0], len(inside[0]), 1
+    samples, places = len(first), 1
     if first.ndim > 2:
         places = -(-first.shape[2:].numel() // STRIDED)
     elif first.ndim == 2 and not first.is_floating_point():
         places = first.shape[1]  # tokens
     most = max(MIN_SAMPLES, MAX_WORK // max(1, parameters * places))
-    most = max(2, min(most, MAX_INPUTS // max(1, first[0].numel())))
-    if samples <= most:
-        return probes, samples
+    most = min(samples, max(2, min(most, MAX_INPUTS // max(1, first[0].numel()))))
     return tree_map(probes, lambda t: t[:most] if t.ndim and len(t) == samples else t), most
 
 
@@ -155,15 +134,9 @@ class ModelCheck(Hook):
         try:
             report = self._check(run, probe)
         except Exception as error:
-            message = f"checks.model: {type(error).__name__}: {error}"
-            action = "the run goes on"
+            kind, message = "model_check_failed", f"checks.model: {type(error).__name__}: {error}"
             run.history.add(
-                "model_check_failed",
-                message,
-                step=step,
-                category="code",
-                action=action,
-                error=error,
+                kind, message, step=step, category="code", action="the run goes on", error=error
             )
             return None
         for reason in report.findings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,14 +19,11 @@ WAYS_OUT = {
     "weights.dead_units": "they add nothing: prune them, or initialise them again",
     "weights.duplicated": "tie them if they are one; else initialise each on its own",
     "structure.foreign_class": "trust its package if you know it",
-    "structure.patched_class": "remove it, or name its package in security.trusted",
     "structure.patched_method": "remove it, or name its package in security.trusted",
     "hooks.unexpected": "remove it, or name its package in security.trusted",
     "structure.unregistered_module": "hold it in an nn.ModuleList or nn.ModuleDict",
     "buffers.unregistered": "use register_buffer, nn.Parameter or nn.ParameterList",
-    "buffers.huge": "is it data? they do not belong into a model",
-    "dtype.float64": "use .float()",
-    "dtype.mixed": "use one type there",
+    "dtype.mixed": "use one type",
     "behaviour.raises": "are the probes what it is called with?",
     "behaviour.not_finite": "debug=anomaly names the layer in which they come up",
     "behaviour.out_of_range": "is outputs= right? end with a softmax, or scale the inputs",
@@ -37,18 +34,7 @@ WAYS_OUT = {
     "behaviour.writes": "update statistics only while self.training is true",
 }
 HEADER = ("severity", "code", "where", "what", "way out")
-FACTS = {
-    "probes": ("probes", " samples"),
-    "repeated": ("two answers to the same samples differ by", " of their size"),
-    "gain": ("a tiny change of the inputs comes out", " times as large"),
-    "seconds": ("checked in", " s"),
-}
-"""What a fact is called, and its unit, where its name says too little."""
-TRAINED = {
-    True: "yes",
-    False: "no",
-    None: "not known; with trained=True copies, zero layers and constant answers are warnings",
-}
+UNKNOWN = "not known; with trained=True copies, zero layers and constant answers are warnings"
 WORST = 5  # reasons that a summary holds; all are in the report, in TensorBoard and the history
 
 
@@ -89,11 +75,7 @@ class ModelReport:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in plain values."""
-        return {
-            "ok": self.ok,
-            "reasons": [_plain(reason) for reason in self.reasons],
-            "facts": self.facts,
-        }
+        return {"ok": self.ok, "reasons": [*map(_plain, self.reasons)], "facts": self.facts}
 
     def compact(self) -> dict[str, Any]:
         """What a run's summary says of it."""
@@ -116,29 +98,20 @@ class ModelReport:
         return "\n\n".join(parts) + "\n"
 
     def __str__(self) -> str:
-        lines = [self.verdict]
-        lines += [
-            f"{r.severity.word} {r.code}: {escape_control_chars(str(r))}" for r in self.reasons
-        ]
-        lines += [f"{name}: {escape_control_chars(value)}" for name, value in self._facts()]
-        return "\n".join(lines)
+        found = [f"{r.severity.word} {r.code}: {r}" for r in self.reasons]
+        facts = [f"{name}: {value}" for name, value in self._facts()]
+        return "\n".join([self.verdict, *map(escape_control_chars, found + facts)])
 
-    def _facts(self) -> Iterable[tuple[str, str]]:
+    def _facts(self) -> Iterator[tuple[str, str]]:
         for name, value in self.facts.items():
             if name == "trained":
-                value = TRAINED[value]
-            if value in (None, [], {}):
-                continue
-            if isinstance(value, list):
-                value = "; ".join(" = ".join(x) if isinstance(x, list) else str(x) for x in value)
-            elif isinstance(value, dict):
-                value = ", ".join(f"{x:,} × {key}" for key, x in value.items())
+                value = {True: "yes", False: "no", None: UNKNOWN}[value]
+            elif isinstance(value, list):
+                value = ", ".join(map(str, value))
             elif isinstance(value, float):
                 value = f"{value:.3g}"
-            elif isinstance(value, int) and not isinstance(value, bool):
-                value = f"{value:,}"
-            label, unit = FACTS.get(name, (name.replace("_", " "), ""))
-            yield label, f"{value}{unit}"
+            if value not in (None, ""):
+                yield name.replace("_", " "), str(value)
 
 
 def make_reason(code: str, severity: Severity, where: str, evidence: str) -> Reason:
