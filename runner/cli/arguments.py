@@ -10,6 +10,10 @@ from typing import NoReturn
 
 from runner.errors import SecurityError, UsageError
 
+MODE = "hydra.mode=MULTIRUN"
+SWITCHES = ("hydra_help", "resolve", "run", "multirun", "shell_completion")
+VALUES = ("cfg", "package", "config_path", "config_name", "config_dir", "info")
+
 
 @dataclass
 class Arguments:
@@ -34,7 +38,7 @@ class Arguments:
     @property
     def sweeps(self) -> bool:
         """Whether several jobs are to be run."""
-        return self.multirun or "hydra.mode=MULTIRUN" in self.overrides
+        return self.multirun or MODE in self.overrides
 
     @property
     def only_shows(self) -> bool:
@@ -42,62 +46,55 @@ class Arguments:
         return self.cfg is not None or self.info is not None
 
     @property
-    def only_prints(self) -> bool:
-        """Whether something is to be shown, a config or Hydra's help, and nothing to be run."""
-        return self.only_shows or self.hydra_help or self.shell_completion
-
-    @property
-    def is_hydras(self) -> bool:
-        """Whether the answer is Hydra's alone, or the config is not ours."""
-        return self.hydra_help or self.shell_completion or self.config_path is not None
+    def asks_hydra(self) -> bool:
+        """Whether the answer is Hydra's alone."""
+        return self.hydra_help or self.shell_completion
 
     @property
     def folders(self) -> list[Path]:
         """Folders that hold config groups besides ours."""
         return [Path(self.config_dir)] if self.config_dir else []
 
-    def for_hydra(self, overrides: Sequence[str]) -> list[str]:
-        """A command line for Hydra with these overrides in place of those that were typed."""
-        found = []
-        for name in ("hydra_help", "resolve", "run", "multirun", "shell_completion"):
-            if getattr(self, name):
-                found.append(f"--{name.replace('_', '-')}")
-        for name in ("cfg", "package", "config_path", "config_name", "config_dir", "info"):
-            if getattr(self, name) is not None:
-                found.append(f"--{name.replace('_', '-')}={getattr(self, name)}")
-        return [*found, *overrides]
+    def for_hydra(self) -> list[str]:
+        """The command line as Hydra takes it."""
+        switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(self, name)]
+        return [*switches, *self.flags(*VALUES), *self.overrides]
+
+    def flags(self, *names: str) -> list[str]:
+        """The flags of these names that were typed with a value."""
+        typed = [(name.replace("_", "-"), getattr(self, name)) for name in names]
+        return [f"--{name}={value}" for name, value in typed if value is not None]
 
 
 def read_arguments(arguments: Sequence[str]) -> Arguments:
     """Take a command line apart. Raises UsageError or SecurityError."""
     parser = _Parser(prog="runner", add_help=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--hydra-help", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--run", "-r", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
+    for long, short in (("help", "-h"), ("run", "-r"), ("multirun", "-m")):
+        parser.add_argument(f"--{long}", short, action="store_true")
+    for long in ("version", "hydra-help", "resolve"):
+        parser.add_argument(f"--{long}", action="store_true")
     parser.add_argument("--shell-completion", "-sc", action="store_true")
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    for long, short in (("path", "-cp"), ("name", "-cn"), ("dir", "-cd")):
+        parser.add_argument(f"--config-{long}", short)
     parser.add_argument("--experimental-rerun")
     info = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     parser.add_argument("--info", "-i", const="all", nargs="?", choices=info)
-    found = Arguments(**vars(parser.parse_intermixed_args(arguments)))
-    if found.experimental_rerun is not None:
+    typed = Arguments(**vars(parser.parse_intermixed_args(arguments)))
+    if typed.experimental_rerun is not None:
         raise SecurityError(
             "--experimental-rerun: unpickles a file, which can run anything; "
             "use checkpoint.resume=<run folder>, or the command in that run's summary.json"
         )
-    if found.cfg is not None and found.sweeps:
+    if typed.cfg is not None and typed.sweeps:
         raise UsageError("--cfg shows one run's config: leave -m away, name one value a key")
-    if found.config_dir is not None and not Path(found.config_dir).is_dir():
-        raise UsageError(f"--config-dir: there is no folder {found.config_dir}")
-    return found
+    if typed.resolve and typed.cfg is None:
+        raise UsageError("--resolve is for --cfg")
+    if typed.config_dir is not None and not Path(typed.config_dir).is_dir():
+        raise UsageError(f"--config-dir: there is no folder {typed.config_dir}")
+    return typed
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,176 +2,185 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from runner.benchmark.arms import arms_of
-from runner.cli.arguments import Arguments
-from runner.cli.replay import with_captured
-from runner.cli.resume import Resumed, unfinished, with_recorded
-from runner.cli.sweep import MODE, check_weights_exist, prepare
+from runner.cli.arguments import MODE, Arguments
+from runner.cli.resume import Resumed, check_weights_exist, unfinished, with_recorded
 from runner.composing import compose_raw, typed
 from runner.config import RunConfig, config_hash
 from runner.jobs.config import JobKind
 from runner.overrides.groups import CONF
-from runner.overrides.spelling import normalize_overrides, sample_jobs
+from runner.overrides.spelling import normalize_overrides
+from runner.record import hydra_files
 from runner.record.text import quote_for_hydra
 from runner.security import secrets
 from runner.security.cli_overrides import CliOverrides, check_folders, read_overrides
 from runner.security.config_files import ConfigFiles
 from runner.security.paths import check_place, keep_within
-from runner.sweep import job
-from runner.sweep.job import register_plugins
-from runner.sweep.state import Session
 
-OURS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
-"""Folders of configs that are looked at no further."""
+if TYPE_CHECKING:
+    from runner.sweep.state import Session
+
+OUR_FOLDERS = (CONF.resolve(), Path(hydra.__file__).resolve().parent / "conf")
+"""Folders of configs that are not checked."""
+PLUGINS = str(Path(__file__).resolve().parents[1] / "plugins")
+JOB = "RUNNER_JOB"  # the variable of a sweep's job, see runner.sweep.job
 
 
 @dataclass
 class Request:
-    """What Hydra is to be given, and what the run should say about it."""
+    """What was asked for, checked."""
 
-    arguments: list[str]
-    sweeps: bool = False
+    flags: Arguments
+    config: DictConfig | None = None  # of one run; None where Hydra composes: sweeps and its help
+    session: Session | None = None  # of a sweep
     continues: bool = False  # in the folder of an earlier run
-    resumed: Path | None = None  # the folder of a run that was named to go on with
-    chosen: bool = True  # the folder to write to, by somebody
-    notes: list[str] = field(default_factory=list)
-    session: Session | None = None  # of the sweep, where there is one
-    only_shows: bool = False  # a config; nothing is run
-    only_prints: bool = False  # that, or help
+    resumed: Path | None = None  # the folder of the run that was named to continue
+    chosen: bool = True  # whether somebody chose the folder to write to
+    notes: list[str] = field(default_factory=list)  # for the log
     typed: CliOverrides = field(default_factory=CliOverrides)
-    files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OURS))
+    files: ConfigFiles = field(default_factory=lambda: ConfigFiles(OUR_FOLDERS))
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether several jobs are to be run."""
+        return self.flags.sweeps
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line as Hydra takes it."""
+        return self.flags.for_hydra()
 
 
 def check(arguments: Arguments) -> Request:
     """Compose what was asked for, and check it as the run will. Raises what the run would."""
-    register_plugins()
+    if PLUGINS not in sys.path:  # last; Hydra looks for plugins once
+        sys.path.append(PLUGINS)
     Plugins.instance()  # found now, while the current folder is not on the module path
-    orders = job.take_job_context()
-    arguments.overrides += orders.overrides
-    given = read_overrides(arguments.overrides, CONF)
-    flags = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
-    where = check_folders(flags, given, CONF).get("--config-path")
-    arguments = replace(arguments, config_path=where)
-    files = ConfigFiles(OURS, given)
-    door = secrets.door(given.security.readable, shows=arguments.only_shows)
+    chosen, flags = True, replace(arguments)
+    if JOB in os.environ:
+        from runner.sweep.job import take_job_context
+
+        context = take_job_context()
+        chosen, flags.overrides = context.chosen, [*flags.overrides, *context.overrides]
+    given = read_overrides(flags.overrides, CONF)
+    folders = {"--config-path": flags.config_path, "--config-dir": flags.config_dir}
+    flags.config_path = check_folders(folders, given, CONF).get("--config-path")
+    trusted = ", ".join(given.security.trusted)
+    notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
+    files = ConfigFiles(OUR_FOLDERS, given)
+    request = Request(flags, chosen=chosen, notes=notes, typed=given, files=files)
+    door = secrets.door(given.security.readable, shows=flags.only_shows)
     with secrets.told_by_name(), door, files.at_work():
-        found = _check(arguments, given)
-    return replace(
-        found, only_shows=arguments.only_shows, only_prints=arguments.only_prints,
-        typed=given, files=files,
-        chosen=orders.chosen,
-    )  # fmt: skip
-
-
-def _check(arguments: Arguments, given: CliOverrides) -> Request:
-    path = arguments.config_path
-    more = [Path(folder.removeprefix("file://")) for folder in given.searchpath]
-    config_of = partial(
-        compose_raw,
-        config_name=arguments.config_name or "config",
-        folders=[*arguments.folders, *more],
-        conf=CONF if path is None else Path(path),
-    )
-
-    def compose(overrides: Sequence[str]) -> DictConfig:
-        return config_of([text for text in overrides if text != MODE], hydra_too=True)
-
-    if arguments.is_hydras:
-        if path is not None and not (arguments.hydra_help or arguments.shell_completion):
-            for one in sample_jobs(arguments.overrides):
-                config = compose(one)
-                if not arguments.only_shows:
-                    typed(config)
-        return Request(arguments.for_hydra(arguments.overrides), arguments.sweeps)
-    resumed = with_recorded(arguments.overrides, arguments.sweeps)
-    overrides = normalize_overrides(with_captured(resumed.overrides, config_of), config_of)
-    request = Request([], arguments.sweeps, notes=_trusted(given), resumed=resumed.run)
-    if arguments.only_shows:
-        compose(overrides)
-    elif arguments.sweeps:
-        prepared = prepare(arguments, overrides, compose)
-        request.session = prepared.session
-        if prepared.benchmark is not None:
-            arguments = replace(arguments, multirun=False)
-            overrides, request.sweeps = prepared.benchmark, False
-            _check_benchmark(typed(compose(overrides)), overrides, arguments)
-    else:
-        _check_run(request, compose(overrides), overrides, resumed, arguments, given)
-    request.arguments = arguments.for_hydra(overrides)
+        _check(request)
     return request
 
 
+def _check(request: Request) -> None:
+    flags = request.flags
+    if flags.asks_hydra:
+        return
+    more = [Path(folder.removeprefix("file://")) for folder in request.typed.searchpath]
+    untyped = partial(
+        compose_raw,
+        config_name=flags.config_name or "config",
+        folders=[*flags.folders, *more],
+        conf=Path(flags.config_path or CONF),
+    )
+
+    def compose(overrides: Sequence[str]) -> DictConfig:
+        return untyped([text for text in overrides if text != MODE], hydra_too=True)
+
+    resumed = with_recorded(flags.overrides, flags.sweeps)
+    request.resumed = resumed.run
+    overrides = resumed.overrides
+    if any("replay.path=" in text for text in overrides):
+        from runner.cli.replay import with_captured
+
+        overrides = with_captured(overrides, untyped)
+    flags.overrides = normalize_overrides(overrides, untyped)
+    if flags.only_shows:
+        request.config = compose(flags.overrides)
+    elif flags.sweeps:
+        _check_sweep(request, compose)
+    else:
+        _check_run(request, resumed, compose)
+
+
+def _check_sweep(request: Request, compose: Callable[[Sequence[str]], DictConfig]) -> None:
+    from runner.cli.sweep import prepare
+
+    prepared = prepare(request.flags, compose)
+    if isinstance(prepared, list):  # the overrides of the one benchmark that it amounts to
+        request.flags.multirun, request.flags.overrides = False, prepared
+        request.config = compose(prepared)
+        _check_benchmark(typed(request.config.copy()), request.flags)
+    else:
+        request.session = prepared
+
+
 def _check_run(
-    request: Request,
-    config: DictConfig,
-    overrides: list[str],
-    resumed: Resumed,
-    arguments: Arguments,
-    given: CliOverrides,
+    request: Request, resumed: Resumed, compose: Callable[[Sequence[str]], DictConfig]
 ) -> None:
-    """Check one run, and append the folder that it continues in to its overrides."""
-    planned = secrets.place(config, "hydra.run.dir")
-    checked = typed(config)
-    check_weights_exist(checked)
-    place = _place(resumed, overrides, planned, checked, request)
-    if place is not None:
+    """Check one run, and add the folder that it continues in to its overrides."""
+    flags, given = request.flags, request.typed
+    request.config = compose(flags.overrides)
+    planned = secrets.place(request.config, "hydra.run.dir")
+    config = typed(request.config.copy())
+    check_weights_exist(config)
+    folder = _resume_folder(request, resumed, planned, config)
+    if folder is not None:
         if not given.off:
-            keep_within(place)
+            keep_within(folder)
         if given.strict:
-            check_place("checkpoint.resume", place, strict=True)
-        overrides.append(f"hydra.run.dir={quote_for_hydra(str(place))}")
+            check_place("checkpoint.resume", folder, strict=True)
+        flags.overrides.append(f"hydra.run.dir={quote_for_hydra(str(folder))}")
         request.continues = True
-    if checked.job.kind is JobKind.benchmark:
-        _check_benchmark(checked, overrides, arguments)
-    if checked.job.kind is JobKind.scan:
+        # the config that the run was started with stays until its checkpoint is loaded
+        subfolder = f"hydra.output_subdir={hydra_files.RESUMED}"
+        request.config = compose([*flags.overrides, subfolder])
+    if config.job.kind is JobKind.benchmark:
+        _check_benchmark(config, flags)
+    if config.job.kind is JobKind.scan:
         from runner.jobs.scan import find
 
-        find(checked.scan.path)
+        find(config.scan.path)
 
 
-def _trusted(given: CliOverrides) -> list[str]:
-    names = given.security.trusted
-    return [f"security.trusted: code of {', '.join(names)} may run"] if names else []
+def _check_benchmark(config: RunConfig, flags: Arguments) -> None:
+    """Every arm composes, and the stored result to compare with exists."""
+    if config.benchmark.claims:  # which have arms of their own
+        return
+    from runner.benchmark.arms import arms_of
+    from runner.benchmark.regression import stored
+
+    name = flags.config_name or "config"
+    arms = arms_of(config.benchmark, flags.overrides, flags.folders, name)
+    stored(config.benchmark, [arm.name for arm in arms])
 
 
-def _check_benchmark(config: RunConfig, overrides: Sequence[str], arguments: Arguments) -> None:
-    """Every arm composes, and the stored result to hold them against is there."""
-    from runner.benchmark.regression import stored  # needs numpy, which other answers do not
-
-    settings = config.benchmark
-    if not settings.claims:  # which have arms of their own
-        name = arguments.config_name or "config"
-        arms = arms_of(settings, overrides, arguments.folders, name)
-        stored(settings, [arm.name for arm in arms])
-
-
-def _place(
-    resumed: Resumed,
-    overrides: Sequence[str],
-    planned: Path,
-    checked: RunConfig,
-    request: Request,
+def _resume_folder(
+    request: Request, resumed: Resumed, planned: Path, config: RunConfig
 ) -> Path | None:
     """The folder to continue in, or None for a fresh one."""
     if resumed.folder is not None:
         request.notes.append(f"continuing {resumed.folder}")
         return resumed.folder
-    fixed = any(text.startswith("hydra.run.dir=") for text in overrides)
-    if checked.job.kind is not JobKind.train or checked.checkpoint.resume != "auto" or fixed:
+    fixed = any(text.startswith("hydra.run.dir=") for text in request.flags.overrides)
+    if config.job.kind is not JobKind.train or config.checkpoint.resume != "auto" or fixed:
         return None
-    found = unfinished(planned, config_hash(checked))
-    if found is None:
-        where = f"no unfinished run of this config under {planned.parent}"
-        request.notes.append(f"checkpoint.resume=auto: {where}; starting afresh")
-    else:
-        request.notes.append(f"checkpoint.resume=auto: continuing {found}")
-    return found
+    folder = unfinished(planned, config_hash(config))
+    absent = f"no unfinished run of this config under {planned.parent}; starting afresh"
+    what = absent if folder is None else f"continuing {folder}"
+    request.notes.append(f"checkpoint.resume=auto: {what}")
+    return folder

@@ -176,7 +176,7 @@ def test_what_leads_to_no_run_is_answered_with_the_one_that_was_meant() -> None:
 
 
 def test_auto_is_not_for_a_sweep_which_goes_on_by_itself() -> None:
-    with pytest.raises(ConfigError, match="the same command again goes on"):
+    with pytest.raises(ConfigError, match="the same command again continues"):
         ask("-m", "checkpoint.resume=auto", "seed=0,1")
 
 
