@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from runner.build_hooks import batch_checks, build_hooks
-from runner.captures.writer import Captures
+from runner.captures.run_captures import Captures
 from runner.checkpoint.checkpointer import Checkpointer
 from runner.checkpoint.lock import lock
 from runner.config import RunConfig, config_hash, flat, plain, validate_config

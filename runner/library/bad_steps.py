@@ -1,29 +1,25 @@
-"""Bad steps of a hand-written loop: written down as a run's are, and looked into again."""
+"""Bad steps of a hand-written loop: captured as a run's are, and replayed."""
 
 from __future__ import annotations
 
 import logging
 import random
-import shutil
-from collections import deque
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from runner.captures.manifest import FOLDER, Manifest, Weights, captures
+from runner.captures.manifest import Manifest, Weights, captures
 from runner.captures.reader import open_capture
-from runner.captures.writer import fill, noise
-from runner.checkpoint.folder import step_name
+from runner.captures.run_captures import random_state
+from runner.captures.writer import write_capture
 from runner.data.batch import count
 from runner.errors import CheckpointError
 from runner.library import batches
-from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, check_module, objective_of
-from runner.record import storage
+from runner.library.lazy_run import LazyRun, Loss, check_loss_fn, objective_of
 from runner.record.provenance import versions
 from runner.record.text import shorten
 from runner.replay.findings import Cause
@@ -31,7 +27,6 @@ from runner.replay.trace import trace_step
 
 if TYPE_CHECKING:
     from runner.library.guarded_optimizer import GuardedOptimizer
-    from runner.library.stability import Stability
 
 log = logging.getLogger("runner")
 
@@ -41,43 +36,23 @@ WHO = "replay_step"
 class StepCaptures:
     """The first few bad steps, each in a folder of its own below debug/captures."""
 
-    def __init__(self, of: Stability, folder: Path, at_most: int, late: int) -> None:
-        self.of, self.folder, self.at_most = of, folder, at_most
-        self.recent: deque[tuple[int, Any, dict[str, Any]]] = deque(maxlen=late)
-        self.noise = noise()
+    def __init__(self, folder: Path, at_most: int, guarded: GuardedOptimizer) -> None:
+        self.folder, self.at_most, self.guarded = folder, at_most, guarded
+        self.recent: dict[int, tuple[Any, dict[str, Any]]] = {}  # batch and random state by step
+        self.random_state = random_state()
 
-    def remember(self, step: int, batch: Any) -> None:
-        """Hold on to a batch until the host knows how its step went."""
+    def remember(self, step: int, batch: Any, late: int) -> None:
+        """Hold on to a batch until the host knows how its step went, `late` steps later."""
         inputs, target = batches.as_batch(batch, "Stability")
-        self.recent.append((step, (inputs, target), self.noise))
+        self.recent[step] = (inputs, target), self.random_state
+        self.recent.pop(step - late, None)
 
-    def take(self, run: object, step: int, kind: str, message: str) -> str | None:
-        """Write it down; None where its batch is not known, or there are enough."""
-        held = next((row for row in self.recent if row[0] == step), None)
-        if held is None or len(captures(self.folder)) >= self.at_most:
+    def take(self, run: Any, step: int, kind: str, message: str) -> str | None:
+        """Write the step; None where its batch is not known, or there are enough, or no room."""
+        if step not in self.recent or len(captures(self.folder)) >= self.at_most:
             return None
-        relative = f"{FOLDER}/{step_name(step)}"
-        temporary = self.folder / FOLDER / f".tmp-{step_name(step)}"
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            storage.make_folder(temporary)
-            self._fill(temporary, step, kind, message, held[1], held[2])
-            storage.put_folder(temporary, self.folder / relative)
-        except Exception as error:  # of the disk, or of what is no plain data: the loop goes on
-            log.warning("step %d could not be kept: %s: %s", step, type(error).__name__, error)
-            shutil.rmtree(temporary, ignore_errors=True)
-            return None
-        return relative
-
-    def tell(self) -> None:
-        """Nothing: what a loop says of a capture is in its last words and its summary."""
-
-    def _fill(
-        self, folder: Path, step: int, kind: str, message: str, batch: Any, noise: dict[str, Any]
-    ) -> None:
-        """The host waits for the device."""
-        guarded = cast("GuardedOptimizer", self.of.guarded)
-        module, update, rows = guarded.module, guarded.update, self.of.reader.since(step)
+        batch, noise = self.recent[step]
+        module, update, rows = self.guarded.module, self.guarded.update, run.reader.since(step)
         loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
         model = module.state_dict()
         manifest = Manifest(
@@ -85,7 +60,7 @@ class StepCaptures:
             kind=kind,
             message=message,
             checkpoint=None,
-            weights=Weights.then if self.of.progress.step == step else Weights.later,
+            weights=Weights.then if run.progress.step == step else Weights.later,
             seed=0,
             name="a hand-written loop",
             config_hash="",
@@ -112,17 +87,23 @@ class StepCaptures:
             "remedy": 0,
             "skipped": [],
         }
-        fill(folder, manifest, model, state)
+        try:
+            return write_capture(self.folder, manifest, model, state)
+        except Exception as error:  # of the disk, or of a batch that is no plain data
+            log.warning("step %d was not captured: %s: %s", step, type(error).__name__, error)
+            return None
+
+    def tell(self) -> None:
+        """Nothing: a loop's captures are named in its summary and when it gives up."""
 
 
 def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
-    """Make a captured step again, every operation watched: where it went bad, and in which line.
+    """Make a captured step again with every operation traced: where it went bad, in which line.
 
     `path` is its folder, `model` one of the same shape (a copy of it gets the step's weights),
     `loss_fn(output, target)` the loss as in the loop. Random numbers are those with which the step
     before had ended. Raises CheckpointError, SecurityError or UsageError.
     """
-    check_module(WHO, model)
     check_loss_fn(WHO, loss_fn)
     capture = open_capture(Path(path))
     copy, inputs = deepcopy(model), capture.batch[0]
@@ -131,8 +112,8 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
         for name, buffer in capture.buffers.items():
             copy.get_buffer(name).copy_(buffer)
     except (RuntimeError, AttributeError) as error:
-        gist = shorten(str(error), 300)
-        raise CheckpointError(f"{path}: does not fit this model: {gist}") from error
+        reason = shorten(str(error), 300)
+        raise CheckpointError(f"{path}: does not fit this model: {reason}") from error
     inputs = tuple(inputs) if isinstance(inputs, list) else inputs
     lazy = LazyRun(
         WHO,
@@ -144,21 +125,18 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
         optimizer=torch.optim.SGD([p for p in copy.parameters() if p.requires_grad], lr=0.0),
         objective=objective_of(loss_fn),
     )
-    before = noise()
+    before = random_state()
     try:
         run = lazy.build_run(inputs, capture.batch[1])
-        _set_noise(capture.random)
-        return trace_step(run, _moved((inputs, capture.batch[1]), run.device.torch))
+        _set_random_state(capture.random)
+        batch = batches.moved((inputs, capture.batch[1]), run.device.torch)
+        return trace_step(run, batch)
     finally:
         lazy.close()
-        _set_noise(before)
+        _set_random_state(before)
 
 
-def _moved(batch: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
-    return batches.moved(batch[0], device), batches.moved(batch[1], device)
-
-
-def _set_noise(state: Mapping[str, Any]) -> None:
+def _set_random_state(state: Any) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

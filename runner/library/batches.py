@@ -22,19 +22,16 @@ def as_batch(batch: Any, who: str) -> Batch:
         key = next((k for k in LABEL_KEYS if k in batch), None)
         if key is not None:
             return {k: v for k, v in batch.items() if k != key}, batch[key]
-        given = f"a dict with the keys {', '.join(map(str, batch))}"
     elif isinstance(batch, tuple | list) and len(batch) >= 2:
         return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
-    else:
-        given = describe(batch)
     raise UsageError(
-        f"{who}: batch is {given}; give (inputs, target), or a dict with the target under one of "
-        f"{', '.join(LABEL_KEYS)}"
+        f"{who}: batch must be (inputs, target), or a dict with the target under one of "
+        f"{', '.join(LABEL_KEYS)}, got {describe(batch)}"
     )
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same on the device; what lies in pinned memory is not waited for."""
+    """The nest on the device, without waiting for tensors in pinned memory."""
     return tree_map(value, lambda t: t.to(device, non_blocking=t.device.type == "cpu"))
 
 
@@ -42,13 +39,14 @@ def samples(inputs: Inputs, who: str) -> int:
     """How many samples there are: the first dimension of the first tensor."""
     found = tensors(inputs)
     if not found or not found[0].ndim or not len(found[0]):
-        given = describe(inputs)
-        raise UsageError(f"{who} is {given}; give tensors whose first dimension is the sample")
+        raise UsageError(
+            f"{who} must be tensors whose first dimension is the sample, got {describe(inputs)}"
+        )
     return len(found[0])
 
 
 def describe(value: Any) -> str:
-    """What it is, for a message."""
+    """Type and shape of a value, for a message."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
     if isinstance(value, dict):
@@ -74,10 +72,10 @@ class InMemory(Dataset):
         self.n = 1 + max(int(part.max()) for part in parts)
 
     def fetch(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """A copy of the rows."""
-        which = torch.from_numpy(indices)
+        """Copies of the rows; a tensor without a row for each sample is for all of them."""
+        rows = torch.from_numpy(indices)
 
-        def cut(tensor: Tensor) -> Tensor:  # what has no row for each sample is for all of them
-            return tensor[which] if tensor.ndim and len(tensor) == self.n else tensor
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[rows] if tensor.ndim and len(tensor) == self.n else tensor
 
         return tree_map(self.inputs, cut), tree_map(self.target, cut)

@@ -35,7 +35,7 @@ from runner.data.user_dataset import UserDataset
 from runner.errors import ConfigError, DataError, UsageError
 from runner.library import batches
 from runner.library.lazy_run import check_trainable, device_of, objective_of
-from runner.library.pipeline import name_of, source_of, with_components
+from runner.library.pipeline import make_dataset, name_of, with_components
 from runner.models import modes
 from runner.models.preserved_state import preserve_state
 from runner.objectives.base import Objective
@@ -90,31 +90,32 @@ def benchmark_optimizations(
     leave_if_imported()
     check_trainable(WHO, model, loss_fn, optimizer, overrides)
     if isinstance(arms, str):
-        raise UsageError(f"{WHO}: arms is one string; give a list: [{arms!r}]")
+        raise UsageError(f"{WHO}: arms must be a list, got one string: [{arms!r}]")
     own = _named(techniques)
-    data, size = _unloaded(data)
+    data, size = _dataset_of(data)
     settings = BenchmarkConfig(
         arms=list(arms), reference=reference, budget_s=budget_s, parity=parity, control=control
     )
     size = batch_size or size
-    typed = ["training.epochs=null", *([] if size is None else [f"training.batch_size={size}"])]
-    typed = [f"device={device_of(model).type}", *typed, *overrides]
-    found = arms_of(settings, typed, others=len(own))
-    source = source_of(WHO, data, validation, found[0].config, loss_fn is not None)
-    found = [_about(model, data, arm) for arm in found]
-    found += [_arm(name, target, found) for target, (name, _) in own.items()]
-    check_budget(settings, len(found))
+    typed = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
+    if size is not None:
+        typed.insert(0, f"training.batch_size={size}")
+    chosen = arms_of(settings, typed, others=len(own))
+    source = make_dataset(WHO, data, validation, chosen[0].config, loss_fn is not None)
+    chosen = [_rename(model, data, arm) for arm in chosen]
+    chosen += [_arm(name, target, chosen) for target, (name, _) in own.items()]
+    check_budget(settings, len(chosen))
     objective = None if loss_fn is None else objective_of(loss_fn)
     _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
-    _try_out(model, source, objective, found)
+    _try_loss(model, source, objective, chosen[0])
     made = {target: technique for target, (_, technique) in own.items()}
     given = Components(model, source, objective, optimizer, techniques=made)
     where = None if folder is None else Path(folder)
     if where is not None:
         where.mkdir(parents=True, exist_ok=True)
-    found = resolve_arms(found, where, given)
+    chosen = resolve_arms(chosen, where, given)
     try:
-        result = measure(found, settings, where, given, metrics, told=told)
+        result = measure(chosen, settings, where, given, metrics, told=told)
     except Unguarded as error:
         raise UsageError(f"{WHO}: {error}") from None
     if where is not None:
@@ -131,19 +132,15 @@ def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -
     print_stdout(table.terminal(comparison.of_benchmark(result, where)))
 
 
-def _try_out(
-    model: nn.Module, source: Dataset, objective: Objective | None, arms: Sequence[Arm]
-) -> None:
-    """Take the loss of two samples, if all arms take it so: what fits none of them is said once.
+def _try_loss(model: nn.Module, source: Dataset, objective: Objective | None, arm: Arm) -> None:
+    """Take the loss of two samples, so that data that do not fit it start no process.
 
     Raises ConfigError or DataError. Code of the caller's that fails is for each arm to report.
     """
-    config = arms[0].config
-    if any(arm.config.objective != config.objective for arm in arms):
-        return
+    config = arm.config
     if objective is None:
-        look_up = partial(resolve, trusted=config.security.names)
-        objective = build_objective(config.objective, source.sizes, look_up)
+        find = partial(resolve, trusted=config.security.names)
+        objective = build_objective(config.objective, source.sizes, find)
     device = device_of(model)
     inputs, target = batches.moved(source.fetch(source.train[:2], None), device)
     with preserve_state(model, device=device), modes.evaluation_mode(model), torch.no_grad():
@@ -152,18 +149,16 @@ def _try_out(
         except (ConfigError, DataError):
             raise
         except Exception as error:
-            log.debug("two samples could not be tried out: %s", error)
+            log.debug("the loss of two samples failed: %s", error)
 
 
-def _about(model: nn.Module, data: Any, arm: Arm) -> Arm:
-    """The same arm for this model and these data; no command line trains them."""
-    config = with_components(arm.config, model, data)
-    config.name = f"{name_of(data).rpartition('.')[2]}-{type(model).__name__}"
-    return replace(arm, command="", config=config)
+def _rename(model: nn.Module, data: Any, arm: Arm) -> Arm:
+    """The arm for this model and these data; no command line trains them."""
+    return replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
 
 
 def _refuse_interactive(model: nn.Module, source: Dataset, *others: Any) -> None:
-    """What was typed into a notebook or a shell is in no file that another process could import."""
+    """Raise UsageError for code typed into a notebook or a shell: no process could import it."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is not None and Path(file).is_file():
         return
@@ -179,38 +174,39 @@ def _refuse_interactive(model: nn.Module, source: Dataset, *others: Any) -> None
 
 
 def _named(techniques: Sequence[type[Technique] | Technique]) -> dict[str, tuple[str, Technique]]:
-    """Each by its dotted name: what its arm is called, and the technique, switched on."""
-    found: dict[str, tuple[str, Technique]] = {}
-    for one in techniques:
-        kind = one if isinstance(one, type) else type(one)
+    """Each by its dotted name: the name of its arm, and the technique, switched on."""
+    named: dict[str, tuple[str, Technique]] = {}
+    for given in techniques:
+        kind = given if isinstance(given, type) else type(given)
         if not issubclass(kind, Technique):
             raise UsageError(
-                f"{WHO}: techniques holds {batches.describe(one)}; inherit from runner.Technique"
+                f"{WHO}: techniques must inherit from runner.Technique, "
+                f"got {batches.describe(given)}"
             )
-        technique = kind(enabled=True) if isinstance(one, type) else replace(one, enabled=True)
+        technique = kind(enabled=True) if isinstance(given, type) else replace(given, enabled=True)
         target = name_of(technique)
-        if target in found:
-            raise UsageError(f"{WHO}: techniques has {kind.__name__} twice; leave one away")
-        found[target] = kind.__name__, technique
-    return found
+        if target in named:
+            raise UsageError(f"{WHO}: techniques has {kind.__name__} twice")
+        named[target] = kind.__name__, technique
+    return named
 
 
 def _arm(name: str, target: str, arms: Sequence[Arm]) -> Arm:
-    """The plain run and that technique."""
+    """The plain run with that technique."""
     if any(arm.name == name for arm in arms):
-        raise UsageError(f"{WHO}: there is an arm named {name} already; name the class otherwise")
+        raise UsageError(f"{WHO}: two arms are named {name}; rename the class")
     config = deepcopy(arms[0].config)
     config.optimization = Optimization(level="none", extra=[target])
     return Arm(name, config, [f"optimization.extra=[{target}]"], folder=f"technique-{name}")
 
 
-def _unloaded(data: Any) -> tuple[Any, int | None]:
+def _dataset_of(data: Any) -> tuple[Any, int | None]:
     """The data set of a loader, and its batch size; anything else as it is."""
     if not isinstance(data, DataLoader):
         return data, None
     if data.batch_size is None or data.collate_fn is not default_collate:
         raise UsageError(
-            f"{WHO}: data is a DataLoader that makes its batches by itself (batch_sampler or "
-            "collate_fn); give a data set whose samples are made, loader.dataset"
+            f"{WHO}: data is a DataLoader with its own batch_sampler or collate_fn; "
+            "give a data set, loader.dataset"
         )
     return data.dataset, data.batch_size

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from runner.data.batch import Batch, call
 from runner.errors import UsageError
 from runner.library import batches
-from runner.library.lazy_run import Loss, check_loss_fn, check_module, check_optimizer, run_contexts
+from runner.library.lazy_run import (
+    Loss,
+    check_loss_fn,
+    check_module,
+    check_optimizer,
+    run_contexts,
+)
 from runner.library.optimize import Optimized, place_inputs
 from runner.optim.clip import Clip
 from runner.optim.optimizer import Optimizer
@@ -36,11 +42,11 @@ def train_step(
     clip_norm: float | None = 1.0,
     guard: bool = True,
 ) -> Step:
-    """Make one step over `batch`; nothing of what is returned has been read back from the device.
+    """Make one step over `batch`; the host does not wait for what is returned.
 
-    `batch` is (inputs, target) and `loss_fn(output, target)` the mean over it. Gradients are cut
-    to `clip_norm` over all of the optimizer's parameters (None: not). With `guard` a step whose
-    loss or gradients are not finite changes nothing: no weight, no buffer, no optimizer state.
+    `batch` is (inputs, target) and `loss_fn(output, target)` the mean over it. Gradients are
+    clipped to `clip_norm` over all of the optimizer's parameters (None: not). With `guard` a step
+    whose loss or gradients are not finite changes no weight, buffer or optimizer state.
 
     The optimizer stays the caller's: its groups, its scheduler and its state_dict work as ever.
     Where its maker left `fused` and `foreach` open, its fused kernel is used; one that has none
@@ -49,12 +55,10 @@ def train_step(
     """
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise UsageError(f"train_step: clip_norm must be > 0 or None, got {clip_norm}")
-    check_loss_fn("train_step", loss_fn)
     inputs, target = batches.as_batch(batch, "train_step")
     guarded = vars(optimizer).get(ATTRIBUTE) if isinstance(optimizer, Optimizer) else None
     if guarded is None or not guarded.fits(model):
-        if guarded is not None:
-            guarded.close()
+        check_loss_fn("train_step", loss_fn)
         guarded = GuardedOptimizer("train_step", model, optimizer, inputs)
         vars(optimizer)[ATTRIBUTE] = guarded
     guarded.update.clip_norm, guarded.update.guard = clip_norm, guard
@@ -127,13 +131,13 @@ class GuardedOptimizer:
         return model is self.model and not closed
 
     def refresh(self) -> bool:
-        """Include parameters that were added to the optimizer; True where there were any.
+        """Include parameters added to the optimizer since; True where there were any.
 
         Gradients, buffers, back-off and loss scale stay what they are.
         """
         if self.fits(self.model):
             return False
-        gradients = {p: p.grad for group in self.optimizer.param_groups for p in group["params"]}
+        gradients = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
         before = self.update
         self.close()
         self._attach(None)
@@ -142,14 +146,13 @@ class GuardedOptimizer:
             with preserve_rates(self.optimizer):
                 self.update.set_backoff(before.backoff)
             if self.update.scale is not None and before.scale is not None:
-                self.update.scale.value.copy_(before.scale.value)
-                self.update.scale.grown.copy_(before.scale.grown)
-        for parameter, gradient in gradients.items():
+                self.update.scale = before.scale
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         return True
 
     def close(self) -> None:
-        """Leave the optimizer as it was found, its state complete."""
+        """Leave the optimizer as it was before, its state complete."""
         self.scope.close()
 
     def step(self, batch: Batch, loss_fn: Loss) -> Step:
@@ -187,18 +190,15 @@ class GuardedOptimizer:
             inputs, target = place_inputs(run, inputs), batches.moved(target, run.device.torch)
             with run_contexts(run):
                 loss = loss_fn(call(self.forward, inputs), target)
-        check_loss("train_step: loss_fn returned", loss)
+        check_loss("train_step", loss)
         return self.backward(loss)
 
 
-def check_loss(what: str, loss: Any) -> None:
-    """Raise UsageError for a loss without a gradient; `what` says whose it is."""
-    who = what.partition(":")[0]
+def check_loss(who: str, loss: Any) -> None:
+    """Raise UsageError unless the loss is a scalar tensor with a gradient."""
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise UsageError(
-            f"{what} {batches.describe(loss)}; make it the mean over the batch, a tensor without "
-            "dimensions"
-        )
+        given = batches.describe(loss)
+        raise UsageError(f"{who}: loss must be a scalar tensor, the batch's mean, got {given}")
     if not loss.requires_grad:
         raise UsageError(
             f"{who}: the loss depends on no weight that needs a gradient; leave "

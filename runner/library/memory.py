@@ -1,13 +1,13 @@
-"""Memory of a program: what is held, peaks by phase, leaks; and what this machine has."""
+"""Memory of a program: bytes held, peaks by phase, leaks; and a description of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from runner.composing import compose
 from runner.device import memory, phases, resources
 from runner.device.device import select
 from runner.device.leaks import LeakDetector, Trend, describe_leaks
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from runner.library.lazy_run import device_overrides
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Stats:
     limited_by: str
     swap: int | None  # in use on this machine; None where it does not tell
     device_allocated: int  # by tensors
-    device_reserved: int  # by the caching allocator, what tensors hold included
+    device_reserved: int  # by the caching allocator, including tensors
     peak_device: int  # by tensors, since the process started
     device_total: int
 
@@ -67,16 +65,12 @@ class Memory:
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
-        wanted = None if device is None else torch.device(device)
-        overrides = [] if wanted is None else [f"device={wanted.type}"]
-        if wanted is not None and wanted.type == "cuda" and wanted.index is not None:
-            overrides.append(f"device.index={wanted.index}")
-        with ExitStack() as scope:  # looked up, and set to nothing
+        overrides = [] if device is None else device_overrides(torch.device(device))
+        with ExitStack() as scope:  # no switch of the process stays flipped
             self.device = select(compose(overrides).device, scope)
         self.phases: dict[str, Phase] = {}
         self._lock = Lock()
-        self._process = LeakDetector()
-        self._on_device = LeakDetector()
+        self._process, self._on_device = LeakDetector(), LeakDetector()
 
     def stats(self) -> Stats:
         """What is held now; 300 µs, and no wait for the device."""
@@ -109,38 +103,36 @@ class Memory:
 
     @contextmanager
     def track(self, name: str) -> Iterator[Phase]:
-        """The peak of what happens in here, in `phases[name]`; it may nest, and run in threads.
+        """The peak of what happens inside, in `phases[name]`; it may nest, and run in threads.
 
-        40 µs. A phase that runs again goes on with the numbers that it has. What other threads
-        hold meanwhile counts too. On a GPU kernels that were only queued need no memory later:
-        it is handed out when they are queued.
+        40 µs. Memory that other threads hold meanwhile counts too.
         """
         start = perf_counter()
         with self._lock:
             phase = self.phases.setdefault(name, Phase(name))
         with ExitStack() as stack:
-            found = stack.enter_context(phases.peak(self.device))
+            peak = stack.enter_context(phases.peak(self.device))
             try:
                 yield phase
             finally:
-                stack.close()  # now the peak is whole
-                self._add(phase, found, perf_counter() - start)
+                stack.close()  # now the peak is complete
+                self._add(phase, peak, perf_counter() - start)
 
-    def _add(self, phase: Phase, found: phases.Peak, seconds: float) -> None:
-        added = found.process - found.process_before, found.on_device - found.on_device_before
+    def _add(self, phase: Phase, peak: phases.Peak, seconds: float) -> None:
+        added = peak.process - peak.process_before, peak.on_device - peak.on_device_before
         with self._lock:
             phase.times += 1
             phase.seconds += seconds
-            phase.peak_process = max(phase.peak_process, found.process)
-            phase.peak_device = max(phase.peak_device, found.on_device)
+            phase.peak_process = max(phase.peak_process, peak.process)
+            phase.peak_device = max(phase.peak_device, peak.on_device)
             phase.added_process = max(phase.added_process, added[0])
             phase.added_device = max(phase.added_device, added[1])
 
     def sample(self, step: int) -> Trend | None:
-        """Take note of what is held at this step; the trend, when a leak is found.
+        """Note what is held at this step; the trend, when a leak is found.
 
         10 µs. Call it at a like point of each step, or of each tenth; steps rise. Where memory
-        looks like a leak it collects garbage, and waits for what grows on.
+        looks like a leak it collects garbage, and waits for what still grows.
         """
         leak: Trend | None = None
         for detector, held in (
@@ -163,7 +155,7 @@ class Memory:
 
     @property
     def trend(self) -> Trend | None:
-        """How memory goes over the newest window, that of a leak first; None: too few samples."""
+        """Growth over the newest window, that of a leak first; None: too few samples."""
         trends = [d.trend for d in (self._on_device, self._process) if d.trend is not None]
         return max(trends, key=lambda trend: trend.leaking, default=None)
 
@@ -172,53 +164,36 @@ class Memory:
             return torch.cuda.memory_reserved(self.device.torch)
         return memory.process_bytes()
 
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.table import Table
-
-        from runner.record.console import plain_text
-
-        stats = self.stats()
-        facts = Table.grid(padding=(0, 2))
+    def __str__(self) -> str:
+        now = self.stats()
         rows = [
-            ("process", f"{size_text(stats.process)}, {size_text(stats.peak_process)} at most"),
+            ("process", f"{size_text(now.process)}, {size_text(now.peak_process)} at most"),
             (
                 "available",
-                f"{size_text(stats.available)} of {size_text(stats.limit)}: {stats.limited_by}",
+                f"{size_text(now.available)} of {size_text(now.limit)}: {now.limited_by}",
             ),
         ]
-        if stats.swap:
-            rows.append(("swap", f"{size_text(stats.swap)} in use"))
         if self.device.kind != "cpu":
-            sizes = stats.device_allocated, stats.device_reserved, stats.peak_device
-            held, reserved, peak = map(size_text, sizes)
-            text = f"{held} allocated, {reserved} reserved, {peak} at most, of "
-            rows.append((self.device.name, text + size_text(stats.device_total)))
-        watched = {"process": self._process}
+            sizes = now.device_allocated, now.device_reserved, now.peak_device, now.device_total
+            text = "{} allocated, {} reserved, {} at most, of {}".format(*map(size_text, sizes))
+            rows.append((self.device.name, text))
+        detectors = {"process": self._process}
         if self.device.kind == "cuda":
-            watched["device"] = self._on_device
-        if sampled := {name: d for name, d in watched.items() if d.recent}:
+            detectors["device"] = self._on_device
+        if sampled := {name: d for name, d in detectors.items() if d.recent}:
             rows.append(("leaks", describe_leaks(sampled)))
-        for row in rows:
-            facts.add_row(*map(plain_text, row))
-        if not self.phases:
-            return facts
-        table = Table(box=None, padding=(0, 2), pad_edge=False)
-        table.add_column("phase", overflow="fold")
-        gpu = self.device.kind != "cpu"
-        for heading in ("times", "seconds", "process, at most", "added"):
-            table.add_column(heading, justify="right")
-        for heading in ("device, at most", "added") if gpu else ():
-            table.add_column(heading, justify="right")
-        for phase in list(self.phases.values()):
-            cells = [phase.name, str(phase.times), f"{phase.seconds:.3f}"]
-            cells += [size_text(phase.peak_process), size_text(phase.added_process)]
-            cells += [size_text(phase.peak_device), size_text(phase.added_device)] if gpu else []
-            table.add_row(*map(plain_text, cells))
-        return Group(facts, "", table)
+        text = table_text((), rows)
+        if self.phases:
+            text += "\n\n" + table_text(
+                ("phase", "times", "seconds", "process", "added", "device", "added"),
+                [_cells(phase) for phase in list(self.phases.values())],
+            )
+        return text
 
-    def __str__(self) -> str:
-        return rich_text(self)
+
+def _cells(phase: Phase) -> list[str]:
+    sizes = phase.peak_process, phase.added_process, phase.peak_device, phase.added_device
+    return [phase.name, str(phase.times), f"{phase.seconds:.3f}", *map(size_text, sizes)]
 
 
 def system_info() -> dict[str, Any]:
@@ -234,18 +209,33 @@ def system_info() -> dict[str, Any]:
 
 def size_text(value: float) -> str:
     """Bytes with their prefix, such as `9.7 KiB`."""
-    prefixes = iter(("Ki", "Mi", "Gi", "Ti"))
-    prefix = ""
-    while value >= 1024:
-        value, prefix = value / 1024, next(prefixes)
-    return f"{value:.4g} {prefix}B"
+    return _scaled(value, 1024, ("", "Ki", "Mi", "Gi", "Ti"), 4) + "B"
 
 
-def rich_text(renderable: RenderableType) -> str:
-    """The same without colours, for print and logs."""
-    from runner.record.console import Screen
+def count_text(value: float) -> str:
+    """A number of operations with its prefix, such as `1.3 G`."""
+    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"), 3)
 
-    console = Screen(width=100, no_color=True)
-    with console.capture() as captured:
-        console.print(renderable)
+
+def _scaled(value: float, base: int, prefixes: Sequence[str], digits: int) -> str:
+    power = 0
+    while abs(value) >= base and power < len(prefixes) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.{digits}g} {prefixes[power]}"
+
+
+def table_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for print and logs: no colours, at most 100 columns, long cells folded."""
+    from rich.table import Table
+
+    from runner.record.console import Screen, plain_text
+
+    table = Table(box=None, padding=(0, 2), pad_edge=False, show_header=bool(header))
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain_text, row))
+    screen = Screen(width=100, no_color=True)
+    with screen.capture() as captured:
+        screen.print(table)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

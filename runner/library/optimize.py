@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,12 @@ from runner.training.run import Run
 from runner.training.step import make_step
 from runner.training.summary import Summary
 
+USE_LOOP = "not for a bare model; use optimize_training_loop"
+USE_PIPELINE = "not for a bare model or loop; use create_training_pipeline"
+NOT_FOR_A_LOOP = dict.fromkeys(("pipeline", "quantization"), USE_PIPELINE)
 NOT_FOR_A_MODEL = {
-    "whole_step": "not for a bare model: it makes the whole step; use optimize_training_loop",
-    "chunked_loss": "not for a bare model: it is about the loss; use optimize_training_loop",
-    "accumulation": "not for a bare model: it cuts a loop's batches; use optimize_training_loop",
-    "pipeline": "not for a bare model: it is about loading data; use create_training_pipeline",
-    "quantization": "not for a bare model: its int8 copy is judged on data that are held out; "
-    "use create_training_pipeline",
+    **dict.fromkeys(("whole_step", "chunked_loss", "accumulation"), USE_LOOP),
+    **NOT_FOR_A_LOOP,
 }
 NO_OPTIMIZER = "not for a bare model: it has no optimizer; use optimize(model, optimizer=…)"
 
@@ -56,9 +55,9 @@ def optimize(
     """The model with the techniques of `optimization=<level>` that make sense without a loop.
 
     They are applied to the example (a tensor, a tuple by position or a dict by name), or where
-    there is none to what the first call gets. `device` is where the model shall be (`auto`, `cpu`,
-    `cuda:1`, …); None leaves it where it is. `overrides` are typed as on the command line, such as
-    `optimization.compile.enabled=false`. Raises UsageError or ConfigError.
+    there is none to the inputs of the first call. `device` is where the model shall be (`auto`,
+    `cpu`, `cuda:1`, …); None leaves it where it is. `overrides` are typed as on the command line,
+    such as `optimization.compile.enabled=false`. Raises UsageError or ConfigError.
     """
     return Optimized(model, level, example, optimizer, device, overrides)
 
@@ -72,6 +71,8 @@ class Optimized:
     computed outside loses nothing.
     """
 
+    active: ClassVar[int] = 0  # calls of ours that are under way: a decorated model is plain then
+
     def __init__(
         self,
         model: nn.Module,
@@ -83,14 +84,13 @@ class Optimized:
     ) -> None:
         self.model = model
         self.settings = (level, None, optimizer, device, tuple(overrides))
-        left_out = NOT_FOR_A_MODEL
+        not_applicable = NOT_FOR_A_MODEL
         if optimizer is None:
-            left_out = left_out | {"fused_optimizer": NO_OPTIMIZER}
+            not_applicable = not_applicable | {"fused_optimizer": NO_OPTIMIZER}
         self.lazy = LazyRun(
-            "optimize", model, level, overrides, device, left_out, optimizer=optimizer
+            "optimize", model, level, overrides, device, not_applicable, optimizer=optimizer
         )
         self.called = False
-        self.inside = False  # the model's own call, in the middle of ours
         if example is not None:
             self.ready(example)
 
@@ -101,37 +101,27 @@ class Optimized:
         kwargs = {name: place_inputs(run, value) for name, value in kwargs.items()}
         while True:
             try:
-                return self._forward(run, args, kwargs)
+                with run_contexts(run):
+                    output = self.call_model(*args, **kwargs)
+                return tree_map(output, _full_precision) if run.contexts else output
             except Exception as error:
                 if not any(recover(run, error) for recover in run.recoveries):
                     raise
 
     def ready(self, inputs: Inputs) -> Run:
         """Apply the techniques, with these inputs as the example, if that was not done yet."""
-        self.inside = True
-        try:
-            return self.lazy.build_run(inputs)
-        finally:
-            self.inside = False
-
-    def _forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with run_contexts(run):
-            output = self.call_model(*args, **kwargs)
-        return tree_map(output, _full) if run.contexts else output
+        run: Run = _plainly(self.lazy.build_run, inputs)
+        return run
 
     def call_model(self, *args: Any, **kwargs: Any) -> Any:
-        """The run's own forward, without its contexts: for whoever has entered them."""
-        run = self.lazy.run
-        if run is None:
+        """The run's own forward, whose contexts the caller has entered."""
+        if self.lazy.run is None:
             raise UsageError("optimize: it was closed; make another one")
-        self.inside = self.called = True
-        try:
-            return run.forward(*args, **kwargs)
-        finally:
-            self.inside = False
+        self.called = True
+        return _plainly(self.lazy.run.forward, *args, **kwargs)
 
     def _as_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """What a call got, as the inputs of a batch; what is no tensor is left to its default."""
+        """The arguments of a call as the inputs of a batch; without tensors they are defaults."""
         if kwargs:
             bound = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
             return {name: v for name, v in bound.items() if tensors(v)}
@@ -146,21 +136,11 @@ class Optimized:
         run = self.lazy.run
         if run is not None and not self.called:
             where, large = device_of(self.model), large_parameters(self.model)
-            with (
-                preserve_state(self.model, device=where, safe=large),
-                modes.evaluation_mode(self.model),
-            ):
-                with torch.no_grad():
-                    inputs = run.validation.peek()[0]
-                    if isinstance(inputs, dict):
-                        self(**inputs)
-                    else:
-                        self(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
-        self.inside = True
-        try:
-            return self.lazy.rows()
-        finally:
-            self.inside = False
+            with preserve_state(self.model, device=where, safe=large), torch.no_grad():
+                with modes.evaluation_mode(self.model):
+                    call(self, run.validation.peek()[0])
+        statuses: list[TechniqueStatus] = _plainly(self.lazy.statuses)
+        return statuses
 
     @property
     def choices(self) -> list[Choice]:
@@ -168,7 +148,7 @@ class Optimized:
         return [] if self.lazy.run is None else list(self.lazy.run.choices)
 
     def close(self) -> None:
-        """Undo every global switch; the model is as it was, and this can no longer be called."""
+        """Undo every global switch; the model is as before, and this can no longer be called."""
         self.lazy.close()
 
     def __enter__(self) -> Optimized:
@@ -178,7 +158,7 @@ class Optimized:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is put together afresh, around the copy of the model."""
+        """A copy builds its own run, around the copy of the model."""
         return Optimized, (self.model, *self.settings)
 
 
@@ -197,57 +177,53 @@ def optimize_model(
     (an `Optimized`). The function returns an `Optimized` in place of the module.
     """
     if not isinstance(level, str):
-        raise UsageError("optimize_model: level is missing its brackets; write @optimize_model()")
+        raise UsageError("optimize_model: level must be a name; write @optimize_model()")
 
     def decorate(made: Any) -> Any:
+        def wrap(model: nn.Module) -> Optimized:
+            return Optimized(model, level, None, None, device, overrides)
+
         if isinstance(made, type) and issubclass(made, nn.Module):
-            return _decorate_class(made, level, device, overrides)
+            return _decorate_class(made, wrap)
         if isinstance(made, type) or not callable(made):
             raise UsageError(
-                f"optimize_model: {made!r} is no subclass of torch.nn.Module and no function that "
-                "returns one"
+                f"optimize_model: {made!r} must be a subclass of torch.nn.Module, or a function "
+                "that returns a module"
             )
-
-        @wraps(made)
-        def factory(*args: Any, **kwargs: Any) -> Optimized:
-            return Optimized(made(*args, **kwargs), level, None, None, device, overrides)
-
-        return factory
+        return wraps(made)(lambda *args, **kwargs: wrap(made(*args, **kwargs)))
 
     return decorate
 
 
-def _decorate_class(
-    made: type[nn.Module], level: str, device: str | torch.device | None, overrides: Sequence[str]
-) -> type[nn.Module]:
-    plain = made.__call__
+def _decorate_class(cls: Any, wrap: Callable[[nn.Module], Optimized]) -> Any:
+    plain = cls.__call__
 
     def optimized(self: nn.Module) -> Optimized:
-        found: Optimized | None = self.__dict__.get("_optimized")
-        if found is None:
-            found = Optimized(self, level, None, None, device, overrides)
-            self.__dict__["_optimized"] = found
-        return found
+        if "_optimized" not in self.__dict__:
+            self.__dict__["_optimized"] = wrap(self)
+        wrapper: Optimized = self.__dict__["_optimized"]
+        return wrapper
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if "_plain" in self.__dict__:
+        if Optimized.active or optimized(self).lazy.closed:
             return plain(self, *args, **kwargs)
-        mine = optimized(self)
-        if mine.inside or mine.lazy.closed:
-            return plain(self, *args, **kwargs)
-        return mine(*args, **kwargs)
+        return optimized(self)(*args, **kwargs)
 
     def __getstate__(self: nn.Module) -> dict[str, Any]:
-        """A copy is put together by itself, but for one that is made to time the model."""
-        mine = self.__dict__.get("_optimized")
-        mark = {"_plain": True} if mine is not None and mine.inside else {}
-        return {k: v for k, v in self.__dict__.items() if k != "_optimized"} | mark
+        return {key: value for key, value in self.__dict__.items() if key != "_optimized"}
 
-    cls: Any = made
-    cls.__getstate__ = __getstate__
+    cls.__getstate__, cls.__call__ = __getstate__, __call__
     cls.optimized = property(optimized, doc="What calling it goes through.")
-    cls.__call__ = __call__
-    return made
+    return cls
+
+
+def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call it with the calls of decorated models left as they are."""
+    Optimized.active += 1
+    try:
+        return function(*args, **kwargs)
+    finally:
+        Optimized.active -= 1
 
 
 def place_inputs(run: Run, inputs: Inputs) -> Inputs:
@@ -258,15 +234,8 @@ def place_inputs(run: Run, inputs: Inputs) -> Inputs:
     return inputs
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-NOT_FOR_A_LOOP = {
-    "pipeline": "not for a hand-written loop, which loads its data; use create_training_pipeline",
-    "quantization": "not for a hand-written loop: its int8 copy is judged on data that are held "
-    "out; use create_training_pipeline",
-}
 
 
 def optimize_training_loop(
@@ -284,14 +253,14 @@ def optimize_training_loop(
 ) -> TrainingLoop:
     """What makes the steps of a hand-written loop with the techniques of `optimization=<level>`.
 
-    It is put together around `example`, a batch, or the first one that comes. `steps` is how many
-    there will be, if that is known: compiling pays back over many. Clipping, guard and optimizer
+    They are applied to `example`, a batch, or the first one that comes. `steps` is how many there
+    will be, if that is known: compiling pays back over many. Clipping, guard and optimizer
     are as in `train_step`, device and overrides as in `optimize`; `training.micro_batch=8` cuts
     each batch. Raises UsageError or ConfigError.
     """
     check_loss_fn("optimize_training_loop", loss_fn)
     if steps is not None and steps < 1:
-        raise UsageError(f"optimize_training_loop: steps={steps} is no length; use 1 or more")
+        raise UsageError(f"optimize_training_loop: steps must be ≥ 1, got {steps}")
     limit = "null" if clip_norm is None else clip_norm
     lazy = LazyRun(
         "optimize_training_loop",
@@ -304,10 +273,9 @@ def optimize_training_loop(
         objective=objective_of(loss_fn),
         steps=steps,
     )
-    loop = TrainingLoop(lazy)
     if example is not None:
         lazy.build_run(*batches.as_batch(example, lazy.who))
-    return loop
+    return TrainingLoop(lazy)
 
 
 @final
@@ -321,7 +289,7 @@ class TrainingLoop:
 
     @exclusive_random_state("optimize_training_loop")
     def __call__(self, batch: Any) -> Step:
-        """One step over (inputs, target); what it returns is on the device, and not waited for."""
+        """One step over (inputs, target); the host does not wait for what it returns."""
         claim_random_state(self, "optimize_training_loop")
         inputs, target = batches.as_batch(batch, self.lazy.who)
         run = self.lazy.build_run(inputs, target)
@@ -357,20 +325,20 @@ class TrainingLoop:
 
     def engagements(self) -> list[TechniqueStatus]:
         """Each technique: requested or not, engaged or not, the reason and the evidence."""
-        return self.lazy.rows()
+        return self.lazy.statuses()
 
     def summary(self) -> Summary:
         """Steps, time, memory and techniques so far. Makes the host wait, and runs the model."""
         run = self._running()
         run.device.synchronize()
         run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
-        rows = self.engagements()
+        techniques = self.engagements()
         summary = build_summary(run, "running")
-        summary.techniques = rows
+        summary.techniques = techniques
         return summary
 
     def close(self) -> None:
-        """Undo every global switch; the model and its optimizer are as if they were never here."""
+        """Undo every global switch; model and optimizer are as if this had never been."""
         release_random_state(self)
         self.lazy.close()
 

@@ -68,11 +68,17 @@ def create_training_pipeline(
     nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
     check_trainable(WHO, model, loss_fn, optimizer, overrides)
-    config = config_of(model, data, level, name, overrides)
-    source = source_of(WHO, data, validation, config, own_loss=loss_fn is not None)
+    named = [] if name is None else [f"name={name}"]
+    config = compose([f"optimization={level}", *named, *overrides])
+    default_name = not any(text.lstrip("+").startswith("name=") for text in (*named, *overrides))
+    config = with_components(config, model, data, rename=default_name)
+    dataset = make_dataset(WHO, data, validation, config, own_loss=loss_fn is not None)
     objective = None if loss_fn is None else objective_of(loss_fn)
-    where = _folder(folder, config.name) if record else None
-    given = Components(model, source, objective, optimizer)
+    where = None
+    if record:
+        started = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
+        where = Path(folder or Path("outputs/runs") / config.name / started)
+    given = Components(model, dataset, objective, optimizer)
     run = build(config, where, resolve_auto(config, where, given))
     run.hooks += hooks
     return Pipeline(run)
@@ -91,7 +97,7 @@ class Pipeline:
         return self.run.folder
 
     def train(self) -> Summary:
-        """Train to the end and say how it went; a report is left in the folder."""
+        """Train to the end; a report is left in the folder."""
         try:
             return train(self.run)
         finally:
@@ -103,7 +109,7 @@ class Pipeline:
         return evaluate(self.run).metrics
 
     def close(self) -> None:
-        """Undo every global switch, and wait for what is being written."""
+        """Undo every global switch, and wait for files being written."""
         self.run.scope.close()
 
     def __enter__(self) -> Pipeline:
@@ -113,61 +119,39 @@ class Pipeline:
         self.close()
 
 
-def _folder(folder: str | Path | None, name: str) -> Path:
-    if folder is not None:
-        return Path(folder)
-    return (
-        Path("outputs/runs") / name / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
-    )
-
-
-def config_of(
-    model: nn.Module, data: Any, level: str, name: str | None, overrides: Sequence[str]
-) -> RunConfig:
-    """The config of the overrides, with model and data under their own names."""
-    named = [] if name is None else [f"name={name}"]
-    config = compose([f"optimization={level}", *named, *overrides])
-    if name is None and not any(text.lstrip("+").startswith("name=") for text in overrides):
-        config.name = f"{name_of(data).rpartition('.')[2]}-{type(model).__name__}"
-    return with_components(config, model, data)
-
-
-def with_components(config: RunConfig, model: nn.Module, data: Any) -> RunConfig:
-    """The same config about this model and these data."""
+def with_components(config: RunConfig, model: nn.Module, data: Any, rename: bool) -> RunConfig:
+    """The config with this model and data in place of its own."""
     common = {f.name: getattr(config.data, f.name) for f in fields(DataConfig)}
-    asked = config.model
-    return replace(
+    weights, without = config.model.weights, config.model.weights_except
+    changed = replace(
         config,
         data=DataConfig(**{**common, "kind": name_of(data)}),
-        model=ModelConfig(
-            kind=name_of(model), weights=asked.weights, weights_except=asked.weights_except
-        ),
+        model=ModelConfig(kind=name_of(model), weights=weights, weights_except=without),
     )
+    if rename:
+        changed.name = f"{name_of(data).rpartition('.')[2]}-{type(model).__name__}"
+    return changed
 
 
 def name_of(thing: Any) -> str:
-    """Its class by its dotted name."""
+    """The dotted name of its class."""
     if isinstance(thing, tuple | list | dict):
         return "given.tensors"
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def source_of(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Dataset:
+def make_dataset(
+    who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+) -> Dataset:
     """A map-style data set or tensors, in two parts. Raises UsageError or DataError."""
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader | IterableDataset):
         raise UsageError(
-            f"{who}: data is a DataLoader; give its data set, loader.dataset, and "
-            f"overrides=['training.batch_size={data.batch_size}']"
+            f"{who}: data must be tensors or a data set with __len__ and __getitem__ "
+            f"(loader.dataset), got a {type(data).__name__}"
         )
-    if isinstance(data, IterableDataset):
-        raise UsageError(
-            f"{who}: data is an IterableDataset, whose samples cannot be fetched by index; give "
-            "one with __len__ and __getitem__, or tensors"
-        )
-    parts = None
     if isinstance(data, tuple | list | dict):
         return _in_memory(who, data, validation, config, own_loss)
-    whole = data
+    whole, parts = data, None
     if validation is not None:
         whole = ConcatDataset([data, validation])
         for name in ("classes", "vocab", "sizes"):
@@ -181,14 +165,14 @@ def source_of(who: str, data: Any, validation: Any, config: RunConfig, own_loss:
 
 
 def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss: bool) -> Dataset:
-    inputs, target = _tensors(who, data, "data")
+    inputs, target = _as_tensors(who, data, "data")
     n = batches.samples(inputs, f"{who}: data")
     if validation is None:
         parts = split(n, config.data.validation, config.data.split_seed, "data")
     else:
-        more = _tensors(who, validation, "validation")
+        more = _as_tensors(who, validation, "validation")
         parts = _two_parts(n, batches.samples(more[0], f"{who}: validation"))
-        inputs, target = _joined(who, inputs, more[0]), _joined(who, target, more[1])
+        inputs, target = _concatenate(who, inputs, more[0]), _concatenate(who, target, more[1])
         n += len(parts[1])
     for tensor in tensors((inputs, target)):
         if not tensor.ndim or len(tensor) != n:
@@ -196,67 +180,63 @@ def _in_memory(who: str, data: Any, validation: Any, config: RunConfig, own_loss
                 f"{who}: data has {n:,} samples, and one of its tensors is "
                 f"{batches.describe(tensor)}; the first dimension of all of them is the sample"
             )
-    sizes, choices = _sizes(Rows(inputs, target, n), own_loss)
+    sizes, choices = _sizes(inputs, target, n, own_loss)
     return InMemory(inputs, target, sizes, parts, choices)
 
 
-class Rows:
-    """Tensors as a map-style data set, for the sizes to be read off it."""
+class _Rows:
+    """Tensors as a map-style data set, for the sizes to be inferred from."""
 
-    def __init__(self, inputs: Any, target: Any, n: int) -> None:
-        self.inputs, self.target, self.n = inputs, target, n
+    def __init__(self, target: Any, n: int) -> None:
+        self.n = n
         self.targets = target if isinstance(target, Tensor) and target.ndim == 1 else None
 
     def __len__(self) -> int:
         return self.n
 
-    def sample(self, index: int) -> tuple[Any, Any]:
-        """Inputs and target of one sample."""
-        return (
-            tree_map(self.inputs, lambda t: t[index]),
-            tree_map(self.target, lambda t: t[index]),
-        )
 
+def _sizes(inputs: Any, target: Any, n: int, own_loss: bool) -> tuple[Sizes, tuple[Choice, ...]]:
+    def sample(index: int) -> tuple[Any, Any]:
+        row = tree_map((inputs, target), lambda t: t[index])
+        return row[0], row[1]
 
-def _sizes(rows: Rows, own_loss: bool) -> tuple[Sizes, tuple[Choice, ...]]:
     try:
-        return infer_sizes(rows, "data", rows.sample)
+        return infer_sizes(_Rows(target, n), "data", sample)
     except DataError:
         if own_loss:
             return Sizes("given"), ()  # the caller's loss knows what its targets are
         raise
 
 
-def _tensors(who: str, data: Any, what: str) -> tuple[Any, Any]:
-    """Inputs and target as nests of tensors; numbers in double precision become single."""
+def _as_tensors(who: str, data: Any, what: str) -> tuple[Any, Any]:
+    """Inputs and target as nests of tensors; float64 becomes float32."""
 
-    def plain(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
+            return {key: convert(item) for key, item in value.items()}
         if isinstance(value, tuple | list):
-            return tuple(plain(item) for item in value)
+            return tuple(convert(item) for item in value)
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(np.ascontiguousarray(value))
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"{who}: {what} holds {batches.describe(value)}; give (inputs, target) as tensors "
-                "or arrays, or a map-style data set"
+                f"{who}: {what} must be (inputs, target) as tensors or arrays, or a map-style "
+                f"data set, got {batches.describe(value)} in it"
             )
         value = value.detach().cpu()
         return value.float() if value.dtype == torch.float64 else value
 
     inputs, target = batches.as_batch(data, f"{who}: {what}")
-    return plain(inputs), plain(target)
+    return convert(inputs), convert(target)
 
 
-def _joined(who: str, one: Any, other: Any) -> Any:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.cat([one, other])
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return {key: _joined(who, one[key], other[key]) for key in one}
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return tuple(_joined(who, a, b) for a, b in zip(one, other, strict=True))
-    raise UsageError(f"{who}: validation has not the form of data")
+def _concatenate(who: str, one: Any, other: Any) -> Any:
+    theirs = iter(tensors(other))
+    if batches.describe(tree_map(one, lambda t: t[:1])) != batches.describe(
+        tree_map(other, lambda t: t[:1])
+    ):
+        raise UsageError(f"{who}: validation must have the form of data")
+    return tree_map(one, lambda tensor: torch.cat([tensor, next(theirs)]))
 
 
 def _two_parts(train: int, validation: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast, final
 
-import torch
 from torch import Tensor, nn
 
-from runner.captures.writer import noise
+from runner.captures.run_captures import random_state
 from runner.composing import compose
 from runner.errors import GaveUp, UsageError
 from runner.library.bad_steps import StepCaptures
@@ -31,7 +30,7 @@ from runner.training.run import Progress, Run
 
 WHO = "Stability"
 REPORT_EVERY = 10  # steps between two reads of the host, on an accelerator
-SHOWN = 20  # bad steps in a summary's text: half of them the first, half the latest
+SHOWN = 20  # bad steps in a summary's text
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class StepReport:
     loss: Tensor  # 0-d
     grad_norm: Tensor  # 0-d, before clipping; NaN or Inf when the step was not finite
     skipped: Tensor  # 0-d, 1.0 when the update was not made, else 0.0
-    faults: list[Anomaly]  # steps that the host has now learned were bad, with what is done
+    faults: list[Anomaly]  # bad steps that the host has now learned of, with what is done
     rolled_back: bool = False  # weights and optimizer are those of a snapshot
 
 
 @dataclass(frozen=True)
 class StabilitySummary:
-    """What became of the steps of a loop."""
+    """The steps of a loop, and its faults."""
 
     steps: int
     skipped: int
@@ -57,25 +56,19 @@ class StabilitySummary:
     anomalies: list[Anomaly]  # the bad steps, of very many the first and the latest
 
     def __str__(self) -> str:
-        head = f"{self.steps} steps, {self.skipped} skipped, {self.rollbacks} rolled back"
-        rows = [
-            (str(a.step), a.kind, f"{a.loss:.4g}", f"{a.grad_norm:.4g}", a.action, a.capture)
-            for a in self.anomalies
-        ]
-        if len(rows) > SHOWN:
-            left = f"{len(rows) - SHOWN} more", "", "", "", "", ""
-            rows = [*rows[: SHOWN // 2], left, *rows[-SHOWN // 2 :]]
-        rows.insert(0, ("step", "what", "loss", "grad_norm", "action", "capture"))
-        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, wide)).rstrip() for row in rows]
-        return "\n".join([head, "", *lines]) if self.anomalies else head
+        lines = [f"{self.steps} steps, {self.skipped} skipped, {self.rollbacks} rolled back"]
+        for a in self.anomalies[:SHOWN]:
+            numbers = f"loss {a.loss:.4g}, grad_norm {a.grad_norm:.4g}"
+            lines.append(f"step {a.step}: {a.kind}, {numbers}: {a.action} {a.capture}".rstrip())
+        if (more := len(self.anomalies) - SHOWN) > 0:
+            lines.append(f"and {more} more")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class _Snapshot:
     step: int
-    weights: list[Tensor]
-    buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each belongs
+    tensors: dict[str, Tensor]  # parameters and buffers
     optimizer: dict[str, Any]
 
 
@@ -85,9 +78,9 @@ class Stability:
 
     `config` is an option of the `stability` group (`default`, `strict`, `off`), overrides of it
     (`["stability.clip_norm=0.5"]`) or a StabilityConfig. With a `folder` faults are in
-    `debug/history.json` there, and a bad step whose `batch` is handed to `step` is kept in
-    `debug/captures`, up to `captures` of them; `replay_step` looks into one. `snapshot_every` so
-    many steps weights and optimizer are copied, where they are, for roll-backs; without it, rows
+    `debug/history.json` there, and a bad step whose `batch` is handed to `step` is captured in
+    `debug/captures`, up to `captures` of them; `replay_step` replays one. Every `snapshot_every`
+    steps weights and optimizer are copied, where they are, for roll-backs; without it, rows
     of the recovery table that roll back are passed over. For fp16 `loss_scale` (such as 65536.0)
     takes the place of torch.amp.GradScaler, which must not be used beside it.
 
@@ -117,9 +110,9 @@ class Stability:
         self.guarded: GuardedOptimizer | None = None
         self.snapshot: _Snapshot | None = None
         self.closed = False
-        # what the controller reads of a run
+        # the attributes of a run that its controller reads
         self.history = History(None if folder is None else Path(folder))
-        self.folder = None  # its last words are not about job=replay
+        self.folder = None  # job=replay is not for these captures
         self.progress = Progress()
         self.report_every = 1
         self.captures: StepCaptures | None = None
@@ -127,7 +120,7 @@ class Stability:
             self.history.folder.mkdir(parents=True, exist_ok=True)
 
     def watch(self, model: nn.Module | Optimized, optimizer: Optimizer) -> None:
-        """Remember the buffers as they are now: what a bad step leaves behind is what was before.
+        """Remember the buffers as they are now: a bad step restores them.
 
         Call it before the first forward, so that a first step that is bad leaves no trace in
         BatchNorm's statistics, and after changing buffers oneself (`load_state_dict`). Without it
@@ -147,18 +140,19 @@ class Stability:
         Raises GaveUp when the recovery table has nothing left, and UsageError.
         """
         guarded = self._guard(model, optimizer)
-        check_loss(f"{WHO}: loss is", loss)
+        check_loss(WHO, loss)
         try:
             if self.captures is not None and batch is not None:
-                self.captures.remember(self.progress.step + 1, batch)
+                self.captures.remember(self.progress.step + 1, batch, 2 * self.report_every)
             step = self._make_step(guarded, loss)
             faults = self._report() if step.number % self.report_every == 0 else []
-            rolled_back = self._execute()
+            rolled_back = self._execute(guarded)
             if self.snapshot_every and step.number % self.snapshot_every == 0:
-                self._take_snapshot()
-            guarded.update.begin()  # the state that a bad step's forward is taken back to
+                if not self.progress.consecutive_skips and self.controller.decision is None:
+                    self._take_snapshot()
+            guarded.update.begin()  # a bad step's forward is reverted to the buffers of now
             if self.captures is not None:
-                self.captures.noise = noise()
+                self.captures.random_state = random_state()
         finally:
             self._write()
         return StepReport(step.number, step.loss, step.grad_norm, step.skipped, faults, rolled_back)
@@ -168,27 +162,24 @@ class Stability:
 
         The same as `loss.backward()`, but for `loss_scale`.
         """
-        check_loss(f"{WHO}: loss is", loss)
+        check_loss(WHO, loss)
         self._guard(model, optimizer).backward(loss)
 
     def summary(self) -> StabilitySummary:
-        """What became of the steps so far. It makes the host wait for the device."""
+        """Counts and bad steps so far. It makes the host wait for the device."""
         if self.guarded is None:
             return StabilitySummary(0, 0, 0, {}, [])
         if not self.closed:
             self._report(wait=True)
             self._write()
-        progress = self.progress
+        progress, counts = self.progress, dict(self.history.counts)
+        anomalies = list(self.controller.anomalies)
         return StabilitySummary(
-            progress.step,
-            progress.skipped,
-            progress.rollbacks,
-            dict(self.history.counts),
-            list(self.controller.anomalies),
+            progress.step, progress.skipped, progress.rollbacks, counts, anomalies
         )
 
     def close(self) -> None:
-        """Write what there is, and leave the optimizer as it was found."""
+        """Write the records, and leave the optimizer as it was before."""
         if self.guarded is not None and not self.closed:
             self._report(wait=True)
             self._write()
@@ -213,7 +204,9 @@ class Stability:
                 f"{WHO}: it is for another model or optimizer; make one for each pair of them"
             )
         if guarded.refresh():
-            self._extend_snapshot(guarded)
+            if self.snapshot is not None:  # it has not the optimizer's new groups
+                state = deepcopy(optimizer.state_dict())
+                self.snapshot = replace(self.snapshot, optimizer=state)
             self.controller.update = guarded.update
             self.controller.apply_limits(self.progress.step)
         return guarded
@@ -228,8 +221,7 @@ class Stability:
         self.controller = StabilityController(self.config, guarded.update, guarded.module)
         self.controller.table.rolls_back = bool(self.snapshot_every)
         if self.history.folder is not None:
-            held = 2 * self.report_every
-            self.captures = StepCaptures(self, self.history.folder, self.max_captures, held)
+            self.captures = StepCaptures(self.history.folder, self.max_captures, guarded)
         self.started = perf_counter()
         self.guarded = guarded
         self._take_snapshot()
@@ -258,15 +250,14 @@ class Stability:
         new = self.controller.anomalies.count - before
         return self.controller.anomalies.rows[-new:] if new else []
 
-    def _execute(self) -> bool:
+    def _execute(self, guarded: GuardedOptimizer) -> bool:
         """Carry out what the controller decided; True where weights were rolled back."""
         controller, rolled_back = self.controller, False
-        run = cast(Run, self)  # the controller needs no more of a run than is here
-        optimizer = cast(GuardedOptimizer, self.guarded).optimizer
-        with preserve_rates(optimizer):  # what the controller lowers is for `scaled_rates` alone
+        run = cast(Run, self)  # it has all attributes that the controller reads
+        with preserve_rates(guarded.optimizer):  # lowered rates are for `scaled_rates` alone
             try:
                 while controller.execute(run) is not None:
-                    if self._roll_back():
+                    if self._roll_back(guarded):
                         controller.rolled_back(run)
                         rolled_back = True
                     else:
@@ -279,53 +270,22 @@ class Stability:
 
     def _take_snapshot(self) -> None:
         """Copy weights, buffers and optimizer, if that is asked for and they are finite."""
-        bad = self.progress.consecutive_skips or self.controller.decision is not None
-        if not self.snapshot_every or bad or not self.controller.sound():  # waits for the device
+        guarded = self.guarded
+        if guarded is None or not self.snapshot_every or not self.controller.sound():  # host waits
             return
-        guarded = cast(GuardedOptimizer, self.guarded)
-        state = deepcopy(guarded.optimizer.state_dict())
-        weights = [p.detach().clone() for p in guarded.module.parameters()]
-        buffers = [
-            (module._buffers, name, None if tensor is None else tensor.detach().clone())
-            for module in guarded.module.modules()
-            for name, tensor in module._buffers.items()
-        ]
-        self.snapshot = _Snapshot(self.progress.step, weights, buffers, state)
+        named = {n: t.detach().clone() for n, t in _named_tensors(guarded.module).items()}
+        optimizer = deepcopy(guarded.optimizer.state_dict())
+        self.snapshot = _Snapshot(self.progress.step, named, optimizer)
 
-    def _extend_snapshot(self, guarded: GuardedOptimizer) -> None:
-        """Add the parameter groups that were added to the optimizer, which come last."""
-        if self.snapshot is None:
-            return
-        saved, now = self.snapshot.optimizer, guarded.optimizer.state_dict()
-        added = now["param_groups"][len(saved["param_groups"]) :]
-        saved["param_groups"] = [*saved["param_groups"], *deepcopy(added)]
-        for number in [number for group in added for number in group["params"]]:
-            if number in now["state"]:
-                saved["state"][number] = deepcopy(now["state"][number])
-        shapes = [
-            [t.shape for t in ts] for ts in (self.snapshot.weights, guarded.module.parameters())
-        ]
-        sizes = [[len(g["params"]) for g in state["param_groups"]] for state in (saved, now)]
-        if shapes[0] != shapes[1] or sizes[0] != sizes[1]:  # the model has become another one
-            self.snapshot = None
-            self._take_snapshot()
-
-    def _roll_back(self) -> bool:
+    def _roll_back(self, guarded: GuardedOptimizer) -> bool:
         """Restore the snapshot, if there is one."""
         if self.snapshot is None:
             return False
-        self._report(wait=True)  # what has not arrived is about the weights that go
-        guarded = cast(GuardedOptimizer, self.guarded)
-        with torch.no_grad():
-            weights = zip(guarded.module.parameters(), self.snapshot.weights, strict=True)
-            for tensor, before in weights:
-                tensor.copy_(before)
-            for buffers, name, saved in self.snapshot.buffers:
-                now = buffers.get(name)
-                if saved is not None and now is not None and now.shape == saved.shape:
-                    now.detach().copy_(saved)
-                else:  # a model may make one, or make one anew, in another shape
-                    buffers[name] = None if saved is None else saved.clone()
+        self._report(wait=True)  # reports in flight are about the weights that are replaced
+        saved = self.snapshot.tensors
+        for name, tensor in _named_tensors(guarded.module).items():
+            if name in saved and saved[name].shape == tensor.shape:
+                tensor.detach().copy_(saved[name])
         guarded.optimizer.load_state_dict(deepcopy(self.snapshot.optimizer))
         self.progress.rollbacks += 1
         self.history.add(
@@ -338,7 +298,6 @@ class Stability:
         return True
 
     def _write(self) -> None:
-        """Bring the files of the folder up to date."""
         if self.guarded is not None:
             self.history.write()
             self.controller.anomalies.write(self.history.folder)
@@ -351,6 +310,10 @@ class Stability:
         path = str(self.history.folder / capture)
         call = f"runner.library.bad_steps.replay_step({path!r}, model, loss_fn)"
         return f"; to see where it comes from: {call}"
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _config(given: StabilityConfig | str | Sequence[str] | None) -> StabilityConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from runner.build import Components, build
 from runner.captures.manifest import Weights
 from runner.captures.reader import Capture, open_capture
-from runner.captures.writer import fill, noise
-from runner.checkpoint.folder import step_name
+from runner.captures.run_captures import random_state
+from runner.captures.writer import write_capture
 from runner.checkpoint.snapshot import Copier
 from runner.composing import from_plain
 from runner.config import RunConfig
@@ -26,7 +25,6 @@ from runner.data.batch import Batch
 from runner.data.loader import mover
 from runner.errors import CheckpointError, UsageError
 from runner.parity.candidates import only, quiet
-from runner.record import storage
 from runner.training.evaluation import evaluate
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.resume import load_weights, set_random
@@ -107,23 +105,17 @@ def with_weights(
 ) -> Capture:
     """The same bad step with weights as they were, so that opening it runs no steps again.
 
-    Where these are not in `capture`, one that has them is written to `folder`/step_…. Raises
+    Where these are not in `capture`, one that has them is written below `folder`. Raises
     OSError when the disk makes trouble.
     """
     if capture.as_it_was or capture.manifest.checkpoint is None:
         return capture
     start = _step_state(capture, config_of(capture, trusted) if config is None else config, given)
-    final = folder / step_name(capture.step)
-    temporary = folder / f".tmp-{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    storage.make_folder(temporary)
     manifest = replace(capture.manifest, weights=Weights.then, checkpoint=None, files={})
     names = ("batch", "samples", "loss", "grad_norm", "progress", "remedy", "skipped")
     state = {name: getattr(capture, name) for name in names}
     state.update(buffers=start.buffers, update=start.update, random=start.random, random_then=True)
-    fill(temporary, manifest, start.model, state)
-    storage.put_folder(temporary, final)
-    return open_capture(final)
+    return open_capture(folder / write_capture(folder, manifest, start.model, state))
 
 
 def _check_given(capture: Capture, given: Components | None) -> None:
@@ -190,7 +182,7 @@ def _rerun_steps(capture: Capture, config: RunConfig, given: Components | None) 
         model, update = run.model.state_dict(), run.update.state()
         snapshot = Copier(reuse=False).take(
             model,
-            {"update": update, "buffers": _unsaved(run.model, model), "random": noise()},
+            {"update": update, "buffers": _unsaved(run.model, model), "random": random_state()},
         )
         return StepState(snapshot.model, **snapshot.state)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from runner.captures.writer import Captures
+    from runner.captures.run_captures import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.batch_validator import BatchValidator
     from runner.data.batch import Loader

@@ -131,7 +131,7 @@ def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
     said = [r.getMessage() for r in caplog.records if "debug.capture.mb" in r.getMessage()]
     assert len([line for line in said if line.startswith("step 3 ")]) == 1
     assert sum(r.levelname == "WARNING" for r in caplog.records if "capture.mb" in r.message) == 1
-    assert not list((tmp_path / "debug" / "captures").iterdir())
+    assert not captures(tmp_path)
 
 
 FULL_DISK = """

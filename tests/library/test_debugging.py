@@ -1,4 +1,4 @@
-"""The debugger for loops of one's own: times, faults and NaNs by name."""
+"""The debugger for loops of the user's own: times, faults and NaNs by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from runner import debug_operation, debugger, profile
-from runner.debug.gradient_layers import GradientReport
 from runner.errors import UsageError
 from runner.library.debugging import MOST, OTHERS, Debugger, NotFinite
 
@@ -26,7 +25,6 @@ def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
     debugger.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     @debug_operation("forward", memory=True)
     def forward(batch: Tensor) -> Tensor:
@@ -37,31 +35,24 @@ def test_a_plain_loop_says_where_the_nan_came_from_and_at_which_step() -> None:
         if number == 3:
             batch[0, 0] = float("nan")
         with debugger.context("step"), profile.section("anything"):
-            loss = debugger.check(forward(batch).pow(2).mean(), "loss")
-            optimizer.zero_grad()
-            loss.backward()
-            if torch.isfinite(loss):
-                optimizer.step()
+            debugger.check(forward(batch).pow(2).mean(), "loss").backward()
     summary = debugger.summary()
     rows = {row.name: row for row in summary.operations}
     assert rows["step"].calls == rows["step/forward"].calls == 6
     assert rows["step"].seconds >= rows["step/forward"].seconds > 0
     assert rows["step/forward"].not_finite == 1
     first, second = summary.faults
-    assert first.message == "step/forward/output: tensor (4×1): 1 NaN, 0 Inf of 4"
-    assert second.message.startswith("step/loss: tensor (scalar)")
+    assert first.message == "step/forward/output: 1 NaN of 4 values"
+    assert second.message.startswith("step/loss: 1 NaN")
     assert first.steps == second.steps == [4]
-    assert "step/forward" in str(summary)
-    assert "| step/forward | 6 |" in summary.markdown()
+    assert "step/forward" in str(summary) and first.message in str(summary)
 
 
 def test_an_exception_is_recorded_with_its_traceback_and_goes_on_its_way(own: Debugger) -> None:
     with pytest.raises(ZeroDivisionError), own.context("outer"), own.context("inner"):
         _ = 1 / 0
-    with own.context("caught", catch=True):
-        raise KeyError("x")
     rows = {row.name: row.failures for row in own.summary().operations}
-    assert rows == {"outer": 1, "outer/inner": 1, "caught": 1}
+    assert rows == {"outer": 1, "outer/inner": 1}
     first = own.summary().faults[0]
     assert first.message == "outer/inner: ZeroDivisionError: division by zero"
     assert "_ = 1 / 0" in first.traceback
@@ -71,24 +62,30 @@ def test_an_exception_is_recorded_with_its_traceback_and_goes_on_its_way(own: De
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
-        (torch.tensor([1.0, float("inf")]), "tensor (2): 0 NaN, 1 Inf of 2"),
-        ({"a": [torch.ones(2), torch.tensor(float("nan"))]}, "['a'][1] (scalar): 1 NaN"),
-        (float("nan"), "number: nan"),
-        (torch.tensor([complex(0, float("inf"))]), "0 NaN, 1 Inf of 1"),
-        (torch.tensor([0.0, 1.0, float("nan")]).to_sparse(), "1 NaN, 0 Inf of 2"),
+        (torch.tensor([1.0, float("inf")]), "x: 1 Inf of 2 values"),
+        ({"a": [torch.ones(2), torch.tensor(float("nan"))]}, "x.a[1]: 1 NaN"),
+        (float("nan"), "x: nan"),
+        (torch.tensor([complex(0, float("inf"))]), "x: 1 Inf of 1 values"),
+        (torch.tensor([0.0, 1.0, float("nan")]).to_sparse(), "x: 1 NaN of 2 values"),
     ],
     ids=["inf", "nest", "number", "complex", "sparse"],
 )
-def test_what_is_not_finite_is_found_wherever_it_is(
-    value: object, said: str, own: Debugger
+def test_values_that_are_not_finite_are_recorded_or_raised(
+    value: object, message: str, own: Debugger
 ) -> None:
     assert own.check(value, "x") is value
     (fault,) = own.summary().faults
-    assert said in fault.message
-    with pytest.raises(NotFinite, match="x: "):
+    assert message in fault.message
+    with pytest.raises(NotFinite, match="x"):
         own.check(value, "x", on="raise")
+
+
+def test_finite_values_and_integers_leave_no_trace(own: Debugger) -> None:
+    for value in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
+        own.check(value)
+    assert own.summary().faults == own.summary().operations == []
 
 
 def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugger) -> None:
@@ -97,26 +94,23 @@ def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugge
         """Divides."""
         return x / 0
 
-    @own.operation
-    def unchecked_name() -> int:
-        return 3
-
-    assert (broken.__name__, broken.__doc__) == ("broken", "Divides.")
-    with pytest.raises(NotFinite, match="broken/output"):
-        broken(torch.ones(2))
-    assert unchecked_name() == 3
-    assert own.summary().worst is not None
-    assert own.summary().worst.name == "broken"
-
     @own.operation("quiet", check_finite=False)
     def quiet() -> Tensor:
         return torch.tensor(float("nan"))
 
+    assert (broken.__name__, broken.__doc__) == ("broken", "Divides.")
+    with pytest.raises(NotFinite, match="broken/output"):
+        broken(torch.ones(2))
     quiet()
+    assert own.summary().operations[0].name == "broken"  # the worst first
     assert [fault.kind for fault in own.summary().faults] == ["non_finite", "exception"]
+    with pytest.raises(UsageError, match="check_finite must be"):
+        own.operation("x", check_finite="rais")
+    with pytest.raises(UsageError, match="on must be"):
+        own.check(1.0, on="stop")
 
 
-def test_a_fault_that_repeats_is_counted_and_said_once(
+def test_a_fault_that_repeats_is_counted_and_logged_once(
     own: Debugger, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "runner"):
@@ -127,7 +121,7 @@ def test_a_fault_that_repeats_is_counted_and_said_once(
     assert len(caplog.records) == 1
 
 
-def test_threads_count_together_and_nest_apart(own: Debugger) -> None:
+def test_threads_count_together_and_names_without_end_are_bounded(own: Debugger) -> None:
     def work() -> None:
         for _ in range(100):
             with own.context("outer", memory=False), own.context("inner", memory=False):
@@ -138,14 +132,9 @@ def test_threads_count_together_and_nest_apart(own: Debugger) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {row.name: row.calls for row in own.summary().operations} == {
-        "outer": 600,
-        "outer/inner": 600,
-    }
-
-
-def test_names_without_end_do_not_fill_the_memory(own: Debugger) -> None:
-    for i in range(MOST + 20):
+    calls = {row.name: row.calls for row in own.summary().operations}
+    assert calls == {"outer": 600, "outer/inner": 600}
+    for i in range(MOST + 18):
         with own.context(f"sample {i}", memory=False):
             pass
     rows = {row.name: row.calls for row in own.summary().operations}
@@ -153,7 +142,7 @@ def test_names_without_end_do_not_fill_the_memory(own: Debugger) -> None:
     assert rows[OTHERS] == 20
 
 
-def test_the_export_is_json_and_a_bad_path_is_said(own: Debugger, tmp_path: Path) -> None:
+def test_the_export_is_json_and_a_bad_path_is_an_error(own: Debugger, tmp_path: Path) -> None:
     with own.context("a"):
         own.check(torch.tensor(float("nan")), "x")
     rows = json.loads(own.export(tmp_path / "sub" / "debug.json").read_text())
@@ -164,46 +153,26 @@ def test_the_export_is_json_and_a_bad_path_is_said(own: Debugger, tmp_path: Path
         own.export(tmp_path / "file" / "debug.json")
 
 
-def test_a_misspelt_option_is_answered(own: Debugger) -> None:
-    with pytest.raises(UsageError, match="check_finite='rais'"):
-        own.operation("x", check_finite="rais")
-    with pytest.raises(UsageError, match="on='stop'"):
-        own.check(1.0, on="stop")
-
-
-def test_what_is_amiss_with_gradients_is_recorded_and_said(
+def test_faults_of_gradients_are_recorded_and_logged(
     own: Debugger, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(3, 1)
+    model(torch.randn(5, 3)).sum().backward()
+    own.check_gradients(model)
+    assert own.summary().faults == []
     (model(torch.randn(5, 3)).sum() * float("nan")).backward()
     with own.context("step"):
         own.check_gradients(model)
     (fault,) = own.summary().faults
-    assert fault.kind == "non_finite"
-    assert fault.message == "step/check_gradients: not finite: weight, bias"
-    row = next(r for r in own.summary().operations if r.name == "step/check_gradients")
-    assert (row.calls, row.not_finite) == (1, 2)
+    assert (fault.kind, fault.message) == (
+        "non_finite",
+        "step/check_gradients: not finite: weight, bias",
+    )
     assert fault.message in caplog.text
     model.weight.grad, model.bias.grad = None, torch.ones(1)
     own.check_gradients(model, torch.optim.SGD([model.weight], 0.1))
     kinds = [fault.kind for fault in own.summary().faults]
     assert kinds == ["non_finite", "no_gradient", "not_optimized"]
-
-
-def test_finite_values_and_integers_leave_no_trace(own: Debugger) -> None:
-    for value in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
-        own.check(value)
-    assert own.summary().faults == []
-    assert own.summary().worst is None
-
-
-def test_sound_gradients_are_looked_at_and_nothing_is_recorded(own: Debugger) -> None:
-    model = nn.Linear(3, 1)
-    model(torch.randn(5, 3)).sum().backward()
-    report = own.check_gradients(model)
-    assert isinstance(report, GradientReport)
-    assert own.summary().operations[0].name == "check_gradients"
-    assert own.summary().faults == []
 
 
 def test_memory_that_an_operation_leaves_behind_is_seen(own: Debugger) -> None:

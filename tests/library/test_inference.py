@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -68,8 +67,6 @@ def test_the_output_is_the_models_in_eval_mode_without_gradients(net: nn.Module)
     assert result.ok and result.problems == [] and result.non_finite == 0
     assert (result.pieces, result.retries, result.device) == (1, 0, "cpu")
     assert result.seconds > 0 and not result.output.requires_grad
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        result.ok = False
 
 
 @pytest.mark.parametrize("shape", ["tensor", "tuple", "dict"])
@@ -124,21 +121,12 @@ def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
     assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        TimeoutError("no answer"),
-        ConnectionResetError("gone"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
-        OSError("Resource temporarily unavailable"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_that_passes_is_tried_again(error: Exception) -> None:
-    result = safe_inference(Flaky(error, error), torch.randn(4, 4))
+def test_a_transient_error_is_tried_again() -> None:
+    error = ConnectionResetError("gone")
+    result = safe_inference(Flaky(TimeoutError("late"), error), torch.randn(4, 4))
     assert result.ok and result.retries == 2
-    assert [what.endswith("; tried again") for what in result.problems] == [True, True]
-    with pytest.raises(type(error)):
+    assert [line.endswith("; tried again") for line in result.problems] == [True, True]
+    with pytest.raises(ConnectionResetError):
         safe_inference(Flaky(error, error, error), torch.randn(4, 4))
 
 
@@ -184,20 +172,17 @@ def test_an_optimized_model_answers_under_its_techniques(net: nn.Module) -> None
     assert net.training
 
 
-WRONG: list[tuple[str, str]] = [
-    ("safe_inference(torch.relu, x)", "model is a builtin_function_or_method"),
-    ("safe_inference(net, 'text')", "batch is a str"),
-    ("safe_inference(net, torch.ones(()))", "first dimension is the sample"),
-    ("safe_inference(net, x, retries=-1)", "retries=-1 is no count"),
-    ("safe_inference(net, x, nan=float('inf'))", "use numbers"),
-]
-
-
-@pytest.mark.parametrize(("call", "said"), WRONG)
-def test_a_mistake_names_the_argument(net: nn.Module, call: str, said: str) -> None:
-    names = {"net": net, "x": torch.randn(2, 64), "torch": torch, "safe_inference": safe_inference}
-    with pytest.raises(UsageError, match=said):
-        eval(call, names)  # noqa: S307
+def test_a_mistake_names_the_argument(net: nn.Module) -> None:
+    x: Any = torch.randn(2, 64)
+    for arguments, options, message in (
+        ((torch.relu, x), {}, "model must be a torch.nn.Module, got a builtin"),
+        ((net, "text"), {}, "batch must be tensors .* got a str"),
+        ((net, torch.ones(())), {}, "first dimension is the sample"),
+        ((net, x), {"retries": -1}, "retries must be ≥ 0, got -1"),
+        ((net, x), {"nan": math.inf}, "nan=inf"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            safe_inference(*arguments, **options)  # type: ignore[arg-type]
 
 
 # under a real limit, in a process of its own

@@ -127,13 +127,13 @@ class Pairs:
     [
         ({"data": DataLoader(TensorDataset(torch.zeros(4, 64)), 2)}, UsageError, "loader.dataset"),
         ({"data": (torch.zeros(4, 64), torch.zeros(3))}, DataError, "the first dimension of all"),
-        ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "data holds a str"),
+        ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "got a str"),
         ({"data": torch.zeros(4, 64)}, UsageError, "data"),
         ({"data": Pairs()}, DataError, "no task follows"),
         ({"model": nn.ReLU()}, UsageError, "nothing to train"),
-        ({"model": "net"}, UsageError, "model is a str"),
-        ({"loss_fn": "mse"}, UsageError, "loss_fn is a str"),
-        ({"overrides": "training.steps=3"}, UsageError, "overrides is one string"),
+        ({"model": "net"}, UsageError, "model must be"),
+        ({"loss_fn": "mse"}, UsageError, "loss_fn must be"),
+        ({"overrides": "training.steps=3"}, UsageError, "overrides must be a list"),
     ],
 )
 def test_a_mistake_names_the_argument(

@@ -130,13 +130,13 @@ def test_a_loss_with_weights_and_a_model_that_takes_names(batches: Batches) -> N
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"loss_fn": 3}, UsageError, "loss_fn is a int"),
+        ({"loss_fn": 3}, UsageError, "loss_fn must be"),
         ({"loss_fn": nn.Linear(2, 2)}, ConfigError, "loss_fn: Linear has parameters"),
-        ({"steps": 0}, UsageError, "steps=0"),
+        ({"steps": 0}, UsageError, "steps must be"),
         ({"clip_norm": -1.0}, ConfigError, "clip_norm"),
         ({"level": "fast"}, ConfigError, "optimization"),
         ({"loss_fn": lambda output, target: output}, ConfigError, "loss_fn: <lambda> returned"),
-        ({"example": 3}, UsageError, "batch is a int"),
+        ({"example": 3}, UsageError, "batch must be"),
     ],
 )
 def test_a_mistake_names_the_argument(
