@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -78,34 +77,36 @@ def console() -> Screen:
     return _console(stream)  # a new one when somebody replaced the stream
 
 
+def plain_text(value: object, style: str = "") -> Text:
+    """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
+
+    A bare `str` in a table of rich's is markup, in which `[red]` vanishes and `[link=…]` is a link.
+    """
+    return Text(escape_control_chars(str(value)), style)
+
+
 def set_up_logging(level: str, folder: Path | None) -> None:
     """Log from here on at `level` to stderr, and to `run.log` in `folder` if there is one.
 
     Replaces what an earlier call set up, and what a config did to our own loggers. Other libraries'
-    debug messages stay out.
+    debug messages stay out; a warning that repeats but for its numbers is said once.
     """
     close_logging()
-    _reset()
-    logging.setLogRecordFactory(_Rendered(logging.getLogRecordFactory()))
-    root, repeats = logging.getLogger(), _Repeats()
-
-    def add(handler: logging.Handler) -> None:
-        handler.addFilter(repeats)
-        root.addHandler(handler)
-
-    add(_OnConsole())
+    _reset_loggers()
+    logging.setLogRecordFactory(_RecordFactory(logging.getLogRecordFactory()))
+    root, number = logging.getLogger(), logging.getLevelNamesMapping()[level.upper()]
+    root.addHandler(_OnConsole())
     if folder is not None:
         try:
-            add(_InFile(folder / "run.log"))
+            root.addHandler(_InFile(folder / "run.log"))
         except OSError as error:
             logging.getLogger("runner").warning("no run.log: %s", error)
-    number = logging.getLevelNamesMapping()[level.upper()]
     root.setLevel(max(number, logging.INFO))
     logging.getLogger("runner").setLevel(number)
     logging.captureWarnings(True)
 
 
-def _reset() -> None:
+def _reset_loggers() -> None:
     """Let all that our loggers are told, and Python's warnings, through to the root's handlers."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] == "runner" or name == "py.warnings":
@@ -119,51 +120,16 @@ def _reset() -> None:
 def close_logging() -> None:
     """Undo `set_up_logging`."""
     root = logging.getLogger()
-    ours = [handler for handler in root.handlers if isinstance(handler, _OnConsole | _InFile)]
-    for repeats in {one for handler in ours for one in handler.filters if type(one) is _Repeats}:
-        repeats.tell()
-    for handler in ours:
+    for handler in [x for x in root.handlers if isinstance(x, _OnConsole | _InFile)]:
         root.removeHandler(handler)
         handler.close()
-    rendered = logging.getLogRecordFactory()
-    if isinstance(rendered, _Rendered):
-        logging.setLogRecordFactory(rendered.make)
+    factory = logging.getLogRecordFactory()
+    if isinstance(factory, _RecordFactory):
+        logging.setLogRecordFactory(factory.make)
     logging.captureWarnings(False)
 
 
-class _Repeats(logging.Filter):
-    """Lets a warning pass the first time; one that is alike but for its numbers is counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, str]] = Counter()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno != logging.WARNING:
-            return True
-        known = vars(record)  # asked by each handler, to be counted once
-        if "repeats" not in known:
-            key = record.name, normalize_message(_lines(record)[0])
-            known["repeats"] = self.seen[key] > 0
-            self.seen[key] += 1
-        return not known["repeats"]
-
-    def tell(self) -> None:
-        for (name, text), count in self.seen.items():
-            if count > 1:
-                logging.getLogger(name).info("%d times in all: %s", count, text)
-        self.seen.clear()
-
-
-def plain_text(value: object, style: str = "") -> Text:
-    """What shows as it is, on one line: neither rich's markup nor a terminal's codes mean anything.
-
-    A bare `str` in a table of rich's is markup, in which `[red]` vanishes and `[link=…]` is a link.
-    """
-    return Text(escape_control_chars(str(value)), style)
-
-
-class _Rendered:
+class _RecordFactory:
     """Makes log records of which every handler, also another library's, has the text that ours
     have: no value of the environment, no codes for a terminal, and no error to quote them from.
     """
@@ -173,78 +139,90 @@ class _Rendered:
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record = self.make(*args, **kwargs)
-        vars(record)["runner_lines"] = record.msg, *trace = _lines(record)
+        record.msg, trace = _message(record), _trace(record)
         record.args, record.exc_info = (), None
-        record.exc_text = "\n".join(trace) or None  # what formatters write where it is there
+        record.exc_text = trace or None  # what formatters write where it is there
         if record.stack_info is not None:
             record.stack_info = _behind_bars(record.stack_info)
         return record
 
 
-def _lines(record: logging.LogRecord) -> list[str]:
-    """The message on one line, then the traceback, each of its lines behind a bar."""
-    if "runner_lines" in vars(record):
-        return list(vars(record)["runner_lines"])
+def _message(record: logging.LogRecord) -> str:
+    """The message on one line."""
     try:
         message = record.getMessage()
     except Exception as error:  # a log call with wrong arguments must not end the run
         message = f"{record.msg!r} (its arguments do not fit: {error})"
     if record.name == "py.warnings":
         message = message.strip().partition("\n")[0]  # the second line only quotes the source
-    lines = [escape_control_chars(masked(message))]
-    if record.exc_info and record.exc_info[0] is not None:
-        lines += _behind_bars(logging.Formatter().formatException(record.exc_info)).split("\n")
-    return lines
+    return escape_control_chars(masked(message))
+
+
+def _trace(record: logging.LogRecord) -> str:
+    """The traceback, each of its lines behind a bar; "" without one."""
+    if not record.exc_info or record.exc_info[0] is None:
+        return ""
+    return _behind_bars(logging.Formatter().formatException(record.exc_info))
 
 
 def _behind_bars(text: str) -> str:
     return "\n".join(f"  | {escape_control_chars(line)}" for line in masked(text).split("\n"))
 
 
-class _OnConsole(logging.Handler):
-    """Coloured on a terminal, plain elsewhere; silent for good once nobody listens."""
+class _Handler(logging.Handler):
+    """Says a warning once, and is silent for good once nobody listens."""
 
-    gone = False  # not removed: the logger is walking through its handlers just then
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone = False  # not removed: the logger is walking through its handlers just then
+        self.warned: set[tuple[str, str]] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.gone or getattr(record, "live", False):
+        if record.levelno == logging.WARNING:
+            key = record.name, normalize_message(record.msg)
+            if key in self.warned:
+                return
+            self.warned.add(key)
+        try:
+            if not self.gone:
+                self.show(record, record.exc_text or "")
+        except (OSError, ValueError):  # a full disk, or a pipe whose reader has gone
+            self.gone = True
+
+    def show(self, record: logging.LogRecord, trace: str) -> None:
+        """Write the record's message and its traceback."""
+        raise NotImplementedError
+
+
+class _OnConsole(_Handler):
+    """Coloured on a terminal, plain elsewhere."""
+
+    def show(self, record: logging.LogRecord, trace: str) -> None:
+        if getattr(record, "live", False):
             return  # a live display shows such a line already
-        screen = console()
-        first, *rest = _lines(record)
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         text = Text(f"{clock} ", style="dim")
-        text.append(Text(level + first, style=COLOURS.get(record.levelname, "not dim")))
-        for line in rest:
-            text.append(Text("\n" + line, style="dim"))
-        try:
-            screen.print(text)
-        except (OSError, ValueError):  # closed, or a pipe whose reader has gone
-            self.gone = True
+        text.append(level + record.msg, style=COLOURS.get(record.levelname, "not dim"))
+        text.append(f"\n{trace}" if trace else "", style="dim")
+        console().print(text)
 
 
-class _InFile(logging.Handler):
-    """`run.log`, every line with its full time; given up quietly when the disk is."""
+class _InFile(_Handler):
+    """`run.log`, every line with its full time."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.gone = False
         if path.is_symlink():
             raise OSError(f"{path} is a link")
         self.file = open(  # noqa: SIM115  # until `close`
             path, "a", encoding="utf-8", errors="backslashreplace", buffering=1, opener=for_owners
         )
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.gone:
-            return
-        first, *rest = _lines(record)
+    def show(self, record: logging.LogRecord, trace: str) -> None:
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        head = f"{clock}.{int(record.msecs):03d} {record.levelname:7} {record.name}: {first}"
-        try:
-            self.file.write("\n".join([head, *rest]) + "\n")
-        except (OSError, ValueError):
-            self.gone = True
+        head = f"{clock}.{int(record.msecs):03d} {record.levelname:7} {record.name}: {record.msg}"
+        self.file.write(f"{head}\n{trace}\n" if trace else f"{head}\n")
 
     def close(self) -> None:
         try:

@@ -1,8 +1,7 @@
-"""The record as tables for other programs: csv, or parquet with the extra of that name."""
+"""The record as tables for other programs: csv or parquet."""
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.record.config import TableKind
-from runner.record.storage import open_regular
+from runner.record.storage import open_regular, read_record
 
 log = logging.getLogger("runner")
 
@@ -24,16 +23,15 @@ def export(folder: Path, kinds: Sequence[TableKind]) -> list[Path]:
     What is nested gets dotted column names. A disk that does not take them is only said.
     """
     written = []
-    if kinds:
-        for name, rows in _tables(folder):
-            for kind in kinds:
-                path = folder / FOLDER / f"{name}.{kind.name}"
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    (_write_csv if kind is TableKind.csv else _write_parquet)(path, rows)
-                    written.append(path)
-                except OSError as error:
-                    log.warning("%s is not written: %s", path.name, error)
+    for name, rows in _tables(folder) if kinds else ():
+        for kind in kinds:
+            path = folder / FOLDER / f"{name}.{kind.name}"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write(path, rows, kind)
+                written.append(path)
+            except OSError as error:
+                log.warning("%s is not written: %s", path.name, error)
     return written
 
 
@@ -42,13 +40,10 @@ def _tables(folder: Path) -> Iterator[tuple[str, Rows]]:
     metrics = folder / "metrics.jsonl"
     if metrics.is_file():
         with open_regular(metrics) as lines:
-            rows = [_flat(json.loads(line)) for line in lines if line.rstrip().endswith(b"}")]
-        yield "metrics", rows
+            yield "metrics", [_flat(json.loads(x)) for x in lines if x.rstrip().endswith(b"}")]
     for path in sorted(filter(Path.is_file, (folder / "debug").glob("*.json"))):
-        with open_regular(path) as file:
-            found = json.load(file)
-        lists = found if isinstance(found, Mapping) else {"": found}
-        for key, value in lists.items():
+        found = json.loads(read_record(path))
+        for key, value in (found if isinstance(found, Mapping) else {"": found}).items():
             if isinstance(value, list) and value and all(isinstance(x, Mapping) for x in value):
                 yield "_".join(filter(None, (path.stem, key))), [_flat(row) for row in value]
 
@@ -63,24 +58,18 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _columns(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(key for row in rows for key in row))
-
-
-def _write_csv(path: Path, rows: Rows) -> None:
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        writer = csv.DictWriter(file, _columns(rows))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _write_parquet(path: Path, rows: Rows) -> None:
+def _write(path: Path, rows: Rows, kind: TableKind) -> None:
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
-    columns = {name: [row.get(name) for row in rows] for name in _columns(rows)}
-    for name, values in columns.items():
+    columns = {}
+    for name in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(name) for row in rows]
         kinds = {type(value) for value in values if value is not None}
-        if len(kinds - {int, float}) > 0 and len(kinds) > 1:
-            columns[name] = [None if value is None else str(value) for value in values]
-    parquet.write_table(pyarrow.table(columns), path)
+        mixed = len(kinds) > 1 and kinds != {int, float}  # a column has one type
+        columns[name] = [str(x) if mixed and x is not None else x for x in values]
+    table = pyarrow.table(columns)
+    if kind is TableKind.csv:
+        csv.write_csv(table, path)
+    else:
+        parquet.write_table(table, path)

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from runner.masking import masked
 from runner.record import markdown
 from runner.record.storage import read_record, replace_text
+from runner.record.text import shorten
 
 log = logging.getLogger("runner")
 
@@ -154,22 +154,17 @@ def fault_rows(counts: Mapping[str, int], faults: Sequence[Fault]) -> list[tuple
     rows = []
     for kind, count in counts.items():
         these = sorted((f for f in faults if f.kind == kind), key=lambda f: -f.count)
+        text = f"{count:,}"
         if these:
             steps = format_steps(sorted({step for fault in these for step in fault.steps}), count)
-            done: Counter[str] = Counter()
+            message = shorten(these[0].message, LONGEST_MESSAGE)
+            actions: Counter[str] = Counter()
             for fault in these:
-                done[fault.action] += fault.count if fault.action else 0
-            many = len(+done) > 1
-            acts = [f"{act} ({times:,})" if many else act for act, times in (+done).items()]
-            told = "; ".join(
-                [
-                    shorten(these[0].message, LONGEST_MESSAGE, placeholder=" …"),
-                    *acts[:SHOWN_ACTIONS],
-                ]
-            )
-            rows.append((kind, f"{count:,}, {steps}: {told}"))
-        elif count:
-            rows.append((kind, f"{count:,}"))
+                actions[fault.action] += fault.count if fault.action else 0
+            acts = [f"{act} ({n:,})" if len(+actions) > 1 else act for act, n in (+actions).items()]
+            text += f", {steps}: {'; '.join([message, *acts[:SHOWN_ACTIONS]])}"
+        if count:
+            rows.append((kind, text))
     return rows
 
 

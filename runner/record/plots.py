@@ -47,9 +47,7 @@ MOST_CLASSES = 24  # in one picture; more could not be read
 MOST_ROWS = 12
 NAME = 28  # letters of a name
 LETTERS = 62  # of a line as wide as the picture
-LARGEST = 1e6  # of a ratio or a loss that is drawn
-HUGE = 1e12  # on an axis: matplotlib overflows with what floats can hold
-DASHES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"
+LARGEST = 1e6  # of a ratio that is drawn
 
 
 class _Picture:
@@ -361,49 +359,4 @@ def ratio_bars(
         axes.set_xlim(low, low + max(high - low, 1e-6) / max(1 - room, 0.3))
         axes.set_ylim(len(bars) - 0.6, -0.7)
         axes.set_axis_off()
-        return picture.pixels()
-
-
-def named_points(
-    title: str, points: Mapping[str, tuple[float, float]], x_title: str, y_title: str
-) -> NDArray[np.uint8]:
-    """Points from 0 on, told apart by colour and shape; their names and values stand below."""
-    with rc_context(STYLE):
-        picture = _Picture(430 + 28 * len(points), title)
-        axes = picture.axes[0]
-        for i, (name, (x, y)) in enumerate(points.items()):
-            label = f"{_shorten(name, LETTERS - 16)}: {x:,.4g}, {y:,.4g}"
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-            axes.scatter(
-                [min(x, HUGE)], [min(y, HUGE)], 160, colour, marker=marker, label=label, alpha=0.8
-            )
-        axes.margins(0.12)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(x_title)
-        axes.set_ylabel(y_title)
-        picture.figure.legend(loc="outside lower left", frameon=False, fontsize=12)
-        return picture.pixels()
-
-
-def loss_curves(
-    title: str, curves: Mapping[str, Sequence[tuple[float, float]]], top: float = math.inf
-) -> NDArray[np.uint8]:
-    """Curves over the steps with their last values below; what is above `top` leaves the plot."""
-    losses = [loss for curve in curves.values() for _, loss in curve if loss <= top]
-    with rc_context(STYLE):
-        picture = _Picture(430 + 28 * len(curves), title)
-        axes = picture.axes[0]
-        for i, (name, curve) in enumerate(curves.items()):
-            above = " (above)" if any(loss > top for _, loss in curve) else ""
-            label = f"{_shorten(name, LETTERS - 16)}: {curve[-1][1]:.4g}{above}"
-            values = np.clip([loss for _, loss in curve], -LARGEST, LARGEST)
-            steps = [min(step, HUGE) for step, _ in curve]
-            axes.plot(steps, values, DASHES[i % len(DASHES)], color=COLOURS[i % 6], label=label)
-        if min(losses) > 0 and max(losses) / min(losses) > 30:
-            axes.set_yscale("log")
-        if top < math.inf:
-            axes.set_ylim(top=top)
-        axes.set_xlabel("step")
-        picture.figure.legend(loc="outside lower left", frameon=False, fontsize=12)
         return picture.pixels()

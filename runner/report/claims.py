@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -16,9 +15,10 @@ from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.storage import replace_text
 
-FILE = "claims.json"
+FILE, PAGE = "claims.json", "claims.md"
 STYLES = {HOLDS: "green", BETTER: "green", FAILS: "bold red"}
 LOADED = 0.1  # share of the CPUs that others took, from which on it is said
+UNITS = {"cost": "% time", "latency": "% latency"}  # of other quantities but speed: % memory
 
 
 def seen(row: ClaimResult) -> str:
@@ -28,37 +28,38 @@ def seen(row: ClaimResult) -> str:
     low, high = row.interval
     if row.quantity in ("speed", "inference"):
         return f"{row.ratio:.2f}× ({low:.2f} to {high:.2f})"
-    if row.quantity == "cost":
-        return f"{_signed(row.ratio)} % time ({_signed(low)} to {_signed(high)})"
-    what = "latency" if row.quantity == "latency" else "memory"
-    return f"{_signed(row.ratio)} % {what} ({_signed(low)} to {_signed(high)})"
+    unit = UNITS.get(row.quantity, "% memory")
+    return f"{_signed(row.ratio)} {unit} ({_signed(low)} to {_signed(high)})"
+
+
+def _signed(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.0f}".replace("-", "−")
 
 
 def about(found: Claims) -> str:
     """The machine, in a line."""
-    machine = found.machine
+    machine, versions = found.machine, found.versions
     parts = [str(machine.get("cpu") or "unknown CPU"), f"{machine.get('cores', '?')} cores"]
     if machine.get("device") not in (None, "cpu"):
         parts.append(str(machine.get("device_name")))
-    parts += [f"{name} {found.versions[name]}" for name in ("torch", "python")
-              if name in found.versions]  # fmt: skip
+    parts += [f"{name} {versions[name]}" for name in ("torch", "python") if name in versions]
     return ", ".join(parts)
 
 
 def remarks(found: Claims) -> list[str]:
     """What to know of how it was measured."""
-    said = [
+    texts = [
         "An interval is of 95 % and through the stopping rule; of memory, latency and int8 it is "
         "the range of six readings. A claim holds or does not where all of the interval, with the "
         "noise at both ends, is on one side of what is claimed at least; else it is undecided."
     ]
     others = found.load.get("others")
     if others is not None and others > LOADED:
-        said.append(
+        texts.append(
             f"Other processes took {others:.0%} of the CPUs meanwhile: intervals are "
             "wider for it, and what needs free cores did worse."
         )
-    return said
+    return texts
 
 
 def show(found: Claims) -> RenderableType:
@@ -67,10 +68,8 @@ def show(found: Claims) -> RenderableType:
     for heading in ("claim", "claimed", "seen here", "verdict"):
         grid.add_column(heading, overflow="fold")
     for row in found.rows:
-        grid.add_row(
-            plain_text(row.name), plain_text(row.said), plain_text(seen(row)),
-            Text(row.verdict, style=STYLES.get(row.verdict, "yellow")),
-        )  # fmt: skip
+        cells = [plain_text(text) for text in (row.name, row.said, seen(row))]
+        grid.add_row(*cells, Text(row.verdict, style=STYLES.get(row.verdict, "yellow")))
     reasons = [f"· {row.name}: {row.reason}" for row in found.rows if row.reason]
     notes = [plain_text(note, "dim") for note in (*reasons, about(found), *remarks(found))]
     title = Text("what is said, and what holds here", style="bold cyan")
@@ -79,50 +78,35 @@ def show(found: Claims) -> RenderableType:
 
 def markdown(found: Claims) -> str:
     """All of it as a page: table, reasons, commands."""
-    header = ("claim", "claimed", "seen here", "noise", "verdict")
-    cells = [(row.name, row.said, seen(row), _noise(row), row.verdict) for row in found.rows]
+    cells, items = [], []
+    for row in found.rows:
+        noise = "–" if row.noise is None else f"{row.noise * 100:.1f} %"
+        cells.append((row.name, row.said, seen(row), noise, row.verdict))
+        why = f"{escape(row.reason)}. " if row.reason else ""
+        items.append(f"- **{escape(row.name)}** ({escape(row.work)}): {why}{escape(row.why)}")
+    commands = dict.fromkeys(row.command for row in found.rows if row.command)
     parts = [
         "# What is said, and what holds here",
         escape(f"{about(found)}; {found.started[:10]}; {found.seconds / 60:.0f} minutes."),
         code(found.command, "sh"),
-        table(header, cells),
+        table(("claim", "claimed", "seen here", "noise", "verdict"), cells),
         *(escape(note) for note in remarks(found)),
         "## Row by row",
-        "\n".join(_item(row) for row in found.rows),
+        "\n".join(items),
         "## To see for oneself",
         "Each of these trains like the arm in question; the plain run has `optimization=none`, for "
         "flash attention `optimization.attention.kernel=plain`.",
-        code("\n".join(_commands(found.rows)), "sh"),
+        code("\n".join(commands), "sh"),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def write(found: Claims, folder: Path) -> list[Path]:
     """claims.json and claims.md, whole or not at all. StorageError where that is not possible."""
-    data = json.dumps(found.as_dict(), indent=2, default=str)
-    written = []
-    for name, text in ((FILE, data + "\n"), ("claims.md", markdown(found))):
-        path = folder / name
+    data = json.dumps(found.as_dict(), indent=2, default=str) + "\n"
+    for name, text in ((FILE, data), (PAGE, markdown(found))):
         try:
-            replace_text(path, text)
+            replace_text(folder / name, text)
         except OSError as error:
-            raise StorageError(f"{path}: not written: {error.strerror or error}") from error
-        written.append(path)
-    return written
-
-
-def _item(row: ClaimResult) -> str:
-    said = f"{escape(row.reason)}. " if row.reason else ""
-    return f"- **{escape(row.name)}** ({escape(row.work)}): {said}{escape(row.why)}"
-
-
-def _commands(rows: Sequence[ClaimResult]) -> list[str]:
-    return list(dict.fromkeys(row.command for row in rows if row.command))
-
-
-def _noise(row: ClaimResult) -> str:
-    return "–" if row.noise is None else f"{row.noise * 100:.1f} %"
-
-
-def _signed(ratio: float) -> str:
-    return f"{(ratio - 1) * 100:+.0f}".replace("-", "−")
+            raise StorageError(f"{folder / name}: not written: {error.strerror}") from error
+    return [folder / FILE, folder / PAGE]

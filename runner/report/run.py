@@ -16,79 +16,74 @@ from rich.text import Text
 from runner.record import history
 from runner.record import markdown as md
 from runner.record.console import plain_text
-from runner.record.history import History
+from runner.record.history import Fault, History
 from runner.record.provenance import describe_git
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars
 from runner.report.format import metric, seconds, size, technique_status
 from runner.techniques.base import TechniqueStatus
-from runner.training.hook import Cost
 from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-Row = tuple[str, str]
+Rows = list[tuple[str, str]]
 SHOWN = 4  # facts of a technique, in the terminal
 MANY = 3  # techniques that never ran share a line in the terminal
 USEFUL = ("result", "faults", "debug tools", "files")  # of a run that failed; report.md has all
+STYLES = {"done": "green", "stopped": "green", "interrupted": "yellow"}
+RECORDS = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
 # keys of what was left out because the config says so: it is under the faults, with the count
 ASKED_FOR = ("data.bad_samples", "checks.table.")
 
 
 def terminal(summary: Summary, folder: Path | None) -> RenderableType:
     """The end of a run at a glance; made for 80 columns, fits fewer."""
-    style = {"done": "green", "stopped": "green", "interrupted": "yellow"}.get(
-        summary.status, "red"
-    )
-    title = plain_text(summary.name or "run", "bold")
-    title.append("  ").append(escape_control_chars(summary.status), style)
+    title = plain_text(summary.name or "run", "bold").append("  ")
+    title.append(plain_text(summary.status, STYLES.get(summary.status, "red")))
     if summary.reason:
-        title.append(f"  {escape_control_chars(summary.reason)}", style="dim")
+        title.append(plain_text(f"  {summary.reason}", "dim"))
     parts: list[RenderableType] = [Text(), title]
-    for heading, rows in _sections(summary, folder, per_class=False):
+    faults = History.read(folder) if folder is not None else []
+    for heading, rows in _sections(summary, folder, faults, full=False):
         if not rows or (summary.status == "failed" and heading not in USEFUL):
             continue
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
         table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
-            marked = "bold green" if heading == "result" and "best" in value else ""
-            table.add_row(plain_text(name), plain_text(value, marked))
+            best = heading == "result" and "best" in value
+            table.add_row(plain_text(name), plain_text(value, "bold green" if best else ""))
         parts += [Text(), Text(heading, style="bold cyan"), Padding(table, (0, 0, 0, 2))]
     if folder is not None:
-        commands = [("look at it:    ", f"tensorboard --logdir {_logdir(folder)}")]
-        if again := _replay(folder):
-            commands.append(("look into it:  ", again))
-        # a command that is broken over two lines cannot be copied
+        commands = {"look at it:    ": f"tensorboard --logdir {_logdir(folder)}"}
+        if again := _replay(folder, faults):
+            commands["look into it:  "] = again
         parts.append(Text())
-        for name, command in commands:
-            said = (name, "dim"), escape_control_chars(command)
-            parts.append(Text.assemble(*said, no_wrap=True, overflow="ignore"))
+        for name, command in commands.items():  # broken over two lines, it cannot be copied
+            line = (name, "dim"), escape_control_chars(command)
+            parts.append(Text.assemble(*line, no_wrap=True, overflow="ignore"))
     return Group(*parts)
 
 
 def markdown(summary: Summary, folder: Path | None = None) -> str:
     """The same as a document."""
-    lines = [f"# {md.escape(summary.name or 'run')}", "", f"**{md.escape(summary.status)}**"]
-    if summary.reason:
-        lines[-1] += f": {md.escape(summary.reason)}"
-    for heading, rows in _sections(summary, folder, per_class=True):
+    faults = History.read(folder) if folder is not None else []
+    reason = f": {md.escape(summary.reason)}" if summary.reason else ""
+    parts = [f"# {md.escape(summary.name or 'run')}", f"**{md.escape(summary.status)}**{reason}"]
+    for heading, rows in _sections(summary, folder, faults, full=True):
         if rows:
-            lines += ["", f"## {heading.capitalize()}", "", md.table(("", ""), rows)]
-        if heading == "faults" and folder is not None:
-            if faults := History.read(folder):
-                lines += ["", history.fault_table(faults)]
-            if again := _replay(folder):
-                lines += ["", "To look into the first that was kept:", "", md.code(again, "sh")]
-    git = summary.git
-    origin = [("config hash", summary.config_hash), *summary.versions.items()]
-    if git:
-        origin.insert(0, ("code", describe_git(git)))
-    lines += ["", "## Origin", "", md.table(("", ""), origin)]
-    lines += ["", "The same again:", "", md.code(summary.command, "sh")]
+            parts += [f"## {heading.capitalize()}", md.table(("", ""), rows)]
+        if heading == "faults" and faults:
+            parts.append(history.fault_table(faults))
+            if folder is not None and (again := _replay(folder, faults)):
+                parts += ["To look into the first that was kept:", md.code(again, "sh")]
+    origin = [("code", describe_git(summary.git))] if summary.git else []
+    origin += [("config hash", summary.config_hash), *summary.versions.items()]
+    parts += ["## Origin", md.table(("", ""), origin)]
+    parts += ["The same again:", md.code(summary.command, "sh")]
     if folder is not None:
-        lines += ["", "The curves:", "", md.code(f"tensorboard --logdir {_logdir(folder)}", "sh")]
-    return "\n".join(lines) + "\n"
+        parts += ["The curves:", md.code(f"tensorboard --logdir {_logdir(folder)}", "sh")]
+    return "\n\n".join(parts) + "\n"
 
 
 def write(summary: Summary, folder: Path) -> None:
@@ -100,62 +95,57 @@ def write(summary: Summary, folder: Path) -> None:
 
 
 def _sections(
-    summary: Summary, folder: Path | None, per_class: bool
-) -> Iterator[tuple[str, list[Row]]]:
-    yield "result", _result(summary, per_class)
+    summary: Summary, folder: Path | None, faults: list[Fault], full: bool
+) -> Iterator[tuple[str, Rows]]:
+    choices = [
+        (choice.key, f"{choice.value}: {choice.reason}")
+        for choice in summary.choices
+        if full or not choice.key.startswith(ASKED_FOR)
+    ]
+    skipped = f"{summary.skipped_steps:,} of {summary.steps:,}" if summary.skipped_steps else ""
+    of_faults = [("skipped steps", skipped)] if skipped else []
+    yield "result", _result(summary, full)
     yield "speed and memory", _speed(summary)
     yield "time of a step", _split(summary)
-    yield "techniques", _techniques(summary, folder, full=per_class)
-    yield (
-        "chosen automatically",
-        [
-            (choice.key, f"{choice.value}: {choice.reason}")
-            for choice in summary.choices
-            if per_class or not choice.key.startswith(ASKED_FOR)
-        ],
-    )
-    yield "faults", _faults(summary, folder)
-    yield "debug tools", [(cost.name, _cost(cost, summary)) for cost in summary.tools]
-    yield "files", _files(summary, folder)
+    yield "techniques", _techniques(summary, full=full or folder is None)
+    yield "chosen automatically", choices
+    yield "faults", of_faults + history.fault_rows(summary.faults, faults)
+    yield "debug tools", _tools(summary)
+    yield "files", [] if folder is None else _files(summary, folder)
 
 
-def _faults(summary: Summary, folder: Path | None) -> list[Row]:
-    faults = [] if folder is None else History.read(folder)
-    rows = history.fault_rows(summary.faults, faults)
-    if summary.skipped_steps:
-        rows.insert(0, ("skipped steps", f"{summary.skipped_steps:,} of {summary.steps:,}"))
-    return rows
-
-
-def _replay(folder: Path) -> str:
+def _replay(folder: Path, faults: list[Fault]) -> str:
     """What to type to look into the first bad step that was kept, if one was."""
-    first = history.first_capture(History.read(folder))
+    first = history.first_capture(faults)
     where = shlex.quote(f"replay.path={_short(folder / first)}")
     return f"python -m runner job=replay {where}" if first else ""
 
 
-def _cost(cost: Cost, summary: Summary) -> str:
-    """What a tool found, and what it took."""
-    looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
-    share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
-    took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
-    return f"{cost.finding}  ({took})" if cost.finding else took
+def _tools(summary: Summary) -> Rows:
+    """What each tool found, and what it took."""
+    rows = []
+    for cost in summary.tools:
+        looks = "1 look" if cost.looks == 1 else f"{cost.looks:,} looks"
+        share = cost.seconds / summary.wall_seconds if summary.wall_seconds else 0.0
+        took = f"{looks}, {seconds(cost.seconds)}, {share:.1%} of the run"
+        rows.append((cost.name, f"{cost.finding}  ({took})" if cost.finding else took))
+    return rows
 
 
-def _techniques(summary: Summary, folder: Path | None, full: bool) -> list[Row]:
+def _techniques(summary: Summary, full: bool) -> Rows:
     """Those that were requested, the engaged ones first; in short, a line for what never ran."""
-    states = [(row, technique_status(vars(row))) for row in summary.techniques if row.requested]
-    engaged = [
-        (row.name, _evidence(row, None if full else SHOWN)) for row, _ in states if row.engaged
-    ]
-    others = [(row, status) for row, status in states if not row.engaged]
-    unused = [row.name for row, status in others if status in ("not applicable", "skipped")]
-    if full or folder is None or len(unused) < MANY:
+    requested = [row for row in summary.techniques if row.requested]
+    states = {row.name: technique_status(vars(row)) for row in requested}
+    unused = [name for name, state in states.items() if state in ("not applicable", "skipped")]
+    if full or len(unused) < MANY:
         unused = []
-    rows = [(r.name, f"{status}: {r.reason}") for r, status in others if r.name not in unused]
+    rows = [(x.name, _evidence(x, None if full else SHOWN)) for x in requested if x.engaged]
+    for row in requested:
+        if not row.engaged and row.name not in unused:
+            rows.append((row.name, f"{states[row.name]}: {row.reason}"))
     if unused:
         rows.append(("not applied", f"{', '.join(unused)} (reasons in report.md)"))
-    return engaged + rows
+    return rows
 
 
 def _evidence(row: TechniqueStatus, most: int | None) -> str:
@@ -164,7 +154,7 @@ def _evidence(row: TechniqueStatus, most: int | None) -> str:
     for name, value in row.evidence.items():
         if isinstance(value, dict):
             value = " ".join(
-                f"{key}×{x}" if isinstance(x, int) else f"{key}={x}" for key, x in value.items()
+                f"{k}×{x}" if isinstance(x, int) else f"{k}={x}" for k, x in value.items()
             )
         if isinstance(value, bool | int | float | str) and value != "":
             shown = str(value).lower() if isinstance(value, bool) else value
@@ -173,42 +163,41 @@ def _evidence(row: TechniqueStatus, most: int | None) -> str:
     return f"engaged: {parts}" if parts else "engaged"
 
 
-def _result(summary: Summary, per_class: bool) -> list[Row]:
+def _result(summary: Summary, full: bool) -> Rows:
     """The metrics, the monitored one first; those of single classes in full or as a range."""
-    rows = []
-    classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
     best = _best(summary)
-    for name, value in sorted(summary.metrics.items(), key=lambda item: item[0] != summary.monitor):
-        marked = f"   {best}" if best and name == summary.monitor else ""
-        if per_class or name not in classes:
-            rows.append((name, metric(value) + marked))
-    if classes and not per_class:
-        low, high = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
-        name = low.rpartition("/")[0]
-        ends = [f"{metric(classes[x])} ({x.removeprefix(name + '/')})" for x in (low, high)]
-        same = classes[low] == classes[high]
-        told = f"{metric(classes[low])} in every class" if same else " to ".join(ends)
-        rows.append((f"{name}/*", told))
-    if best and summary.monitor not in summary.metrics:
-        rows.insert(0, (summary.monitor, best))
+    classes = {name: x for name, x in summary.metrics.items() if name.count("/") > 1}
+    values = {name: metric(x) for name, x in summary.metrics.items() if full or name not in classes}
+    rows = list(values.items())
+    if best:
+        value = values.pop(summary.monitor, "")
+        rows = [(summary.monitor, f"{value}   {best}".strip()), *values.items()]
+    if classes and not full:
+        rows.append(_class_range(classes))
     if (check := summary.model_check) and not check.get("ok", True):
         rows.append(("model check", _model_check(check)))
-    amount = f"{summary.steps:,} steps, {summary.epochs:.2f} epochs"
     took = f"in {seconds(summary.wall_seconds)}"
     if summary.job == "evaluate":
         of = f"weights of step {summary.steps:,}, " if summary.steps else ""
         return [*rows, ("evaluated", f"{of}{took}")]
-    return [*rows, ("trained", f"{amount} {took}")]
+    return [*rows, ("trained", f"{summary.steps:,} steps, {summary.epochs:.2f} epochs {took}")]
+
+
+def _class_range(classes: dict[str, float]) -> tuple[str, str]:
+    low, high = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
+    group = low.rpartition("/")[0]
+    ends = [f"{metric(classes[x])} ({x.removeprefix(group + '/')})" for x in (low, high)]
+    same = f"{metric(classes[low])} in every class"
+    return f"{group}/*", same if classes[low] == classes[high] else " to ".join(ends)
 
 
 def _best(summary: Summary) -> str:
     """The best value of the monitored metric, and which validations it leaves out."""
     if summary.best is None or summary.job == "evaluate":
         return ""
-    best = f"best {metric(summary.best)} at step {summary.best_step:,}"
-    if summary.faults.get("validation_not_finite"):
-        best += " (of validations with a finite loss)"
-    return best
+    finite = summary.faults.get("validation_not_finite")
+    of = " (of validations with a finite loss)" if finite else ""
+    return f"best {metric(summary.best)} at step {summary.best_step:,}{of}"
 
 
 def _model_check(check: dict[str, Any]) -> str:
@@ -219,64 +208,51 @@ def _model_check(check: dict[str, Any]) -> str:
     return f"{', '.join(counts)}; {where}{worst.get('evidence', '')}"
 
 
-def _speed(summary: Summary) -> list[Row]:
+def _speed(summary: Summary) -> Rows:
     speed, memory, rows = summary.throughput, summary.memory, []
     if speed.samples_per_second:
         rate = f"{speed.samples_per_second:,.0f} samples/s"
         if speed.tokens_per_second is not None:
             rate = f"{speed.tokens_per_second:,.0f} tokens/s ({rate})"
         rows.append(("throughput", rate))
-    if speed.step_ms.p50:
-        rows.append(
-            ("step", f"{speed.step_ms.p50:.3g} ms median, {speed.step_ms.p95:.3g} ms at 95 %")
-        )
+    step = speed.step_ms
+    if step.p50:
+        rows.append(("step", f"{step.p50:.3g} ms median, {step.p95:.3g} ms at 95 %"))
     if memory.peak_process_bytes:
-        rows.append(("peak memory", f"{size(memory.peak_process_bytes)} process"))
-        if memory.peak_device_bytes:
-            rows[-1] = ("peak memory", f"{rows[-1][1]}, {size(memory.peak_device_bytes)} device")
-        if memory.predicted_bytes:
-            rows[-1] = ("peak memory", f"{rows[-1][1]} ({size(memory.predicted_bytes)} predicted)")
-    device = summary.device.get("name") or summary.device.get("kind")
-    if device:
-        rows.append(("device", str(device)))
-    return rows
+        device, predicted = memory.peak_device_bytes, memory.predicted_bytes
+        peak = f"{size(memory.peak_process_bytes)} process"
+        peak += f", {size(device)} device" if device else ""
+        rows.append(
+            ("peak memory", peak + (f" ({size(predicted)} predicted)" if predicted else ""))
+        )
+    name = summary.device.get("name") or summary.device.get("kind")
+    return rows + ([("device", str(name))] if name else [])
 
 
-def _split(summary: Summary) -> list[Row]:
+def _split(summary: Summary) -> Rows:
     """Where the time of a step went, as bars."""
     rows = []
     for name, share in summary.throughput.split.items():
-        halves = round(share * 60)
-        bar = "█" * (halves // 2) + "▌" * (halves % 2)
+        bar = "█" * (round(share * 60) // 2) + "▌" * (round(share * 60) % 2)
         rows.append((name, f"{share:5.1%}  {bar}".rstrip()))
     return rows
 
 
-def _files(summary: Summary, folder: Path | None) -> list[Row]:
-    if folder is None:
-        return []
+def _files(summary: Summary, folder: Path) -> Rows:
     rows = [("run", _short(folder))]
-    if summary.checkpoint.best:
-        rows.append(("best checkpoint", summary.checkpoint.best))
-    if summary.checkpoint.last:
-        rows.append(("last checkpoint", summary.checkpoint.last))
-    if summary.export:
-        told = size(summary.export["bytes"])
-        if "largest_difference" in summary.export:
-            told += f", off by {summary.export['largest_difference']:.2g} at most"
-        rows.append(("export", f"{summary.export['file']} ({told})"))
-    names = ("report.md", "summary.json", "metrics.jsonl", "run.log", "provenance.json")
-    there = [name for name in names if (folder / name).exists() or name == "report.md"]
-    return [*rows, ("record", ", ".join(there)), *_debug(folder / "debug")]
-
-
-def _debug(folder: Path) -> list[Row]:
-    """What the debug tools have left, folders with how much is in them."""
-    paths = sorted(folder.glob("[!.]*"))
-    names = [path.name for path in paths if path.is_file()]
-    inside = [(path.name, len(list(path.glob("[!.]*")))) for path in paths if path.is_dir()]
-    names += [f"{name}/ ({count})" for name, count in inside if count]
-    return [("debug/", ", ".join(names))] if names else []
+    checkpoints = {"best": summary.checkpoint.best, "last": summary.checkpoint.last}
+    rows += [(f"{which} checkpoint", path) for which, path in checkpoints.items() if path]
+    if exported := summary.export:
+        off = exported.get("largest_difference")
+        by = f", off by {off:.2g} at most" if off is not None else ""
+        rows.append(("export", f"{exported['file']} ({size(exported['bytes'])}{by})"))
+    records = [name for name in RECORDS if (folder / name).exists() or name == "report.md"]
+    rows.append(("record", ", ".join(records)))
+    debug = sorted(folder.glob("debug/[!.]*"))
+    inside = {path.name: len(list(path.glob("[!.]*"))) for path in debug if path.is_dir()}
+    names = [path.name for path in debug if path.is_file()]
+    names += [f"{name}/ ({count})" for name, count in inside.items() if count]
+    return rows + ([("debug/", ", ".join(names))] if names else [])
 
 
 def _short(folder: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from runner.record import markdown as md
+from runner.record.console import plain_text
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
 from runner.report.format import size
@@ -23,11 +23,12 @@ from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, en
 JSON, PAGE = "scan.json", "scan.md"
 SCHEMA = 1
 ROWS = 1000  # of scan.md; scan.json has them all
-STYLES = {
-    Trust.REFUSED: "bold red",
-    Trust.UNTRUSTED: "yellow",
-    Trust.CHECKED: "green",
-    Trust.PINNED: "green",
+HEADER = ("trust", "what", "format", "size", "sha256", "says it was written by", "why")
+STYLES = {Trust.REFUSED: "bold red", Trust.UNTRUSTED: "yellow"}
+KNOWN = {
+    Trust.UNTRUSTED: "nothing is wrong with it, and its digest is unknown",
+    Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
+    Trust.PINNED: "its digest is in security.pinned",
 }
 
 
@@ -41,14 +42,13 @@ class Row:
     @property
     def first(self) -> Reason | None:
         """The worst of what was found."""
-        reasons = sorted(self.found.reasons, key=lambda reason: -reason.severity)
-        return reasons[0] if reasons else None
+        return max(self.found.reasons, key=lambda reason: reason.severity, default=None)
 
     @property
-    def formats(self) -> str:
-        """What it is made of, without what nobody loads."""
-        kinds = {facts.format for facts in self.found.files.values()} - {OTHER}
-        return ", ".join(sorted(kinds)) or OTHER
+    def about(self) -> str:
+        """Its kind, and the formats that it is made of, without what nobody loads."""
+        formats = {facts.format for facts in self.found.files.values()} - {OTHER}
+        return f"{self.kind}, {', '.join(sorted(formats)) or OTHER}"
 
     @property
     def digest(self) -> str:
@@ -59,6 +59,20 @@ class Row:
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(facts.size for facts in self.found.files.values())
+
+    def why(self, level: SecurityLevel) -> str:
+        """The reason for its trust, and the way out."""
+        first, trust = self.first, self.found.trust
+        serious = first is not None and first.severity is not Severity.NOTE
+        if not self.found.refused and not enough(self.found, level):
+            way = way_in(self.found)
+            if self.kind == "run":  # what is loaded, and pinned, is one of its checkpoints
+                way = f"scan.path={self.found.path}/checkpoints shows what to pin"
+            unknown = f"unknown file, which security={level.value} does not load; {way}"
+            return f"{first}; {unknown}" if serious else unknown
+        if first is not None and (serious or trust is Trust.UNTRUSTED):
+            return str(first)
+        return KNOWN.get(trust, "refused")
 
 
 @dataclass
@@ -76,40 +90,35 @@ class Scan:
 
     @property
     def worst_first(self) -> list[Row]:
-        """In the order they are shown."""
-        return sorted(self.rows, key=_badness)
+        """The least trusted first, then by the severity of the worst reason."""
+        severity = {id(row): row.first.severity if row.first else 0 for row in self.rows}
+        return sorted(self.rows, key=lambda row: (row.found.trust, -severity[id(row)]))
 
     @property
     def refused(self) -> list[Row]:
         """Those that are refused at any level, and those that this one does not load."""
-        return [
-            row
-            for row in self.worst_first
-            if row.found.refused or not enough(row.found, self.level)
-        ]
+        return [x for x in self.worst_first if x.found.refused or not enough(x.found, self.level)]
 
     @property
     def verdict(self) -> str:
         """In one line."""
-        refused = self.refused
+        refused, count = self.refused, _things(len(self.rows))
         if not refused and self.interrupted:
             return f"interrupted after {len(self.rows)} of {_things(self.total)}: no verdict"
         if not self.rows:
             return f"no model and no array lies in {escape_control_chars(self.path)}"
         if not refused:
-            counts = Counter(row.found.trust for row in self.rows)
-            each = ", ".join(f"{counts[t]} {t.name}" for t in sorted(counts))
-            return f"nothing refused of {_things(len(self.rows))}: {each}"
-        first = refused[0]
-        of = f"of {_things(len(self.rows))}"
+            trusts = Counter(row.found.trust for row in self.rows)
+            each = ", ".join(f"{trusts[t]} {t.name}" for t in sorted(trusts))
+            return f"nothing refused of {count}: {each}"
         bad = sum(row.found.refused for row in refused)
-        low = len(refused) - bad
-        told = [f"{bad} {of} refused"] if bad else []
+        low, first = len(refused) - bad, refused[0]
+        counts = [f"{bad} of {count} refused"] if bad else []
         if low:
-            below = "UNTRUSTED, which" if bad else f"{of} UNTRUSTED, which"
-            told.append(f"{low} {below} security={self.level.value} does not load")
-        why = _why(first, self.level)
-        return escape_control_chars(f"{', '.join(told)}; the first, {first.found.path}: {why}")
+            of = "" if bad else f"of {count} "
+            counts.append(f"{low} {of}UNTRUSTED, which security={self.level.value} does not load")
+        text = f"{', '.join(counts)}; the first, {first.found.path}: {first.why(self.level)}"
+        return escape_control_chars(text)
 
     @property
     def outcome(self) -> str:
@@ -152,102 +161,57 @@ class Scan:
         replace_text(folder / PAGE, markdown(self))
 
 
-def _badness(row: Row) -> tuple[int, int, str]:
-    """Sort key: the least trusted first, then by the severity of the worst reason."""
-    return row.found.trust, -(row.first.severity if row.first else 0), row.found.path
-
-
 def terminal(scan: Scan, most: int) -> RenderableType:
     """The worst first, `most` of them; made for 80 columns."""
-    parts: list[RenderableType] = [
-        Text.assemble(("\nscan of ", "dim"), (escape_control_chars(scan.path), "bold"))
-    ]
+    parts: list[RenderableType] = [Text(), plain_text(f"scan of {scan.path}", "bold")]
     for row in scan.worst_first[:most]:
-        head = Text(f"{row.found.trust.name:9}", STYLES[row.found.trust], no_wrap=True)
-        head.overflow = "ignore"  # as for the digest: what is broken cannot be copied
-        head.append(f" {escape_control_chars(row.found.path)}", style="bold")
-        about = Text(
-            escape_control_chars(f"{row.kind}, {row.formats}, {size(row.size)}"), style="dim"
-        )
-        told = escape_control_chars(f"  sha256 {row.digest}")
-        digest = Text(told, "dim", no_wrap=True, overflow="ignore")
-        lines = Text("\n").join(
-            Text(escape_control_chars(line)) for line in _lines(row, scan.level)
-        )
-        parts += [head, *([digest] if row.digest else [])]
-        parts.append(Padding(Group(about, lines), (0, 0, 0, 9)))
+        head = Text(f"{row.found.trust.name:9} ", STYLES.get(row.found.trust, "green"))
+        head.append(plain_text(row.found.path, "bold"))
+        digest = plain_text(f"  sha256 {row.digest or 'in scan.json'}", "dim")
+        for line in (head, digest):  # what is broken cannot be copied
+            line.no_wrap, line.overflow = True, "ignore"
+        about = [
+            plain_text(f"{row.about}, {size(row.size)}", "dim"),
+            plain_text(row.why(scan.level)),
+        ]
+        if row.found.written_by and not row.found.refused:
+            about.append(plain_text(f"says it was written by {row.found.written_by}"))
+        parts += [head, digest, Padding(Group(*about), (0, 0, 0, 9))]
+    notes = [f"not opened: {reason}" for reason in scan.odd[:most]]
     if len(scan.rows) > most:
-        parts.append(Text(f"… and {_things(len(scan.rows) - most)} more, in {JSON}", style="dim"))
-    for reason in scan.odd[:most]:
-        parts.append(Text(f"not opened: {escape_control_chars(str(reason))}", style="dim"))
+        notes.insert(0, f"… and {_things(len(scan.rows) - most, ' more')}, in {JSON}")
     if scan.passed_over:
-        told = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
-        parts.append(Text(f"{told} of other kinds, which nothing here loads", style="dim"))
-    return Group(*parts)
+        notes.append(_passed_over(scan))
+    return Group(*parts, *(plain_text(note, "dim") for note in notes))
 
 
 def markdown(scan: Scan) -> str:
     """The same as a document."""
-    lines = [f"# Scan of {md.escape(scan.path)}", "", f"**{md.escape(scan.verdict)}**", ""]
-    lines.append(f"security: {scan.level.value}.")
+    parts = [f"# Scan of {md.escape(scan.path)}", f"**{md.escape(scan.verdict)}**"]
+    parts.append(f"security: {scan.level.value}.")
     if scan.interrupted:
-        lines += ["", f"Interrupted after {len(scan.rows)} of {_things(scan.total)}."]
-    rows = [
-        (
-            row.found.trust.name,
-            row.found.path,
-            f"{row.kind}, {row.formats}",
-            size(row.size),
-            row.digest,
-            row.found.written_by,
-            "; ".join(_lines(row, scan.level)),
-        )
-        for row in scan.worst_first[:ROWS]
-    ]
+        parts.append(f"Interrupted after {len(scan.rows)} of {_things(scan.total)}.")
+    rows = []
+    for row in scan.worst_first[:ROWS]:
+        found = row.found
+        cells = (found.trust.name, found.path, row.about, size(row.size), row.digest)
+        rows.append((*cells, found.written_by, row.why(scan.level)))
     if rows:
-        header = (
-            "trust",
-            "what",
-            "format",
-            "size",
-            "sha256",
-            "says it was written by",
-            "why, and the way out",
-        )
-        lines += ["", md.table(header, rows)]
+        parts.append(md.table(HEADER, rows))
     if len(scan.rows) > ROWS:
-        lines += ["", f"… and {_things(len(scan.rows) - ROWS)} more, in {JSON}."]
+        parts.append(f"… and {_things(len(scan.rows) - ROWS, ' more')}, in {JSON}.")
     if scan.odd:
-        lines += ["", "## Not opened", "", *(f"- {md.escape(str(r))}" for r in scan.odd[:ROWS])]
+        parts.append("## Not opened")
+        parts.append("\n".join(f"- {md.escape(str(reason))}" for reason in scan.odd[:ROWS]))
     if scan.passed_over:
-        lines += ["", f"{scan.passed_over:,} files of other kinds, which nothing here loads."]
-    return "\n".join(lines) + "\n"
+        parts.append(f"{_passed_over(scan)}.")
+    return "\n\n".join(parts) + "\n"
 
 
-def _lines(row: Row, level: SecurityLevel) -> Iterator[str]:
-    """Why, and the way out; of notes only the first."""
-    yield _why(row, level)
-    if row.found.written_by and not row.found.refused:
-        yield f"says it was written by {row.found.written_by}"
+def _passed_over(scan: Scan) -> str:
+    files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
+    return f"{files} of other kinds, which nothing here loads"
 
 
-def _why(row: Row, level: SecurityLevel) -> str:
-    first = row.first
-    worst = first is not None and first.severity is not Severity.NOTE
-    if not row.found.refused and not enough(row.found, level):
-        way = way_in(row.found)
-        if row.kind == "run":  # what is loaded, and pinned, is one of its checkpoints
-            way = f"scan.path={row.found.path}/checkpoints shows what to pin"
-        told = f"unknown file, which security={level.value} does not load; {way}"
-        return f"{first}; {told}" if worst else told
-    if first is not None and (worst or row.found.trust is Trust.UNTRUSTED):
-        return str(first)
-    return {
-        Trust.UNTRUSTED: "nothing is wrong with it, and its digest is unknown",
-        Trust.CHECKED: "its digest is in a manifest that this run tree wrote",
-        Trust.PINNED: "its digest is in security.pinned",
-    }.get(row.found.trust, "refused")
-
-
-def _things(count: int) -> str:
-    return "1 thing" if count == 1 else f"{count:,} things"
+def _things(count: int, more: str = "") -> str:
+    return f"1 thing{more}" if count == 1 else f"{count:,} things{more}"

@@ -172,18 +172,6 @@ def test_it_is_known_without_filters_that_a_file_is_the_one_that_was_committed(
     assert state is not None and state["dirty"] is False
 
 
-def test_dirty_is_left_out_where_only_a_filter_could_tell(repository: Path, trap: Path) -> None:
-    with_filter(repository, trap=trap)
-    (repository / "model.py").write_text("width = 2\n")
-    state = read_git_state(repository)
-    assert state is not None and "dirty" not in state and state["branch"] == "trunk"
-    assert "not known whether" in part.describe_git(state)
-    (repository / "notes.md").write_text("")
-    git(repository, "add", "notes.md")  # no filter has a part in this
-    state = read_git_state(repository)
-    assert state is not None and state["dirty"] is True
-
-
 def change_nothing(_: Path) -> bool:
     return False
 
@@ -261,12 +249,11 @@ def detach(folder: Path) -> bool:
         change_what_is_in_a_split_index, pack, detach,
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["main", "sha256", "linked worktree"])
+@pytest.mark.parametrize("kind", ["main", "linked worktree"])
 def test_commit_branch_and_changes_are_those_that_git_says(
     kind: str, change: Callable[[Path], bool], tmp_path: Path
 ) -> None:
-    options = ["--object-format=sha256"] if kind == "sha256" else []
-    folder = make_repository(tmp_path / "main", *options)
+    folder = make_repository(tmp_path / "main")
     if kind == "linked worktree":
         git(folder, "checkout", "-q", "-b", "elsewhere")
         git(folder, "worktree", "add", "-q", str(tmp_path / "linked"), "trunk")
@@ -299,6 +286,13 @@ def test_a_submodule_has_its_own_commit(repository: Path, tmp_path: Path) -> Non
     git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(origin), "in")
     state = read_git_state(repository / "in")
     assert state is not None and state["commit"] == git(origin, "rev-parse", "HEAD")
+    assert state["dirty"] is False
+
+
+def test_a_repository_of_sha256_is_read(tmp_path: Path) -> None:
+    folder = make_repository(tmp_path / "code", "--object-format=sha256")
+    state = read_git_state(folder)
+    assert state is not None and state["commit"] == git(folder, "rev-parse", "HEAD")
     assert state["dirty"] is False
 
 
@@ -358,9 +352,8 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(
     assert state == ({"commit": commit} if name == "index" else None)
 
 
-@pytest.mark.parametrize("level", ["off", "standard", "strict"])
 def test_a_run_in_such_a_repository_starts_nothing_of_it(
-    level: str, repository: Path, trap: Path, tmp_path: Path
+    repository: Path, trap: Path, tmp_path: Path
 ) -> None:
     with_submodule(repository, trap)
     with_filter(repository, "filter.x.clean", "filter.x.process", "core.fsmonitor", trap=trap)
@@ -369,7 +362,7 @@ def test_a_run_in_such_a_repository_starts_nothing_of_it(
     (tmp_path / "sprung").unlink(missing_ok=True)
     (repository / "model.py").write_text("width = 2\n")
     ended = subprocess.run(
-        [sys.executable, "-m", "runner", f"security={level}", "training.steps=1", "debug=none",
+        [sys.executable, "-m", "runner", "training.steps=1", "debug=none",
          "hydra.run.dir=outputs/run"], cwd=repository, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
