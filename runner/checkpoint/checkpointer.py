@@ -15,7 +15,7 @@ import torch
 
 from runner.checkpoint import folder as folders
 from runner.checkpoint import manifest
-from runner.checkpoint.folder import FOLDER, Check, Restored
+from runner.checkpoint.folder import Check, Restored
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
@@ -47,7 +47,7 @@ class Checkpointer:
         self.faults: dict[str, int] = {}  # counts by kind
         self.choices: dict[str, Any] = {}  # made automatically; kept in every manifest
         self.lead_to: set[int] = set()  # steps; the checkpoint before each of them stays
-        self._root = None if folder is None else folder / FOLDER
+        self._root = None if folder is None else folder / folders.FOLDER
         self._keep = keep
         self._config_hash = config_hash
         # The one in memory must stay whole until the next one is; with reuse, a Ctrl-C tears it.
@@ -55,7 +55,7 @@ class Checkpointer:
         self._memory: tuple[int, Snapshot] | None = None
         self._thread: Thread | None = None
         self._failures = 0  # in a row
-        self._trouble: OSError | None = None  # why the last save failed, if it did
+        self._disk_error: OSError | None = None  # of the last save, if it failed
         self._fault: Exception | None = None  # in the background, and not the disk's
         if self._root is not None and self._root.is_symlink():  # another run's would be deleted
             raise SecurityError(
@@ -78,12 +78,12 @@ class Checkpointer:
     @property
     def last(self) -> str | None:
         """The newest checkpoint's folder, relative to the run's."""
-        return self._pointed("last")
+        return self._linked("last")
 
     @property
     def best(self) -> str | None:
         """The best one's folder, relative to the run's."""
-        return self._pointed("best")
+        return self._linked("best")
 
     def save(self, step: int, model: dict[str, Any], state: dict[str, Any], best: bool) -> None:
         """Copy both now and write them in the background; waits for the save before this one.
@@ -97,13 +97,12 @@ class Checkpointer:
             self._memory = (step, snapshot)
             return
         # No daemon: the interpreter waits for it at exit, so that the checkpoint is not lost.
-        thread = Thread(target=self._write, args=(self._root, step, snapshot, best))
-        thread.start()
-        self._thread = thread
+        self._thread = Thread(target=self._write, args=(self._root, step, snapshot, best))
+        self._thread.start()
 
     def wait(self) -> None:
         """Until nothing is being written. Raises StorageError if three saves in a row failed."""
-        self._settle()
+        self._finish()
         if self._failures >= MAX_FAILURES:
             raise self._error(f"{self._failures} checkpoints in a row were")
 
@@ -112,7 +111,7 @@ class Checkpointer:
 
         For the end of a run; saving again afterwards is possible.
         """
-        self._settle()
+        self._finish()
         if self._failures:
             raise self._error("the last checkpoint was")
 
@@ -124,12 +123,12 @@ class Checkpointer:
         checkpoint yet; CheckpointError if there are some and none is good, or none in `where`;
         SecurityError if the newest holds more than data, which damage does not bring about.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
+        restored: Restored | None = None
         if where is not None and _is_step(where):
-            restored: Restored | None = folders.load(where, self._policy, check)
+            restored = folders.load(where, self._policy, check)
         elif where is not None:
-            root = where if where.name == FOLDER else where / FOLDER
+            root = folders.root_of(where)
             restored = folders.load_newest(root, self._policy, check)
             if restored is None:
                 way = f"; for its weights, model.weights={where}" if where.is_file() else ""
@@ -138,79 +137,76 @@ class Checkpointer:
                 )
         elif self._root is not None:
             restored = folders.load_newest(self._root, check=check)
-        else:
-            restored = self._remembered()
+        elif self._memory is not None:
+            step, kept = self._memory
+            copy = Copier(reuse=False).take(
+                kept.model, kept.state
+            )  # optimizers keep what they load
+            restored = Restored(step, copy.model, copy.state, Path("memory"))
         for warning in (*restored.warnings, *restored.differences) if restored else ():
             log.warning("checkpoint: %s", warning)
         return restored
 
     def before(self, step: int) -> Path | None:
         """The folder of the newest complete checkpoint of an earlier step, if there is one."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         found = {} if self._root is None else folders.steps(self._root)
-        for earlier in sorted((n for n in found if n < step), reverse=True):
-            if folders.is_checkpoint(found[earlier]):
-                return found[earlier]
-        return None
+        complete = {n: path for n, path in found.items() if folders.is_checkpoint(path)}
+        earlier = [n for n in complete if n < step]
+        return complete[max(earlier)] if earlier else None
 
     def recorded(self, where: Path | None = None) -> dict[str, Any]:
         """The choices in the newest readable manifest of what `restore` would read, if any."""
         if where is not None and _is_step(where):
-            found = [where]
+            candidates = [where]
         else:
-            root = (
-                self._root if where is None else where if where.name == FOLDER else where / FOLDER
-            )
-            found = [] if root is None else [p for _, p in sorted(folders.steps(root).items())]
-        for folder in reversed(found):
+            root = self._root if where is None else folders.root_of(where)
+            found = {} if root is None else folders.steps(root)
+            candidates = [found[step] for step in sorted(found, reverse=True)]
+        for folder in candidates:
             with suppress(CheckpointError):
                 return read_manifest(folder).choices
         return {}
 
-    def _remembered(self) -> Restored | None:
-        if self._memory is None:
-            return None
-        step, kept = self._memory
-        copy = Copier(reuse=False).take(kept.model, kept.state)  # optimizers keep what they load
-        return Restored(step, copy.model, copy.state, Path("memory"))
-
-    def _settle(self) -> None:
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+
+    def _finish(self) -> None:
+        self._join()
+        self._thread = None
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
 
     def _error(self, what: str) -> StorageError:
-        return StorageError(f"{self._root}: {what} not written: {_reason(self._trouble)}")
+        return StorageError(f"{self._root}: {what} not written: {_reason(self._disk_error)}")
 
-    def _pointed(self, name: str) -> str | None:
+    def _linked(self, name: str) -> str | None:
         target = None if self._root is None else storage.read_link(self._root / name)
         if self._root is None or target is None or not folders.is_checkpoint(self._root / target):
             return None
-        return f"{FOLDER}/{target}"
+        return f"{folders.FOLDER}/{target}"
 
     def _write(self, root: Path, step: int, snapshot: Snapshot, best: bool) -> None:
-        """In the background thread: all of it, and what becomes of trouble."""
+        """In the background thread: all of it, and what becomes of errors."""
         temporary = root / (folders.TEMPORARY + folders.step_name(step))
         try:
             storage.make_folder(root)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            self._fill(temporary, step, snapshot, best or _was_best(root, step))
+            self._fill(temporary, step, snapshot, best or folders.is_best(root, step))
             storage.put_folder(temporary, root / folders.step_name(step))
             folders.set_aside(root, step)
             folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
-            self._failures, self._trouble = 0, None
+            self._failures, self._disk_error = 0, None
         except OSError as error:
-            self._failures, self._trouble = self._failures + 1, error
+            self._failures, self._disk_error = self._failures + 1, error
             self.faults["checkpoint"] = self.faults.get("checkpoint", 0) + 1
-            log.warning(
-                "%s: the checkpoint of step %d was not written: %s; earlier ones are untouched",
-                root, step, _reason(error),
-            )  # fmt: skip
+            message = (
+                "%s: the checkpoint of step %d was not written: %s; earlier ones are untouched"
+            )
+            log.warning(message, root, step, _reason(error))
         except Exception as error:  # raised again by the next call on the training thread
             self._fault = error
         finally:
@@ -218,17 +214,17 @@ class Checkpointer:
 
     def _leading(self, root: Path) -> set[int]:
         """The checkpoints that lead to steps that are bad or may turn out to be."""
-        there = folders.steps(root)
-        before = [[n for n in there if n < step] for step in self.lead_to]
+        saved = folders.steps(root)
+        before = [[n for n in saved if n < step] for step in self.lead_to]
         return {max(steps) for steps in before if steps}
 
     def _fill(self, folder: Path, step: int, snapshot: Snapshot, best: bool) -> None:
-        fills = {manifest.MODEL: write_tensors, manifest.STATE: write_state}
+        parts = {manifest.MODEL: write_tensors, manifest.STATE: write_state}
         facts = Manifest(
             step=step,
             best=best,
             files={
-                n: storage.write_file(folder / n, partial(f, snapshot)) for n, f in fills.items()
+                n: storage.write_file(folder / n, partial(f, snapshot)) for n, f in parts.items()
             },
             config_hash=self._config_hash,
             created_by=_version(),
@@ -244,13 +240,6 @@ class Checkpointer:
 
 def _is_step(where: Path) -> bool:
     return bool(folders.STEP.fullmatch(where.resolve().name)) or folders.is_checkpoint(where)
-
-
-def _was_best(root: Path, step: int) -> bool:
-    """Whether what is saved again at the same step was the best; then it still is."""
-    with suppress(CheckpointError):
-        return read_manifest(root / folders.step_name(step)).best
-    return False
 
 
 def _reason(error: OSError | None) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from runner.errors import CheckpointError
 
-FIX = "name another checkpoint with checkpoint.resume, or start afresh"
 STATE: dict[str, type] = {
     **dict.fromkeys(("progress", "update", "reader", "history", "stability"), dict),
     **dict.fromkeys(("random", "settings"), dict),
@@ -20,10 +19,8 @@ STATE: dict[str, type] = {
     "config_hash": str,
     "planned": bool,
 }
-UPDATE: dict[str, type] = {
-    "optimizer": dict, "updates": Tensor, "backoff": float, "average": list, "scale": list,
-}  # fmt: skip
-STEPS = ("step", "skipped", "consecutive_skips", "best_step", "validated_step")
+UPDATE = {"optimizer": dict, "updates": Tensor, "backoff": float, "average": list, "scale": list}
+COUNTS = ("step", "skipped", "consecutive_skips", "best_step", "validated_step")
 
 
 def check_state(state: Any, step: int, where: str) -> None:
@@ -31,8 +28,7 @@ def check_state(state: Any, step: int, where: str) -> None:
     problem = (
         _check_types(state, STATE, "state")
         or _check_types(state["update"], UPDATE, "state.update")
-        or _check_types(state["progress"], {"step": int}, "state.progress")
-        or _check_counts(state, step)
+        or _check_numbers(state["progress"], state["update"], step)
     )
     if problem:
         raise state_error(where, problem)
@@ -40,31 +36,30 @@ def check_state(state: Any, step: int, where: str) -> None:
 
 def state_error(where: str, problem: str) -> CheckpointError:
     """The error for a checkpoint whose files are intact and whose content does not fit."""
-    return CheckpointError(f"{where}: is not the state of a run: {problem}; {FIX}")
+    return CheckpointError(
+        f"{where}: is not the state of a run: {problem}; name another checkpoint with "
+        "checkpoint.resume, or start afresh"
+    )
 
 
 def _check_types(part: Any, types: Mapping[str, type], where: str) -> str:
-    if type(part) is not dict:
-        return f"{where} is a {type(part).__name__}, and must be a dict"
     for name, kind in types.items():
-        if name not in part:
-            return f"{where} has no {name!r}"
-        if type(part[name]) is not kind:
-            return f"{where}.{name} is a {type(part[name]).__name__}, and must be a {kind.__name__}"
+        value = part.get(name) if type(part) is dict else None
+        if type(value) is not kind:
+            return f"{where}.{name} must be a {kind.__name__}, got {type(value).__name__}"
     return ""
 
 
-def _check_counts(state: Mapping[str, Any], step: int) -> str:
-    progress, update = state["progress"], state["update"]
-    if progress["step"] != step:
-        return f"state.progress.step differs from the manifest's, {step}"
-    for name in STEPS:
-        value = progress.get(name, 0)
+def _check_numbers(progress: Mapping[str, Any], update: Mapping[str, Any], step: int) -> str:
+    updates: Tensor = update["updates"]
+    whole = updates.numel() == 1 and not updates.is_floating_point()
+    counts = {f"progress.{name}": progress.get(name, 0) for name in COUNTS}
+    counts["update.updates"] = int(updates) if whole else None
+    for name, value in counts.items():
         if type(value) is not int or not 0 <= value <= step:
-            return f"state.progress.{name} must be a whole number, 0 to {step}"
-    updates = update["updates"]
-    if updates.numel() != 1 or updates.is_floating_point() or not 0 <= int(updates) <= step:
-        return f"state.update.updates must be a whole number, 0 to {step}"
+            return f"state.{name} must be a whole number, 0 to {step}"
+    if progress.get("step") != step:
+        return f"state.progress.step differs from the manifest's, {step}"
     if not 0 < update["backoff"] <= 1:
-        return f"state.update.backoff is {update['backoff']}, and must be in (0, 1]"
+        return f"state.update.backoff must be > 0 and ≤ 1, got {update['backoff']}"
     return ""

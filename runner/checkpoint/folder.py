@@ -73,9 +73,21 @@ def steps(root: Path) -> dict[int, Path]:
     return found
 
 
+def root_of(where: Path) -> Path:
+    """The folder of checkpoints, given that or the folder of a run."""
+    return where if where.name == FOLDER else where / FOLDER
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether it was completed; not whether it is undamaged."""
     return os.path.isfile(folder / manifest.NAME)
+
+
+def is_best(root: Path, step: int) -> bool:
+    """Whether the checkpoint of that step was the best when it was written."""
+    with suppress(CheckpointError):
+        return read_manifest(root / step_name(step)).best
+    return False
 
 
 def load(folder: Path, policy: Policy | None = None, check: Check | None = None) -> Restored:
@@ -87,38 +99,46 @@ def load(folder: Path, policy: Policy | None = None, check: Check | None = None)
     """
     admitted = None if policy is None else admit_folder(folder, policy)
     facts = read_manifest(folder)
-    if admitted is not None:
-        for name, written in facts.files.items():
-            if name not in admitted.files or admitted.files[name].sha256 != written.sha256:
-                raise CheckpointError(f"{folder / name}: changed while it was being looked at")
+    examined = {} if admitted is None else admitted.files
+    for name, written in facts.files.items() if admitted is not None else ():
+        if name not in examined or examined[name].sha256 != written.sha256:
+            raise CheckpointError(f"{folder / name}: changed while it was being checked")
     named = STEP.fullmatch(folder.resolve().name)
     if named and int(named[1]) != facts.step:
         raise CheckpointError(f"{folder / manifest.NAME}: is that of step {facts.step}")
     model: dict[str, Any] = {}
     model.update(read_tensors(folder / manifest.MODEL, facts.files[manifest.MODEL].sha256))
-    state = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
+    content = read_state(folder / manifest.STATE, facts.files[manifest.STATE].sha256)
     try:
-        model.update(state["model"])
-        own = state["state"]
+        model.update(content["model"])
+        state = content["state"]
     except (LookupError, TypeError, ValueError):
         raise CheckpointError(f"{folder / manifest.STATE}: not written by the runner") from None
     if check is not None:
-        check(own, facts.step, str(folder / manifest.STATE))
-    here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-    differences = [
-        f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
-        "last digits from those of a run that was never stopped"
-        for key, now in here.items()
-        if (then := getattr(facts, key)) != now
-    ]
+        check(state, facts.step, str(folder / manifest.STATE))
     if admitted is not None:
         trust = admitted.trust
     else:
         trust = Trust.CHECKED if policy is None or is_own(folder, policy) else Trust.UNTRUSTED
-    sha256 = facts.files[manifest.MODEL].sha256
     return Restored(
-        facts.step, model, own, folder, differences=differences, sha256=sha256, trust=trust
+        facts.step,
+        model,
+        state,
+        folder,
+        differences=_differences(folder, facts),
+        sha256=facts.files[manifest.MODEL].sha256,
+        trust=trust,
     )
+
+
+def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
+    own = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    return [
+        f"{folder}: written with {key} {then}, and here it is {now}; numbers may differ in their "
+        "last digits from those of a run that was never stopped"
+        for key, now in own.items()
+        if (then := getattr(facts, key)) != now
+    ]
 
 
 def load_newest(

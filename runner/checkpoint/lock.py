@@ -11,32 +11,28 @@ its own process holds.
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import socket
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from runner.errors import StorageError, UsageError
 from runner.record.storage import NO_LINK, NO_WAIT
 
-try:
-    import fcntl
-
-    LOCKS = True
-except ImportError:  # Windows
-    LOCKS = False
-
 log = logging.getLogger("runner")
 
 NAME = ".lock"
 PROBES = 5  # tries to lock, as `is_locked` of another process holds a lock for some microseconds
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # file systems without them
+TAKEN = (errno.EACCES, errno.EAGAIN)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # some network file systems
 
-_held: dict[tuple[int, int], int] = {}  # (device, inode) of a lock file: process that holds it
+_owners: dict[tuple[int, int], int] = {}  # (device, inode) of a lock file: process that holds it
 
 
-class Lock:
+class Lock(AbstractContextManager["Lock"]):
     """A held lock; leaving its `with` block, `release()` or the process's death gives it up."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -47,13 +43,10 @@ class Lock:
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
-        if _held.get(_identity(descriptor)) == os.getpid():  # not in a forked child: it holds none
+        if _owned(descriptor):  # not in a forked child: it holds none
             os.ftruncate(descriptor, 0)
-            del _held[_identity(descriptor)]
+            del _owners[_identity(descriptor)]
         os.close(descriptor)
-
-    def __enter__(self) -> Lock:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.release()
@@ -63,11 +56,8 @@ def lock(folder: Path) -> Lock:
     """Become the one process that writes into `folder`, which must exist.
 
     Raises UsageError naming the process that already is, and StorageError where no lock file can
-    be written. Where locks do not exist (Windows, some network file systems) it warns instead.
+    be written. Where locks do not exist (some network file systems) it warns instead.
     """
-    if not LOCKS:
-        log.warning("%s: no file locks on this system; start no second run in this folder", folder)
-        return Lock(None)
     if _held_here(folder):
         raise UsageError(f"{folder}: this process ({os.getpid()}) already runs in it")
     try:
@@ -76,21 +66,17 @@ def lock(folder: Path) -> Lock:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written to: {error.strerror}") from error
     try:
-        free = _acquire(descriptor)
+        _acquire(descriptor, folder)
     except OSError as error:
         os.close(descriptor)
         if error.errno not in NO_LOCKS:
             raise StorageError(f"{folder}: cannot be locked: {error.strerror}") from error
         log.warning("%s: no file locks there; start no second run in this folder", folder)
         return Lock(None)
-    if not free:
-        owner = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+    except UsageError:
         os.close(descriptor)
-        raise UsageError(
-            f"{folder}: in use by process {owner or '(unknown)'}, which is still running; "
-            "wait for it, or stop it first"
-        )
-    _held[_identity(descriptor)] = os.getpid()
+        raise
+    _owners[_identity(descriptor)] = os.getpid()
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -101,8 +87,6 @@ def lock(folder: Path) -> Lock:
 
 def is_locked(folder: Path) -> bool:
     """Whether a living process runs in `folder`; False where that cannot be known."""
-    if not LOCKS:
-        return False
     if _held_here(folder):
         return True
     try:
@@ -112,35 +96,39 @@ def is_locked(folder: Path) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    else:
-        return False
+        return error.errno in TAKEN
     finally:
         os.close(descriptor)
+    return False
 
 
-def _acquire(descriptor: int) -> bool:
+def _acquire(descriptor: int, folder: Path) -> None:
     for attempt in range(PROBES):
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
+            if error.errno not in TAKEN:
                 raise
-            if attempt + 1 < PROBES:
-                time.sleep(0.02)
-        else:
-            return True
-    return False
+        time.sleep(0.02 if attempt + 1 < PROBES else 0)
+    owner = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+    raise UsageError(
+        f"{folder}: in use by process {owner or '(unknown)'}, which is still running; "
+        "wait for it, or stop it first"
+    )
 
 
 def _held_here(folder: Path) -> bool:
     try:
-        status = os.stat(folder / NAME)
+        return _owned(folder / NAME)
     except OSError:
         return False
-    return _held.get((status.st_dev, status.st_ino)) == os.getpid()
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _owned(file: int | Path) -> bool:
+    return _owners.get(_identity(file)) == os.getpid()
+
+
+def _identity(file: int | Path) -> tuple[int, int]:
+    status = os.stat(file)
     return status.st_dev, status.st_ino

@@ -13,20 +13,10 @@ from runner.record.storage import HashedFile
 from runner.security.files.state import TIED, encode
 
 # What every safetensors since 0.4.3 reads. Tensors of other types go with the state.
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {torch.uint8: "U8", torch.bool: "BOOL", torch.bfloat16: "BF16"}
+DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (64, 32, 16)}
+DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (64, 32, 16, 8)}
 
 
 @dataclass(frozen=True)

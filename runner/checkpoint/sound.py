@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-STATISTICS = "running_"
-"""How torch, and who follows it, begins the names of a normalisation's statistics."""
+from torch.utils._pytree import tree_leaves
 
 
 def is_statistic(buffer: str) -> bool:
-    """Whether a buffer of that name is finite unless a step has spoiled it."""
-    return buffer.rpartition(".")[2].startswith(STATISTICS)
+    """Whether a buffer is a normalisation's statistic, so finite unless a step has spoiled it."""
+    return buffer.rpartition(".")[2].startswith("running_")
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:
@@ -22,7 +20,7 @@ def finite(tensors: Iterable[Tensor]) -> bool:
 
     The largest magnitude does not overflow where a sum of squares would.
     """
-    floats = [tensor for tensor in tensors if _counts(tensor)]
+    floats = [tensor for tensor in tensors if _has_numbers(tensor)]
     if not floats:
         return True
     with torch.no_grad():
@@ -49,12 +47,12 @@ def broken(model: Mapping[str, Any], update: Any, exempt: Collection[str] = ()) 
     weights = {n: t for n, t in model.items() if isinstance(t, Tensor) and n not in exempt}
     if not finite(weights.values()):
         return next((name for name, t in weights.items() if not finite([t])), "the model")
-    if not finite(_leaves(update)):
+    if not finite(leaf for leaf in tree_leaves(update) if isinstance(leaf, Tensor)):
         return "the optimizer's state"
     return None
 
 
-def _counts(tensor: Tensor) -> bool:
+def _has_numbers(tensor: Tensor) -> bool:
     numbers = tensor.is_floating_point() or tensor.is_complex()
     packed = str(tensor.dtype).endswith("_x2")  # two numbers a byte, which cannot be NaN or Inf
     return numbers and not packed and tensor.layout is torch.strided and tensor.numel() > 0
@@ -63,14 +61,3 @@ def _counts(tensor: Tensor) -> bool:
 def _computable(tensor: Tensor) -> Tensor:
     """Numbers of one byte have no arithmetic; bfloat16 holds all of them."""
     return tensor.to(torch.bfloat16) if tensor.itemsize == 1 else tensor
-
-
-def _leaves(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value.detach()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)

@@ -119,9 +119,10 @@ def _check_memory(build: Callable[[], nn.Module]) -> None:
         size = sum(p.numel() * p.element_size() for p in build().parameters())
     if size > (available := memory.available_bytes()):
         raise ConfigError(
-            "model.width", f"the weights take {size / 1e9:,.1f} GB",
+            "model.width",
+            f"the weights take {size / 1e9:,.1f} GB",
             f"use a model of less than the {available / 1e9:,.1f} GB that are available",
-        )  # fmt: skip
+        )
 
 
 def _misfit(kind: str, fit: Fit, sizes: Sizes) -> tuple[str, str]:

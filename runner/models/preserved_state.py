@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import sys
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -82,70 +81,59 @@ class _Before:
     def __init__(self, roots: Iterable[object], safe: Iterable[Tensor]) -> None:
         self.safe = {id(tensor) for tensor in safe}
         self.roots = list(roots)  # an objective of ours holds a loss of the user's
-        self.undo: list[Callable[[], None]] = []
+        self.undo: list[Callable[[], object]] = []
         self.opaque: list[str] = []  # objects that cannot be restored
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.seen: dict[int, object] = {}  # holds on to them: an id is of a living object
         waiting = list(self.roots)
         while waiting:
-            thing = waiting.pop()
-            if id(thing) not in self.seen and not isinstance(thing, NOT_STATE):
-                self.seen[id(thing)] = thing
-                waiting.extend(self._note(thing))
+            item = waiting.pop()
+            if id(item) not in self.seen and not isinstance(item, NOT_STATE):
+                self.seen[id(item)] = item
+                waiting.extend(self._remember(item))
 
-    def _note(self, thing: Any) -> Iterable[object]:
+    def _remember(self, item: Any) -> Iterable[object]:
         """Remember it; what it holds is next."""
-        if isinstance(thing, Tensor):
-            return self._tensor(thing)
-        if isinstance(thing, torch.jit.ScriptModule):  # its slots are not Python's
-            return [*thing.parameters(), *thing.buffers()]
-        if isinstance(thing, MethodType):
-            return [thing.__self__]
-        if isinstance(thing, partial):
-            return [thing.func, thing.args, thing.keywords]
-        if isinstance(thing, FunctionType):
-            return self._closure(thing)
-        return [*self._contents(thing), *self._attributes(thing)]
+        if isinstance(item, Tensor):
+            return self._tensor(item)
+        if isinstance(item, torch.jit.ScriptModule):  # its slots are not Python's
+            return [*item.parameters(), *item.buffers()]
+        if isinstance(item, MethodType):
+            return [item.__self__]
+        if isinstance(item, partial):
+            return [item.func, item.args, item.keywords]
+        if isinstance(item, FunctionType):
+            return self._closure(item)
+        return [*self._contents(item), *self._attributes(item)]
 
-    def _contents(self, thing: Any) -> Iterable[object]:
-        if isinstance(thing, dict):
-            then = {key: _copy_iterator(value) for key, value in thing.items()}
-            self.undo.append(lambda: _dict(thing, then))
-            return then.values()
-        if isinstance(thing, list | set | deque):
-            items = [_copy_iterator(item) for item in thing]
-            self.undo.append(lambda: _items(thing, items))
+    def _contents(self, item: Any) -> Iterable[object]:
+        if isinstance(item, dict):
+            values = {key: _copy_iterator(value) for key, value in item.items()}
+            self.undo.append(partial(_restore_dict, item, values))
+            return values.values()
+        if isinstance(item, list | set | deque):
+            items = [_copy_iterator(one) for one in item]
+            self.undo.append(partial(_restore_items, item, items))
             return items
-        if isinstance(thing, tuple | frozenset):
-            return thing
-        self._other(thing)
-        return ()
-
-    def _other(self, thing: Any) -> None:
-        if isinstance(thing, GeneratorType):
+        if isinstance(item, tuple | frozenset):
+            return item
+        if isinstance(item, GeneratorType):
             self.opaque.append("a generator")
-        elif isinstance(thing, io.IOBase) and thing not in _standard_streams():
+        elif isinstance(item, io.IOBase) and item not in _standard_streams():
             self.opaque.append("an open file")
-        elif isinstance(thing, bytearray | array):
-            self.undo.append(partial(thing.__setitem__, slice(None), thing[:]))
-        elif isinstance(thing, np.ndarray):
-            if thing.nbytes <= LARGEST and not thing.dtype.hasobject:
-                values = thing.copy()
-                self.undo.append(
-                    lambda: np.copyto(thing, values) if thing.flags.writeable else None
-                )
-        elif isinstance(thing, torch.Generator):
-            drawn = thing.get_state()
-            self.undo.append(lambda: _drawn(thing, drawn))
-        elif isinstance(thing, random.Random):
-            state = thing.getstate()
-            self.undo.append(lambda: thing.setstate(state))
-        elif isinstance(thing, np.random.RandomState):
-            old = thing.get_state()
-            self.undo.append(lambda: thing.set_state(old))
-        elif isinstance(thing, np.random.Generator):
-            bits = thing.bit_generator.state
-            self.undo.append(lambda: setattr(thing.bit_generator, "state", bits))
+        elif isinstance(item, np.ndarray):
+            if item.nbytes <= LARGEST and not item.dtype.hasobject and item.flags.writeable:
+                self.undo.append(partial(np.copyto, item, item.copy()))
+        elif isinstance(item, random.Random):
+            self.undo.append(partial(item.setstate, item.getstate()))
+        elif isinstance(item, torch.Generator | np.random.RandomState):
+            state: Any = item.get_state()
+            self.undo.append(partial(item.set_state, state))
+        elif isinstance(item, np.random.Generator):
+            self.undo.append(
+                partial(setattr, item.bit_generator, "state", item.bit_generator.state)
+            )
+        return ()
 
     def _closure(self, function: FunctionType) -> Iterable[object]:
         """Of the user's functions, such as hooks; by their globals: decorators copy __module__."""
@@ -158,34 +146,34 @@ class _Before:
                 self.undo.append(partial(setattr, cell, "cell_contents", content))
                 yield content
 
-    def _attributes(self, thing: Any) -> Iterable[object]:
+    def _attributes(self, item: Any) -> Iterable[object]:
         """Those of the object, and of those of its classes that are the user's."""
-        kind = type(thing)
-        own = isinstance(thing, nn.Module) or any(thing is root for root in self.roots)
-        if _foreign(kind.__module__) and not own:
+        own = isinstance(item, nn.Module) or any(item is root for root in self.roots)
+        if _foreign(type(item).__module__) and not own:
             return
-        if hasattr(thing, "__dict__"):
-            yield vars(thing)
-        for owner in kind.__mro__:
+        if hasattr(item, "__dict__"):
+            yield vars(item)
+        for owner in type(item).__mro__:
             if _foreign(owner.__module__):
                 continue
             members = [n for n, v in vars(owner).items() if isinstance(v, MemberDescriptorType)]
-            slots = {name: _copy_iterator(getattr(thing, name, MISSING)) for name in members}
-            self.undo.append(partial(_restore_slots, thing, slots))
-            yield tuple(slots.values())
+            yield from self._names(item, {name: getattr(item, name, MISSING) for name in members})
             if id(owner) not in self.seen:
                 self.seen[id(owner)] = owner
-                values = {name: _copy_iterator(value) for name, value in vars(owner).items()}
-                self.undo.append(partial(_restore_class, owner, values))
-                yield tuple(v for v in values.values() if not isinstance(v, FunctionType))
+                yield from self._names(owner, vars(owner))
+
+    def _names(self, owner: Any, values: Mapping[str, object]) -> Iterable[object]:
+        """Slots of an object, or attributes of a class."""
+        before = {name: _copy_iterator(value) for name, value in values.items()}
+        self.undo.append(partial(_restore_names, owner, before))
+        return [value for value in before.values() if not isinstance(value, FunctionType)]
 
     def _tensor(self, tensor: Tensor) -> Iterable[object]:
         if is_lazy(tensor):
             return
         if tensor.is_leaf:
-            self.undo.append(
-                partial(_leaf, tensor, tensor.grad, tensor.requires_grad, tensor._backward_hooks)
-            )
+            state = (tensor.grad, tensor.requires_grad, tensor._backward_hooks)
+            self.undo.append(partial(_restore_leaf, tensor, *state))
             yield from (vars(tensor), tensor._backward_hooks)
         if id(tensor) in self.safe or tensor.is_meta:
             return
@@ -193,23 +181,17 @@ class _Before:
         if is_traceable_wrapper_subclass(wrapper):  # its numbers are in the tensors that it wraps
             yield from (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
         elif tensor.layout is torch.strided:
-            alias = tensor.detach()
-            self.undo.append(lambda: _alias(tensor, alias))
-            self._storage(alias.untyped_storage())
+            self.undo.append(partial(_restore_data, tensor, tensor.detach()))
+            self._storage(tensor.untyped_storage())
 
     def _storage(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self.storages:  # views of one, and a tensor under many names
             return
         self.storages[storage._cdata] = storage
         own: Any = storage
-        held = own.clone() if storage.device.type == "cpu" else own.cpu()
-
-        def put_back() -> None:
-            if storage.nbytes() != held.nbytes():
-                storage.resize_(held.nbytes())
-            storage.copy_(held)
-
-        self.undo.append(put_back)
+        self.undo.append(
+            partial(_restore_storage, own, own.clone() if own.device.type == "cpu" else own.cpu())
+        )
 
 
 def _standard_streams() -> tuple[object, ...]:
@@ -232,45 +214,35 @@ def _read_cell(cell: CellType) -> Any:
         return MISSING
 
 
-def _dict(now: dict[Any, Any], then: dict[Any, Any]) -> None:
-    same = len(now) == len(then) and all(k in now and now[k] is v for k, v in then.items())
-    if not same:
+def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if len(now) != len(before) or any(now.get(k, MISSING) is not v for k, v in before.items()):
         now.clear()
-        now.update(then)
+        now.update(before)
 
 
-def _items(now: Any, then: list[object]) -> None:
-    if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
-        return
-    now.clear()
-    (now.update if isinstance(now, set) else now.extend)(then)
+def _restore_items(now: Any, before: list[object]) -> None:
+    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        now.clear()
+        (now.update if isinstance(now, set) else now.extend)(before)
 
 
-def _restore_slots(thing: object, then: Mapping[str, object]) -> None:
-    """Slots; `object`'s own way, since a frozen class has none."""
-    for name, value in then.items():
-        if getattr(thing, name, MISSING) is value:
+def _restore_names(owner: Any, before: Mapping[str, object]) -> None:
+    """Slots of an object, or attributes of a class; a frozen class has no way of its own."""
+    kind: Any = type if isinstance(owner, type) else object
+    added = [name for name in vars(owner) if name not in before] if kind is type else []
+    for name in added:
+        kind.__delattr__(owner, name)
+    now = dict(vars(owner)) if kind is type else {n: getattr(owner, n, MISSING) for n in before}
+    for name, value in before.items():
+        if now.get(name, MISSING) is value:
             continue
         if value is MISSING:
-            object.__delattr__(thing, name)
+            kind.__delattr__(owner, name)
         else:
-            object.__setattr__(thing, name, value)
+            kind.__setattr__(owner, name, value)
 
 
-def _restore_class(owner: type, then: Mapping[str, object]) -> None:
-    now = dict(vars(owner))
-    for name in now.keys() - then.keys():
-        type.__delattr__(owner, name)
-    for name, value in then.items():
-        if now.get(name, MISSING) is not value:
-            type.__setattr__(owner, name, value)
-
-
-def _drawn(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
-def _leaf(tensor: Tensor, gradient: Tensor | None, trained: bool, hooks: Any) -> None:
+def _restore_leaf(tensor: Tensor, gradient: Tensor | None, trained: bool, hooks: Any) -> None:
     if tensor.requires_grad is not trained:
         tensor.requires_grad_(trained)
     if tensor.grad is not gradient:
@@ -279,7 +251,13 @@ def _leaf(tensor: Tensor, gradient: Tensor | None, trained: bool, hooks: Any) ->
         tensor._backward_hooks = hooks
 
 
-def _alias(tensor: Tensor, then: Tensor) -> None:
+def _restore_data(tensor: Tensor, before: Tensor) -> None:
     """Some code assigns to `.data`: other memory in the same tensor."""
-    if tensor.data_ptr() != then.data_ptr() or tensor.shape != then.shape:
-        tensor.data = then
+    if tensor.data_ptr() != before.data_ptr() or tensor.shape != before.shape:
+        tensor.data = before
+
+
+def _restore_storage(storage: Any, values: Any) -> None:
+    if storage.nbytes() != values.nbytes():
+        storage.resize_(values.nbytes())
+    storage.copy_(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,13 @@ class Weights:
     notes: list[str] = field(default_factory=list)
     shards: tuple[Shard, ...] = ()
 
+    def parts(self, policy: Policy) -> Iterator[dict[str, Any]]:
+        """Its tensors by name: all, or one shard after the other."""
+        if not self.shards:
+            yield dict(self.held)
+        for shard in self.shards:
+            yield shard.read(policy)
+
 
 def read_weights(path: Path, policy: Policy) -> Weights:
     """The weights in a file, a checkpoint's folder, the newest good checkpoint of a run's, or a
@@ -91,11 +98,11 @@ def _file_in(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
-    there = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
+    others = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
     raise ConfigError(
         KEY,
         f"{folder} has no checkpoint and none of {', '.join(FILES)} in it",
-        f"name one of its files: {some(there)}" if there else "name a file",
+        f"name one of its files: {some(others)}" if others else "name a file",
     )
 
 
@@ -128,16 +135,13 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise ValueError(f"it has more than {LARGEST_INDEX >> 20} MiB")
-        by_name = json.loads(index.read_bytes())["weight_map"]
-        if not by_name or not all(
-            type(file) is str and file == Path(file).name for file in by_name.values()
-        ):
+        by_name: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        if not by_name or any(file != Path(file).name for file in by_name.values()):
             raise ValueError("its weight_map names no files beside it")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        text = f"{index} is no index of shards: {str(error)[:CHARACTERS]}"
+        text = f"{index} is no index of shards: {short(str(error))}"
         raise ConfigError(KEY, text, WHOLE_COPY) from error
-    found: dict[str, str] = by_name
-    return found
+    return by_name
 
 
 def _log_warnings(found: Opened, path: Path) -> None:
@@ -163,12 +167,12 @@ def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
     """The tensors by name, wherever they lie in what was saved."""
     if isinstance(content, nn.Module):  # unpickled, as security.allow_pickle said
         content = content.state_dict()
-    below = [content.get(key) for key in BELOW] if isinstance(content, Mapping) else []
-    for found in (*below, content):
-        named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-        if named and any(isinstance(value, Tensor) for value in found.values()):
-            return dict(found)
-    keys = f" with {some(map(str, content))}" if isinstance(content, Mapping) else ""
+    nested = isinstance(content, Mapping)
+    for state in (*(content.get(key) for key in BELOW), content) if nested else ():
+        named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+        if named and any(isinstance(value, Tensor) for value in state.values()):
+            return dict(state)
+    keys = f" with {some(map(str, content))}" if nested else ""
     raise ConfigError(
         KEY,
         f"{path} ({kind}){keys} holds no tensors by name, plain or below {', '.join(BELOW)}",
@@ -178,9 +182,9 @@ def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:
 
 def some(names: Iterable[str], most: int = SHOWN) -> str:
     """The first of them, and how many there are."""
-    found = list(names)
-    more = f", … ({len(found)} in all)" if len(found) > most else ""
-    return ", ".join(map(short, found[:most])) + more
+    listed = list(names)
+    more = f", … ({len(listed)} in all)" if len(listed) > most else ""
+    return ", ".join(map(short, listed[:most])) + more
 
 
 def short(text: str) -> str:

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from runner.checkpoint import lock as locks
 from runner.checkpoint.lock import is_locked, lock
 from runner.errors import StorageError, UsageError
 
@@ -123,10 +122,3 @@ def test_no_folder_is_not_locked_and_cannot_be(tmp_path):
     assert not is_locked(tmp_path / "none")
     with pytest.raises(StorageError, match="cannot be written to: No such file"):
         lock(tmp_path / "none")
-
-
-def test_without_file_locks_it_warns_and_goes_on(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(locks, "LOCKS", False)
-    with lock(tmp_path):
-        assert not is_locked(tmp_path)
-    assert "no file locks on this system" in caplog.text

@@ -27,20 +27,13 @@ def cnn(**changes: Any) -> CNN:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, ...]]] = {
-    "mlp": (mlp, lambda: torch.randn(5, 64), (5, 10)),
-    "mlp over images": (mlp, lambda: torch.randn(5, 1, 8, 8), (5, 10)),
+    "mlp over images": (lambda: mlp(dropout=0.5), lambda: torch.randn(5, 1, 8, 8), (5, 10)),
     "mlp without hidden layers": (lambda: mlp(depth=0), lambda: torch.randn(5, 64), (5, 10)),
-    "mlp with dropout": (lambda: mlp(dropout=0.5), lambda: torch.randn(5, 64), (5, 10)),
     "cnn 8": (cnn, lambda: torch.randn(5, 1, 8, 8), (5, 10)),
     "cnn 32": (
         lambda: cnn(in_channels=3, image_size=32),
         lambda: torch.randn(4, 3, 32, 32),
         (4, 10),
-    ),
-    "cnn 224": (
-        lambda: cnn(in_channels=3, image_size=224, blocks=1),
-        lambda: torch.randn(2, 3, 224, 224),
-        (2, 10),
     ),
     "cnn deeper than the image halves": (
         lambda: cnn(stages=5, width=4),
@@ -55,21 +48,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_output_has_a_row_of_logits_per_sample(case: str) -> None:
-    make, inputs, shape = CASES[case]
-    output = call(make(), inputs())
-    assert output.shape == shape
-    assert output.isfinite().all()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_reaches_every_parameter(case: str, precision: str) -> None:
-    make, inputs, _ = CASES[case]
+    make, inputs, shape = CASES[case]
     model = make()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         output = call(model, inputs())
+    assert output.shape == shape and output.isfinite().all()
     F.cross_entropy(output.float(), torch.arange(len(output))).backward()
     assert list(model.parameters())
     for name, parameter in model.named_parameters():
@@ -87,27 +73,7 @@ def test_cnn_works_on_at_most_64_pixels_and_at_least_4_after_its_stem() -> None:
     assert sides == [50, 25, 13, 7, 7, 7, 7]
 
 
-def test_cnn_gives_the_same_in_channels_last_order() -> None:
-    model, images = cnn().eval(), torch.randn(3, 1, 8, 8)
-    expected = model(images)
-    model.to(memory_format=torch.channels_last)
-    output = model(images.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_a_fresh_mlp_keeps_the_scale_of_its_inputs_through_any_depth() -> None:
     model = mlp(in_features=256, width=256, depth=12, classes=256)
     hidden = model.layers[:-1](torch.randn(512, 256))
     assert 0.5 < float(hidden.detach().square().mean()) < 2.0
-
-
-def test_cnn_trains_on_a_batch_of_one() -> None:
-    model = cnn(stages=4, width=4)
-    assert model(torch.randn(1, 1, 8, 8)).isfinite().all()
-
-
-def test_dropout_is_off_in_evaluation() -> None:
-    model, x = mlp(dropout=0.5), torch.randn(4, 64)
-    assert not torch.equal(model(x), model(x))
-    model.eval()
-    assert torch.equal(model(x), model(x))

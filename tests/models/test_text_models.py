@@ -47,10 +47,9 @@ def check_gradients(model: nn.Module) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gradient_reaches_every_parameter_of_gpt(precision: str, dropout: float) -> None:
-    model, tokens = gpt(dropout=dropout), ids(5, SEQUENCE + 1)
+def test_a_gradient_reaches_every_parameter_of_gpt(precision: str) -> None:
+    model, tokens = gpt(dropout=0.2), ids(5, SEQUENCE + 1)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         output = model(tokens[:, :-1])
     assert output.shape == (5, SEQUENCE, VOCAB)
@@ -59,11 +58,9 @@ def test_a_gradient_reaches_every_parameter_of_gpt(precision: str, dropout: floa
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gradient_reaches_every_parameter_of_the_classifier(precision: str, masked: bool) -> None:
+def test_a_gradient_reaches_every_parameter_of_the_classifier(masked: bool) -> None:
     model = classifier(dropout=0.1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        output = model(ids(), mask(16, 3, 1, 9, 12) if masked else None)
+    output = model(ids(), mask(16, 3, 1, 9, 12).bool() if masked else None)
     assert output.shape == (5, 6)
     F.cross_entropy(output.float(), torch.arange(5)).backward()
     check_gradients(model)
@@ -108,16 +105,6 @@ def test_padding_does_not_change_the_classifiers_output() -> None:
         torch.testing.assert_close(alone, padded[row : row + 1], atol=1e-5, rtol=1e-4)
 
 
-def test_the_classifier_reads_both_ways() -> None:
-    model, tokens = classifier().eval(), ids(1)
-    firsts: list[Tensor] = []
-    model.blocks[0].register_forward_hook(lambda _m, _i, y: firsts.append(y[0, 0]))
-    model(tokens)
-    tokens[0, -1] = (tokens[0, -1] + 1) % VOCAB
-    model(tokens)
-    assert not torch.equal(*firsts)
-
-
 def test_an_empty_text_gives_a_finite_output_and_gradient() -> None:
     model = classifier()
     output = model(ids(2), mask(0, 4))
@@ -130,16 +117,3 @@ def test_an_empty_text_gives_a_finite_output_and_gradient() -> None:
 def test_more_tokens_than_positions_is_an_error_that_names_both(make: Any) -> None:
     with pytest.raises(DataError, match=r"17 tokens.* 16.*data\.sequence=17"):
         make()(ids(2, 17))
-
-
-def test_the_classifier_takes_a_boolean_mask() -> None:
-    model, tokens = classifier().eval(), ids(3)
-    torch.testing.assert_close(model(tokens, mask(16, 3, 5).bool()), model(tokens, mask(16, 3, 5)))
-
-
-def test_what_adds_to_the_residual_stream_starts_smaller_with_the_depth() -> None:
-    model = gpt(width=128, depth=8)
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2:
-            std = 0.02 / 4 if "projection" in name else 0.02
-            assert float(weight.detach().std()) == pytest.approx(std, rel=0.1), name
