@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
-import time
 import warnings
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 
-from runner.data.batch import call, count, rows
 from runner.debug.config import DebugConfig
 from runner.debug.module_trace import ModuleTrace, bad_samples, peak
 from runner.debug.source_line import line_at, place_in_text
 from runner.debug.tool import Tool
 from runner.errors import GaveUp
-from runner.models.preserved_state import preserve_state
 from runner.training.hook import Cost, Step
 from runner.training.run import Run
 from runner.training.timing import SETTLING
-
-log = logging.getLogger("runner")
 
 RAISED = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
 WARNED = "Error detected in "
@@ -55,24 +48,18 @@ class Anomaly(Tool):
         self.culprits: Counter[str] = Counter()
         self.suspicious = False  # the last step looked at was not finite
         self.first = 0  # step before the first of this process
-        self.steps = array("q")  # those looked at; 8 bytes a step
-        self.shared = array("q")  # those of them that other tools looked at too
-        self.overhead: tuple[float, float] | None = None  # rehearsed, where steps do not tell
+        self.shared: set[int] = set()  # steps that other tools looked at too
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Listen to autograd's warnings, and be asked when a step fails."""
-        self.trace = ModuleTrace(run.model)
-        self.first = run.progress.step
+        self.trace, self.first = ModuleTrace(run.model), run.progress.step
         run.recoveries.insert(0, self._recover)
         try:
             with warnings.catch_warnings():  # once a run: entering it makes Python repeat warnings
                 warnings.filterwarnings("always", message=WARNED)
                 warnings.showwarning = self._listen(warnings.showwarning)
                 yield
-                if self.steps and not all(self._split_times(run)):
-                    self.active = True  # a batch of NaN is no news here
-                    self.overhead = rehearse(run, self.trace)
         finally:
             self.active = False
             run.recoveries.remove(self._recover)
@@ -82,9 +69,8 @@ class Anomaly(Tool):
         """Anomaly mode, and hooks on every module."""
         self.looks += 1
         step = run.progress.step + 1
-        self.steps.append(step)
         if any(isinstance(h, Tool) and h is not self and h.due(step) for h in run.hooks):
-            self.shared.append(step)
+            self.shared.add(step)
         self.warned, self.failed = "", None
         trace = self.trace or ModuleTrace(run.model)
         with trace.watching(), torch.autograd.set_detect_anomaly(True):
@@ -99,9 +85,8 @@ class Anomaly(Tool):
     def on_gradients(self, run: Run, step: Step) -> None:
         """Name the culprit, also of an Inf of which backward made no NaN."""
         failed, self.failed = self.failed, None
-        finite = math.isfinite(step.grad_norm.item())  # waits, as autograd has all along
-        self.suspicious = not finite
-        if self.trace is None or (finite and failed is None):
+        self.suspicious = not math.isfinite(step.grad_norm.item())  # waits, as autograd has
+        if self.trace is None or (failed is None and not self.suspicious):
             return
         in_forward = self._find_in_forward(run, self.trace)
         if failed is None and run.update.scale is not None and in_forward is None:
@@ -123,15 +108,13 @@ class Anomaly(Tool):
         """A NaN: the step is made again, raising nothing and recording every operation."""
         if not self.active or self.trace is None:
             return False
-        self.trace.inputs.clear()  # whoever takes care of it, the step is made again
-        self.trace.outputs.clear()
+        self.trace.forget()  # whichever recovery it is, the step is made again
         if RAISED.search(str(error)) is None:
             return False
         self.active, self.failed = False, error
         self.module = self.trace.module()
         torch.autograd.set_detect_anomaly(True, check_nan=False)  # `around` restores it
         self.trace.operations_too = True
-        self.trace.operations.clear()
         return True
 
     def _find_in_backward(
@@ -193,10 +176,8 @@ class Anomaly(Tool):
         if ends:
             raise GaveUp(f"step {step}: {message} (debug.on_anomaly=raise)") from None
 
-    # -- cost ----------------------------------------------------------------------------------
-
     def cost(self, run: Run) -> Cost | None:
-        """How many times a step one of its steps takes, and its findings."""
+        """Its findings, and how many times a step one of its steps takes."""
         times, self.seconds = self._slowdown(run)
         pace = "every step" if self.every == 1 else f"every {self.every} steps"
         compiled = run.whole is not None or (run.compilation is not None and run.compilation.mode)
@@ -206,70 +187,20 @@ class Anomaly(Tool):
         finding = "; ".join(filter(None, [finding, f"{pace}{uncompiled}", cost]))
         return Cost(self.name, self.looks, self.seconds, finding)
 
-    def _split_times(self, run: Run) -> tuple[list[float], list[float]]:
-        """Seconds of the steps that only this tool looked at, and of those that it did not."""
-        seconds = run.watch.steps
-        looked = {step - self.first - 1 for step in self.steps}
-        alone = sorted(looked - {step - self.first - 1 for step in self.shared})
-        return (
-            [seconds[i] for i in alone if SETTLING <= i < len(seconds)],
-            [seconds[i] for i in range(SETTLING, len(seconds)) if i not in looked],
-        )
-
     def _slowdown(self, run: Run) -> tuple[float, float]:
         """Its steps against the others, and the seconds it took in all; 0 where none can be told.
 
-        The seconds of other tools at the same steps are left out.
+        Steps at which other tools looked too are left out.
         """
-        alone, others = self._split_times(run)
-        if alone and others:
-            usual, more = median(others), median(alone) - median(others)
-        elif self.overhead is not None and (alone or others):
-            least, more = self.overhead
-            usual = median(others) if others else max(least, median(alone) - more)
-        else:
+        alone: list[float] = []
+        others: list[float] = []
+        for step, seconds in enumerate(run.watch.steps, self.first + 1):
+            if step > self.first + SETTLING and step not in self.shared:
+                (alone if step % self.every == 0 else others).append(seconds)
+        if not alone or not others:
             return 0.0, 0.0
-        return max(1.0, 1 + more / usual), max(0.0, more * len(self.steps))
-
-
-def rehearse(run: Run, trace: ModuleTrace) -> tuple[float, float] | None:
-    """Seconds of a step's forward and backward, and those that the mode adds, from six rehearsals.
-
-    Once training is over; no update is made, and what forwards change in the model goes back.
-    None where it fails.
-    """
-    batch = rows(run.train.peek(), slice(run.micro_batch))
-    spent: dict[bool, list[float]] = {True: [], False: []}
-    with preserve_state(run.model, run.forward, run.objective, device=run.device.torch):
-        try:
-            for watched in (True, False) * 3:
-                spent[watched].append(_time_step(run, trace if watched else None, batch))
-        except Exception as error:  # a model that makes NaN of this batch too, or tires of it
-            log.debug("anomaly mode is not timed: %s", error)
-            return None
-        finally:
-            run.update.abandon()
-    parts = -(-count(run.train.peek()[1]) // run.micro_batch)
-    plain = min(spent[False])
-    return plain * parts, max(0.0, min(spent[True]) - plain) * parts
-
-
-def _time_step(run: Run, trace: ModuleTrace | None, batch: Any) -> float:
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if trace is not None:
-            stack.enter_context(trace.watching())
-            stack.enter_context(torch.autograd.set_detect_anomaly(True))
-        for context in run.contexts:
-            stack.enter_context(context())
-        run.update.begin()
-        run.device.synchronize()
-        start = time.perf_counter()
-        run.objective(call(run.forward, batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-        run.device.synchronize()
-        seconds = time.perf_counter() - start
-    run.update.abandon()
-    return seconds
+        usual, more = median(others), median(alone) - median(others)
+        return max(1.0, 1 + more / usual), max(0.0, more * self.looks)
 
 
 def _label(name: str | None) -> str:

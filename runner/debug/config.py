@@ -43,9 +43,7 @@ class AnomalyConfig:
     """Autograd's anomaly mode: names the operation, and the line, whose gradient is NaN."""
 
     enabled: bool = False
-    every: int | None = bounded(
-        None, min=1
-    )  # steps; None: every step, or debug.every under debug=full
+    every: int | None = bounded(None, min=1)  # None: every step; debug=full: debug.every
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.anomaly")
@@ -63,27 +61,17 @@ class Bounds:
 class GradientsConfig:
     """Each layer's gradient, weight and update: which vanish, explode, or belong to dead units.
 
-    A gradient vanishes when its root mean square is below 1e-8, where the `eps` that Adam adds
-    (Kingma and Ba 2015) outweighs it, or below 1e-4 of the median layer's; three looks in a row,
-    and only of weights, since the bias before a normalisation has none by its nature. It explodes
-    when its norm is above 1e3, or a hundred times its own median so far: Pascanu et al. (2013)
-    clip at half to ten times the average. A unit is dead when it was 0 for every sample of
-    `dead_after` looks.
+    Below a root mean square of 1e-8 the `eps` that Adam adds (Kingma and Ba 2015) outweighs a
+    gradient; Pascanu et al. (2013) clip at half to ten times the average norm.
     """
 
     enabled: bool = False
     every: int | None = bounded(None, min=1)  # steps between two looks; None: debug.every
     vanishing: Bounds = field(default_factory=lambda: Bounds(1e-8, 1e-4))  # of the median layer's
     exploding: Bounds = field(default_factory=lambda: Bounds(1e3, 1e2))  # of its own median so far
-    dead_after: int = bounded(
-        3, min=0
-    )  # looks; 0: activations are not looked at, and those steps stay compiled
-    dead_share: float = bounded(
-        0.25, above=0, max=1
-    )  # of a layer's units, from which on that is a fault
-    histograms_every: int = bounded(
-        10, min=0
-    )  # looks, also between two pictures; 0: none, a picture at the end
+    dead_after: int = bounded(3, min=0)  # looks; 0: no activations, and those steps stay compiled
+    dead_share: float = bounded(0.25, above=0, max=1)  # of a layer's units: a fault from there on
+    histograms_every: int = bounded(10, min=0)  # looks; 0: no histograms, a picture at the end
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.gradients")
@@ -133,19 +121,16 @@ class ProfileConfig:
     """
 
     enabled: bool = False
-    start: int = bounded(
-        20, min=1
-    )  # steps before the first window: the first ones are like no others
+    start: int = bounded(20, min=1)  # steps before the first window: the first ones are slow
     warmup: int = bounded(1, min=1)  # steps of a window that are traced and thrown away
     steps: int = bounded(5, min=1)  # steps of a window that are kept
     repeat_every: int | None = 1000  # steps from one window to the next; null: there is only one
     at_most: int = bounded(3, min=0)  # windows a run
     handler: ProfileHandler = ProfileHandler.both  # a trace for Perfetto, tables, or both
-    traces_mb: float = bounded(256.0, above=0)  # of disk for debug/traces; the oldest go
-    shapes: bool = False  # operators told apart by the sizes of their inputs
+    shapes: bool = False  # the sizes of the operators' inputs, in the trace
     stacks: bool = False  # the lines of Python in the trace; those steps are much slower
-    memory: bool = False  # what each operator allocates
-    modules: bool = True  # time by module; of a compiled model, in a window of uncompiled steps
+    memory: bool = False  # what each operator allocates, in the trace
+    modules: bool = True  # time by module, where the model is not compiled
     cuda_synchronize: bool = False  # sections wait for the device at both ends: honest, slower
 
     def __post_init__(self) -> None:
@@ -160,16 +145,10 @@ class ProfileConfig:
 class DebugConfig:
     """Tools that look for faults, and how often those that take time do."""
 
-    every: int = bounded(
-        50, min=1
-    )  # steps between two looks of tools that take time; fewer in a short run
+    every: int = bounded(50, min=1)  # steps between two looks of tools; fewer in a short run
     on_anomaly: OnAnomaly = OnAnomaly.record
-    max_iterations: int | None = bounded(
-        None, min=1
-    )  # steps after which the tools rest; the run goes on
-    timeout_s: float | None = bounded(
-        None, above=0
-    )  # seconds after which the tools rest; the run goes on
+    max_iterations: int | None = bounded(None, min=1)  # steps after which the tools rest
+    timeout_s: float | None = bounded(None, above=0)  # seconds after which the tools rest
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     # the tools, outermost first: a new one is a file and a line here
     gradcheck: GradcheckConfig = tool("runner.debug.gradcheck:Gradcheck", GradcheckConfig)

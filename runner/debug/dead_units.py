@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,27 +59,27 @@ class DeadUnits(TorchFunctionMode):
         output = func(*args, **kwargs)
         if self.watching and isinstance(output, Tensor):
             name = getattr(func, "__name__", "")
-            if name in RELUS or (name == "hardtanh" and _from_zero(args, kwargs)):
-                self._look(output)
+            # ReLU6 is a hardtanh from 0
+            if name in RELUS or (
+                name == "hardtanh" and [*args[1:2], kwargs.get("min_val")][0] == 0
+            ):
+                self._record(output)
             elif name != "__get__":  # an attribute of a parameter
                 self._follow(name, (*args, *kwargs.values()))
         return output
 
     def _follow(self, name: str, arguments: Iterable[Any]) -> None:
-        for argument in arguments:
-            owner = self.owners.get(id(argument))
-            if owner is not None:
-                self.layer = owner
-                self.dimension = 1 if name.startswith(CHANNELS) else -1
-                return
+        owner = next((self.owners[id(one)] for one in arguments if id(one) in self.owners), None)
+        if owner is not None:
+            self.layer = owner
+            self.dimension = 1 if name.startswith(CHANNELS) else -1
 
-    def _look(self, output: Tensor) -> None:
+    def _record(self, output: Tensor) -> None:
         if not self.layer or output.dim() < 2 or not output.numel():
             return
-        output = output.detach()
         unit = 1 if output.dim() > 3 else self.dimension % output.dim()
         rest = [i for i in range(output.dim()) if i != unit]
-        alive = output.amax(rest) != 0  # none is below 0; a NaN is no zero
+        alive = output.detach().amax(rest) != 0  # none is below 0; a NaN is no zero
         layer = self.layers.get(self.layer)
         if layer is None or layer.looks.shape != alive.shape:
             layer = self.layers[self.layer] = _Units(torch.zeros_like(alive, dtype=torch.int32))
@@ -105,8 +105,3 @@ class DeadUnits(TorchFunctionMode):
         """Dead units and all units, by layer, from what `count` gave."""
         pairs = zip(self.layers.items(), dead, strict=True)
         return {name: (int(number), len(layer.looks)) for (name, layer), number in pairs}
-
-
-def _from_zero(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether hardtanh is ReLU6 by another name."""
-    return bool((args[1] if len(args) > 1 else kwargs.get("min_val", -1.0)) == 0)

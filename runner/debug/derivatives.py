@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ Evaluate = Callable[[], Sequence[Tensor]]
 
 # how far each element moves, as a share of the tensor's root mean square; the first that agrees
 # counts: rounding spoils short steps where something computes in 32 bits, curvature long ones
-STEPS = {torch.float64: (1e-6, 1e-4, 1e-3), torch.float32: (3e-3, 3e-2)}
-LEAST = {torch.float64: 0.0, torch.float32: 0.02}  # tolerance that such differences can hold
+STEPS = (1e-6, 1e-4, 1e-3)
 POINTS = 3  # a kink is one point; two near it must be wrong as well
 APART = 0.03  # of those points, as a share of each element
 ROUNDING = 100.0  # units in the last place that an output may be off by
@@ -31,24 +29,14 @@ class Inconclusive(Exception):
     """Nothing can be said, and why."""
 
 
-@dataclass(frozen=True)
-class Error:
-    """The worst disagreement: |gradient - difference| over the larger of the two."""
+def worst_error(
+    evaluate: Evaluate, leaves: Mapping[str, Tensor], tolerance: float, deadline: float
+) -> tuple[float, str]:
+    """The largest |gradient - difference| over the larger of the two, and the leaf it is of.
 
-    relative: float
-    where: str  # the input or weight
-
-
-def worst(
-    evaluate: Evaluate,
-    leaves: Mapping[str, Tensor],
-    tolerance: float,
-    deadline: float = float("inf"),  # time.monotonic()
-) -> Error:
-    """Hold the gradient with respect to each leaf against differences; above `tolerance` is wrong.
-
-    `evaluate` computes outputs from the leaves as they are at that time, and must do the same each
-    time. They are moved in place, and put back. Raises Inconclusive.
+    `evaluate` computes float64 outputs from the leaves as they are at that time, and must do the
+    same each time. They are moved in place, and restored. Raises Inconclusive, also after the
+    `deadline` of `time.monotonic`.
     """
     draw = torch.Generator().manual_seed(0)
     origin = {name: leaf.detach().clone() for name, leaf in leaves.items()}
@@ -58,84 +46,62 @@ def worst(
             doubted = [name for name, error in errors.items() if error > tolerance]
             if not doubted:
                 break
-            if point:
-                for name, leaf in leaves.items():
+            for name, leaf in leaves.items():
+                if point:
                     leaf.detach().copy_(_near(origin[name], draw))
             try:
-                found = _errors(evaluate, leaves, doubted, tolerance, draw, deadline)
+                forward = _Forward(evaluate, [leaves[name] for name in doubted], draw)
             except Inconclusive:
-                if not point or time.monotonic() > deadline:
+                if not point:
                     raise
                 continue  # beside it there is nothing to compute, such as the root of less than 0
-            for name, error in found.items():
+            for name, gradient in zip(doubted, forward.gradients, strict=True):
+                if time.monotonic() > deadline:
+                    raise Inconclusive("no time was left")
+                error = _error(forward, leaves[name].detach(), gradient, tolerance, draw)
                 errors[name] = min(errors[name], error)
     finally:
         for name, leaf in leaves.items():
             leaf.detach().copy_(origin[name])
     where = max(errors, key=lambda name: errors[name])
-    return Error(errors[where], where)
+    return errors[where], where
 
 
-def _near(tensor: Tensor, draw: torch.Generator) -> Tensor:
-    """A point close by; signs stay, and what was 0 is above it."""
-    noise = _normal(tensor, draw)
-    spread = APART * _size(tensor)
-    return torch.where(tensor == 0, spread * noise.abs(), tensor * (1 + APART * noise))
+class _Forward:
+    """Outputs at one point as a weighted sum, and its gradients with respect to some leaves."""
 
+    def __init__(self, evaluate: Evaluate, leaves: list[Tensor], draw: torch.Generator) -> None:
+        self.evaluate = evaluate
+        with torch.enable_grad():
+            outputs = list(evaluate())
+            self.used = [i for i, output in enumerate(outputs) if output.requires_grad]
+            if not self.used:
+                raise Inconclusive("nothing that it puts out needs a gradient")
+            self.weights = [_normal(outputs[i], draw) for i in self.used]
+            given = torch.autograd.grad(
+                [outputs[i] for i in self.used], leaves, self.weights, allow_unused=True
+            )
+        self.gradients = [
+            torch.zeros_like(leaf) if gradient is None else _dense(gradient)
+            for leaf, gradient in zip(leaves, given, strict=True)
+        ]
+        parts = zip(self.weights, self.used, strict=True)
+        self.size = sum(_norm(w * outputs[i].detach()) ** 2 for w, i in parts) ** 0.5
+        if not self.size < float("inf"):
+            raise Inconclusive("its outputs are not finite")
+        if abs(self.difference(outputs)) > REPEATS * max(self.size, 1e-30):
+            raise Inconclusive("two calls with the same inputs and random numbers differ")
 
-def _errors(
-    evaluate: Evaluate,
-    leaves: Mapping[str, Tensor],
-    wanted: Sequence[str],
-    tolerance: float,
-    draw: torch.Generator,
-    deadline: float,
-) -> dict[str, float]:
-    """The worst relative error of each wanted leaf at this point."""
-    with torch.enable_grad():
-        outputs = list(evaluate())
-        used = [i for i, output in enumerate(outputs) if output.requires_grad]
-        if not used:
-            raise Inconclusive("nothing that it puts out needs a gradient")
-        weights = [_normal(outputs[i], draw) for i in used]
-        targets = [leaves[name] for name in wanted]
-        gradients = torch.autograd.grad(
-            [outputs[i] for i in used], targets, weights, allow_unused=True
-        )
-
-    def difference(ahead: Sequence[Tensor], behind: Sequence[Tensor]) -> float:
-        parts = zip(weights, used, strict=True)
-        return sum(_inner(w, ahead[i].detach() - behind[i].detach()) for w, i in parts)
-
-    size = (
-        sum(_norm(w * outputs[i].detach()) ** 2 for w, i in zip(weights, used, strict=True)) ** 0.5
-    )
-    with torch.no_grad():
-        apart = abs(difference(outputs, list(evaluate())))
-    if not size < float("inf"):
-        raise Inconclusive("its outputs are not finite")
-    if apart > REPEATS * max(size, 1e-30):
-        raise Inconclusive("two calls with the same inputs and random numbers differ")
-
-    found = {}
-    for name, leaf, gradient in zip(wanted, targets, gradients, strict=True):
-        if time.monotonic() > deadline:
-            raise Inconclusive("no time was left")
-        dense = torch.zeros_like(leaf) if gradient is None else gradient.detach()
-        if dense.layout is not torch.strided:
-            dense = dense.to_dense()
-        found[name] = _error(evaluate, leaf.detach(), dense, difference, size, tolerance, draw)
-    return found
+    def difference(self, ahead: Sequence[Tensor]) -> float:
+        """The weighted sum of these outputs less that of the outputs now."""
+        with torch.no_grad():
+            behind = list(self.evaluate())
+        parts = zip(self.weights, self.used, strict=True)
+        return sum(_inner(w, ahead[i].detach() - behind[i]) for w, i in parts)
 
 
 def _error(
-    evaluate: Evaluate,
-    leaf: Tensor,
-    gradient: Tensor,
-    difference: Callable[[Sequence[Tensor], Sequence[Tensor]], float],
-    size: float,
-    tolerance: float,
-    draw: torch.Generator,
+    forward: _Forward, leaf: Tensor, gradient: Tensor, tolerance: float, draw: torch.Generator
 ) -> float:
     """The worse of two directions: along the gradient, and a random one.
 
@@ -147,8 +113,7 @@ def _error(
     directions = [_normal(leaf, draw)]
     if steepest:
         directions.append(gradient)
-    origin, precision = leaf.clone(), torch.finfo(leaf.dtype).eps
-    move, error = _size(leaf), 0.0
+    origin, move, error = leaf.clone(), _size(leaf), 0.0
     try:
         for direction in directions:
             direction = direction * (move / float(direction.abs().max()))
@@ -156,16 +121,16 @@ def _error(
             # a random direction may happen to be flat: then the steepest one says what is small
             flat = steepest * _norm(direction) / leaf.numel() ** 0.5
             best, blind = float("inf"), False
-            for step in STEPS[_real(leaf.dtype)]:
+            for step in STEPS:
                 with torch.no_grad():
                     leaf.copy_(origin + step * direction)
-                    ahead = [t.clone() for t in evaluate()]  # one may be the leaf itself
+                    ahead = [t.clone() for t in forward.evaluate()]  # one may be the leaf itself
                     leaf.copy_(origin - step * direction)
-                    measured = difference(ahead, list(evaluate())) / (2 * step)
+                measured = forward.difference(ahead) / (2 * step)
                 if measured - measured != 0:  # not finite so close by
                     continue
                 off = abs(slope - measured)
-                noise = ROUNDING * precision * size / step
+                noise = ROUNDING * torch.finfo(torch.float64).eps * forward.size / step
                 scale = max(abs(slope), abs(measured), flat)
                 if off <= noise and noise > tolerance * scale:
                     blind = True  # what this step can see says nothing; a longer one sees more
@@ -177,6 +142,18 @@ def _error(
     finally:
         leaf.copy_(origin)
     return error
+
+
+def _near(tensor: Tensor, draw: torch.Generator) -> Tensor:
+    """A point close by; signs stay, and what was 0 is above it."""
+    noise = _normal(tensor, draw)
+    spread = APART * _size(tensor)
+    return torch.where(tensor == 0, spread * noise.abs(), tensor * (1 + APART * noise))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
@@ -195,7 +172,3 @@ def _norm(tensor: Tensor) -> float:
 def _size(tensor: Tensor) -> float:
     """Root mean square, or 1 where all is 0."""
     return (_norm(tensor) / max(tensor.numel(), 1) ** 0.5) or 1.0
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return {torch.complex128: torch.float64, torch.complex64: torch.float32}.get(dtype, dtype)

@@ -7,36 +7,30 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.debug.config import GradientsConfig
 from runner.record import markdown
-from runner.record.console import plain_text
-from runner.record.text import escape_control_chars
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Named = list[tuple[str, Tensor]]
 Dead = Mapping[str, tuple[int, int]]  # dead units and all units, by layer
 
-CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
 NAMED = 5  # names in a line; more are only counted
 STATISTICS = 5  # norm, largest, sum, how many are not 0, how many are not finite
 
 
 class State(StrEnum):
-    """What is wrong with a layer; the worst holds."""
+    """What is wrong with a layer, the worst first."""
 
-    FINE = "fine"
-    NO_GRADIENT = "no gradient"
     NOT_FINITE = "not finite"
     EXPLODING = "exploding"
     VANISHING = "vanishing"
+    NO_GRADIENT = "no gradient"
     NOT_OPTIMIZED = "in no optimizer"
+    FINE = "fine"
 
 
 FAULTS = {
@@ -54,19 +48,7 @@ PHRASES = {
     State.NO_GRADIENT: ("gets no gradient", "parameters get no gradient"),
     State.NOT_OPTIMIZED: ("is in no optimizer", "parameters are in no optimizer"),
 }
-WORST_FIRST = [State.NOT_FINITE, State.EXPLODING, State.VANISHING, State.NO_GRADIENT]
-COLUMNS = (
-    "layer",
-    "norm",
-    "mean",
-    "std",
-    "largest",
-    "zeros",
-    "not finite",
-    "gradient/weight",
-    "update/weight",
-    "",
-)
+COLUMNS = "layer norm mean std largest zeros non-finite gradient/weight update/weight state".split()
 
 
 @dataclass(frozen=True)
@@ -106,14 +88,10 @@ class Layer:
 
     def cells(self) -> list[str]:
         """A row of a table, under `COLUMNS`."""
-        numbers = (self.norm, self.mean, self.std, self.largest)
-        return [
-            self.name,
-            *("–" if value is None else f"{value:.2e}" for value in numbers),
-            *("–" if s is None else f"{s:.0%}" for s in (self.zeros, self.non_finite)),
-            *("–" if r is None else f"{r:.2e}" for r in (self.ratio, self.update_ratio)),
-            "" if self.state is State.FINE else self.state.value,
-        ]
+        numbers = [self.norm, self.mean, self.std, self.largest, self.zeros, self.non_finite]
+        numbers += [self.ratio, self.update_ratio]
+        cells = ["–" if value is None else f"{value:.2e}" for value in numbers]
+        return [self.name, *cells, self.state.value]
 
 
 # -- numbers ----------------------------------------------------------------------------------
@@ -149,8 +127,6 @@ def _values(tensor: Tensor) -> Tensor:
     """The values of a tensor that can differ from 0, real and in a precision fit for sums."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -183,7 +159,7 @@ def _with_gradient(
         layer,
         norm=norm,
         mean=mean,
-        std=math.sqrt(variance) if variance > 0 else 0.0 if variance <= 0 else math.nan,
+        std=math.nan if math.isnan(variance) else math.sqrt(max(0.0, variance)),
         largest=largest,
         zeros=max(0.0, 1 - nonzero / layer.size),
         non_finite=non_finite / layer.size,
@@ -223,10 +199,8 @@ def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | 
     if layer.non_finite:
         return State.NOT_FINITE
     most, times = config.exploding.absolute, config.exploding.relative
-    limits = [most, times * usual if times is not None and usual else None]
+    limits = [most, times * usual if times is not None and usual else None, math.inf]
     if any(layer.norm > limit for limit in limits if limit is not None):
-        return State.EXPLODING
-    if not math.isfinite(layer.norm):
         return State.EXPLODING
     least, share = config.vanishing.absolute, config.vanishing.relative
     limits = [least, share * middle if share is not None else None]
@@ -280,33 +254,7 @@ class GradientReport:
         return [f"{row.name}: {row.state}" for row in self.layers if row.state is not State.FINE]
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *(layer.cells() for layer in self.layers)]
-        rows = [[escape_control_chars(cell) for cell in row] for row in rows]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 0 < i < len(widths) - 1 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, summarize(names_by_state(self.layers), {})])
-
-    def __rich__(self) -> Table:
-        """The same for 80 columns, with some numbers left out."""
-        from rich.table import Table
-
-        caption = plain_text(summarize(names_by_state(self.layers), {}))
-        table = Table(box=None, padding=(0, 1), pad_edge=False, caption=caption)
-        table.add_column("layer", overflow="fold")
-        for heading in ("norm", "largest", "zeros", "/ weight", "update"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column()
-        for layer in self.layers:
-            row = layer.cells()
-            style = "" if layer.state is State.FINE else "red"
-            table.add_row(*(plain_text(row[i], style) for i in (0, 1, 4, 5, 7, 8, 9)))
-        return table
+        return f"{layer_table(self.layers, {})}\n\n{summarize(names_by_state(self.layers), {})}"
 
 
 def check_gradients(
@@ -343,94 +291,69 @@ class Bar:
     """A module, or as many as have to share a row of a picture."""
 
     name: str
-    label: str  # the same, and which of its layers has a fault
     norm: float | None  # of its gradients
     update: float | None  # norm of its updates / norm of its weights
-    state: State  # the worst of its layers
-    dead: float  # share of its units
+    state: State  # the worst of its layers; no gradient only where none has one
 
 
-def bars(layers: Sequence[Layer], dead: Dead, most: int = 24) -> list[Bar]:
+def bars(layers: Sequence[Layer], most: int = 24) -> list[Bar]:
     """The layers by module, in their order."""
-    found = []
-    for name, members in group_by_module([layer.name for layer in layers], most).items():
-        own = [layers[i] for i in members]
+    groups: list[Bar] = []
+    for name, own in _by_module(layers, most).items():
         weight = _root_sum([layer.weight_norm for layer in own])
-        steps = [
-            layer.update_ratio * layer.weight_norm
-            for layer in own
-            if layer.update_ratio is not None and layer.weight_norm is not None
-        ]
-        update = _root_sum(steps)
-        units = [pair for key, pair in dead.items() if key == name or key.startswith(f"{name}.")]
-        gone, all_ = sum(pair[0] for pair in units), sum(pair[1] for pair in units)
+        updates = [layer.update_ratio for layer in own]
+        weights = [layer.weight_norm or 0.0 for layer in own]
+        steps = [u * w for u, w in zip(updates, weights, strict=True) if u is not None]
+        update = _root_sum(steps) if steps else None
         ratio = update / weight if update is not None and weight else None
-        state = _worst([layer.state for layer in own])
-        norm = _root_sum([layer.norm for layer in own])
-        found.append(Bar(name, _label(name, own, state), norm, ratio, state, gone / max(1, all_)))
-    return found
+        untrained = all(layer.state is State.NO_GRADIENT for layer in own)
+        states = [row.state for row in own if untrained or row.state is not State.NO_GRADIENT]
+        worst = next(state for state in State if state in states)
+        groups.append(Bar(name, _root_sum([layer.norm for layer in own]), ratio, worst))
+    return groups
 
 
-def _label(name: str, layers: Sequence[Layer], state: State) -> str:
-    """The module's name, or which layer has the fault, or how many of them."""
-    faulty = [layer.name for layer in layers if layer.state is state]
-    if state is State.FINE or len(faulty) == len(layers):
-        return name
-    return faulty[0] if len(faulty) == 1 else f"{name} · {len(faulty)} of {len(layers)}"
-
-
-def _worst(states: Sequence[State]) -> State:
-    for state in WORST_FIRST:
-        if state is State.NO_GRADIENT and not all(s is state for s in states):
-            continue  # as long as one of its parameters is trained, it is not what stands out
-        if state in states:
-            return state
-    return State.FINE
-
-
-def group_by_module(names: Sequence[str], most: int) -> dict[str, list[int]]:
-    """Indices of names by module, by as much of the path as leaves no more than `most` groups."""
-    paths = [name.split(".")[:-1] or [name] for name in names]
-    for depth in range(max(map(len, paths), default=1), 0, -1):
-        groups: dict[str, list[int]] = {}
-        for i, path in enumerate(paths):
-            groups.setdefault(".".join(path[:depth]), []).append(i)
-        if len(groups) <= most:
-            break
+def _by_module(layers: Sequence[Layer], most: int) -> dict[str, list[Layer]]:
+    """Layers by as much of their module's path as leaves no more than `most` groups."""
+    paths = [layer.name.split(".")[:-1] or [layer.name] for layer in layers]
+    depth = max(map(len, paths), default=1)
+    while depth > 1 and len({tuple(path[:depth]) for path in paths}) > most:
+        depth -= 1
+    groups: dict[str, list[Layer]] = {}
+    for path, layer in zip(paths, layers, strict=True):
+        groups.setdefault(".".join(path[:depth]), []).append(layer)
     return groups
 
 
 def _root_sum(values: Sequence[float | None]) -> float | None:
     """The norm of several tensors from the norm of each."""
     known = [value for value in values if value is not None]
-    return math.sqrt(sum(value * value for value in known)) if known else None
+    return math.hypot(*known) if known else None
 
 
-def draw_flow(layers: Sequence[Layer], dead: Dead, step: int) -> Any:
+def draw_flow(layers: Sequence[Layer], step: int) -> Any:
     """Bars for the norm of the gradient and the relative update, from input to output."""
     from runner.record import plots
 
-    colours = {
+    colours = dict.fromkeys(State, plots.GREY) | {
         State.FINE: plots.BLUE,
-        State.NO_GRADIENT: plots.GREY,
         State.NOT_FINITE: plots.RED,
         State.EXPLODING: plots.RED,
         State.VANISHING: plots.ORANGE,
-        State.NOT_OPTIMIZED: plots.GREY,
     }
-    rows = bars(layers, dead)
+    rows = bars(layers)
     return plots.gradient_flow(
-        [f"{r.label} · {r.dead:.0%} dead" if r.dead >= 0.005 else r.label for r in rows],
+        [row.name for row in rows],
         [row.norm for row in rows],
         [row.update for row in rows],
         [colours[row.state] for row in rows],
-        {state.value: colours[state] for state in colours if state in {r.state for r in rows}},
+        {state.value: colours[state] for state in State if state in {r.state for r in rows}},
         step,
     )
 
 
 def layer_table(layers: Sequence[Layer], dead: Dead) -> str:
-    """Markdown for TensorBoard."""
+    """A table in Markdown."""
     text = markdown.table(COLUMNS, [layer.cells() for layer in layers])
     if dead:
         rows = [(name, f"{gone} of {units}") for name, (gone, units) in dead.items()]

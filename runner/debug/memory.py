@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from runner.device.leaks import describe_leaks
 from runner.errors import OutOfMemory
 from runner.record import markdown
 from runner.record.history import Fault
-from runner.techniques.memory_prediction import Live, Prediction
+from runner.techniques.memory_prediction import Prediction
 from runner.training.hook import Evaluation, Report
 from runner.training.run import Run
 
@@ -41,8 +41,6 @@ SNAPSHOT = "debug/memory_snapshot.pickle"
 NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
 SHOW_S = 0.5  # between two points in TensorBoard
 MOST = 1024  # points of the time line; more could not be seen
-LEAST = 0.006  # of the height of a picture, that lines must be apart to be seen as two
-Lines = dict[str, list[tuple[int, float]]]
 
 
 @dataclass
@@ -63,65 +61,35 @@ class Timeline:
 
     points: list[Point] = field(default_factory=list)
     phases: dict[str, int] = field(default_factory=dict)  # on the device, or of the process
-    validations: list[Point] = field(default_factory=list)
-    stride: int = 1
-    skipped: int = 0
 
     def add(self, step: int, device: Device, phase: str) -> Point:
         """Read, and begin the next stretch; 40 µs on a CPU."""
         point = Point(step, memory.process_bytes(), memory.process_mark())
         if device.kind == "cuda":
             point.device = torch.cuda.memory_allocated(device.torch)
-            point.device_peak = memory.device_mark(device)
             point.reserved = torch.cuda.memory_reserved(device.torch)
-        elif device.kind == "mps":
-            point.device = point.device_peak = memory.device_mark(device)
+        point.device_peak = memory.device_mark(device)
         peak = point.process_peak if device.kind == "cpu" else point.device_peak
         self.phases[phase] = max(self.phases.get(phase, 0), peak)
         phases.restart(device)
         if phase == "training":
-            self._keep(point)
-        else:
-            self.validations = [*self.validations[-MOST:], point]
+            self.points.append(point)
+        if len(self.points) > MOST:
+            for kept, left_out in zip(self.points[1::2], self.points[::2], strict=False):
+                kept.process_peak = max(kept.process_peak, left_out.process_peak)
+                kept.device_peak = max(kept.device_peak, left_out.device_peak)
+            self.points = self.points[1::2]
         return point
 
-    def _keep(self, point: Point) -> None:
-        self.skipped += 1
-        if self.points and self.skipped < self.stride:
-            _merge_peaks(self.points[-1], point)
-            return
-        self.skipped = 0
-        self.points.append(point)
-        if len(self.points) > MOST:
-            for a, b in zip(self.points[::2], self.points[1::2], strict=False):
-                _merge_peaks(b, a)
-            self.points = self.points[1::2]
-            self.stride *= 2
-
-    def lines(self) -> tuple[Lines, Lines]:
-        """What to draw, in MiB by step: lines, and dots for validations.
-
-        Of two that cannot be told apart in a picture there is one.
-        """
+    def lines(self) -> dict[str, list[tuple[int, float]]]:
+        """What to draw, in MiB by step."""
         shown = {"process, at most": "process_peak", "process": "process"}
         if any(point.device_peak for point in self.points):
             shown = {"device, at most": "device_peak", "device": "device", "process": "process"}
-        lines = {
-            name: [(p.step, getattr(p, key) / MIB) for p in self.points]
+        return {
+            name: [(point.step, getattr(point, key) / MIB) for point in self.points]
             for name, key in shown.items()
         }
-        upper, lower, *_ = lines
-        peaks, held = ([value for _, value in lines[name]] for name in (upper, lower))
-        apart = max((a - b for a, b in zip(peaks, held, strict=True)), default=0.0)
-        dots = [(p.step, getattr(p, shown[upper]) / MIB) for p in self.validations]
-        if apart < LEAST * max(peaks, default=0.0):
-            del lines[upper]
-        return lines, {"validation": dots}
-
-
-def _merge_peaks(kept: Point, other: Point) -> None:
-    kept.process_peak = max(kept.process_peak, other.process_peak)
-    kept.device_peak = max(kept.device_peak, other.device_peak)
 
 
 class MemoryTool(Tool):
@@ -141,25 +109,23 @@ class MemoryTool(Tool):
         self.breakdown: Breakdown | None = None
         self.predicted: Prediction | None = None
         self.micro_batch = 0  # of the breakdown
-        self.next_look = self.every  # the first full batch from this step on is broken down
-        self.samples: Callable[[int], int] = lambda step: 0  # in the batch of a step, from 0 on
-        self.partial = ""  # what to say where all of the run's batches are partial
+        self.run: Run | None = None
+        self.next_look = 0  # the first full batch from this step on is broken down
         self.first: ObjectCounts | None = None
         self.leak = ""  # the verdict, once the run has ended
         self.grown: list[Growth] = []
         self.seen_faults: dict[str, int] = {}  # counts when last looked
         self.shown = 0.0
         self.usual = 0.0  # seconds of a step
-        self.snapshots = False
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Follow the allocator; write down at the end what there was."""
-        self.seen_faults = dict(run.history.counts)
-        self._schedule_first_look(run)
+        self.run, self.seen_faults = run, dict(run.history.counts)
+        self.next_look = min((run.progress.step // self.every + 1) * self.every, run.total_steps)
         phases.restart(run.device)
-        self.snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
-        if self.snapshots:
+        snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
+        if snapshots:
             entries = self.config.memory.snapshot_entries
             torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
         try:
@@ -169,76 +135,51 @@ class MemoryTool(Tool):
             write_report(run, str(error), self.breakdown)
             raise
         finally:
-            if self.snapshots:
-                torch.cuda.memory._record_memory_history(enabled=None)
             if self.timeline.points:
                 self._conclude(run)
-
-    def _schedule_first_look(self, run: Run) -> None:
-        """Find the first look: a full batch from `every` on, else an earlier one, else any."""
-        self.samples, begun, last = run.train.samples, run.progress.step, run.total_steps
-        due = (begun // self.every + 1) * self.every
-        later, earlier = range(due, last + 1), range(min(due, last), begun, -1)
-        first = next((step for step in chain(later, earlier) if self._is_full(step)), None)
-        if first is None:
-            rows = f"{self.samples(last - 1)} of {self.samples(0)} samples"
-            self.partial = f"of a partial batch, {rows}: the run has no full one"
-        self.next_look = first or last
-
-    def _is_full(self, step: int) -> bool:
-        return self.samples(step - 1) >= self.samples(0)
+            if snapshots:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def due(self, step: int) -> bool:
-        """A step of a full batch from `next_look` on."""
-        if step < self.next_look or self.rests(step):
+        """A step of a full batch from `next_look` on; the last one, where there was none."""
+        if self.run is None or step < self.next_look or self.rests(step):
             return False
-        return self._is_full(step) or bool(self.partial)
+        last = step == self.run.total_steps and self.breakdown is None
+        return last or self._is_full(self.run, step)
+
+    def _is_full(self, run: Run, step: int) -> bool:
+        return run.train.samples(step - 1) >= run.train.samples(0)
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
         """Count what forward and backward hold."""
         known = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
-        saved, live = SavedTensors(run.model, known), Live()
-        for parameter in run.update.parameters:
-            parameter.grad = None  # as the step itself begins; else they were there already
-        live.leave_out(iter(known))
+        saved = SavedTensors(run.model, known)
         start, micro_batch = time.perf_counter(), run.micro_batch
-        with phases.peak(run.device) as peak, ExitStack() as stack:
-            stack.enter_context(saved.counting())
-            if run.device.kind == "cpu":  # the heap does not tell what it holds and what is free
-                stack.enter_context(live)
+        with phases.peak(run.device) as peak, saved.counting():
             yield
         self.seconds += max(0.0, time.perf_counter() - start - self.usual)
         if run.micro_batch != micro_batch:  # it did not fit and was tried again: two steps in one
             return
         with self.looking():
-            try:
-                breakdown = break_down(run, saved)
-            except Exception as error:  # tensors of a kind that keep no storage, perhaps
-                log.warning("no account of the memory: %s: %s", type(error).__name__, error)
-                self.next_look = run.total_steps + 1
-                return
-            on_device = peak.on_device - peak.on_device_before
-            breakdown.peak = live.peak if run.device.kind == "cpu" else on_device
+            breakdown = break_down(run, saved)
+            breakdown.peak = peak.on_device - peak.on_device_before
             self._keep(run, breakdown)
 
     def _keep(self, run: Run, breakdown: Breakdown) -> None:
         if self.breakdown is None:
-            self._predict(run)
+            try:
+                predicted = predict_step(run)
+                self.predicted = predicted if predicted.saved >= 0 else None
+            except Exception as error:  # whatever a model raises that cannot be traced
+                log.debug("no prediction of the memory: %s", error)
             if self.config.memory.census:
-                self.first = count_objects(collect=False)
+                self.first = count_objects()
         self.breakdown, self.micro_batch = breakdown, run.micro_batch
         self.next_look = max(2 * breakdown.step // self.every, 1) * self.every
         self._show_breakdown(run, breakdown)
         self._dump_snapshot(run)
         self._write(run)
-
-    def _predict(self, run: Run) -> None:
-        try:
-            predicted = predict_step(run)
-            self.predicted = predicted if predicted.saved >= 0 else None  # too far extrapolated
-        except Exception as error:  # whatever a model raises that cannot be traced
-            log.debug("no prediction of the memory: %s", error)
 
     def on_report(self, run: Run, report: Report) -> None:
         """A point of the time line; name what grows, where a leak was found since."""
@@ -278,38 +219,36 @@ class MemoryTool(Tool):
         run.recorder.show(point.step, "memory", values)
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        """The most that was held since the last report was, most likely, for this."""
+        """The peak of the pass over the validation set."""
+        start = time.perf_counter()
         self.timeline.add(evaluation.step, run.device, "validation")
+        self.seconds += time.perf_counter() - start
 
-    # -- findings --------------------------------------------------------------------------------
+    # -- findings ------------------------------------------------------------------------------
 
     def _name_leak(self, run: Run, step: int) -> None:
         if self.first is None:
             return
+        gc.collect()
         self.grown = find_growth(self.first, count_objects())
         largest = {growth.kind: str(growth) for growth in reversed(self.grown)}  # of each kind
         text = "no Python object became more: it is in a library, or the heap has holes"
-        if self.grown:
-            kinds = [kind for kind in ("tensors", "items", "objects") if kind in largest]
+        if largest:
+            kinds = [kind for kind in ("tensors", "items") if kind in largest]
             text = "what grew: " + "; ".join(largest[kind] for kind in kinds)
         fault = _last_leak(run)
         if fault is not None:
             fault.action = text
         log.warning("step %d: leak: %s", step, text)
         run.history.unwritten = True
-        rows = [(g.kind, g.what, f"{g.more:,}", _mib(g.bytes)) for g in self.grown]
-        table = markdown.table(("", "what", "more", "MiB"), rows)
-        run.recorder.text("memory/grown", f"{text}\n\n{table}", step)
+        run.recorder.text("memory/grown", "\n".join(f"- {g}" for g in self.grown) or text, step)
         self._dump_snapshot(run)
         self._write(run)
 
     def _show_breakdown(self, run: Run, breakdown: Breakdown) -> None:
         text = markdown.table(*breakdown.table(self.config.memory.rows))
-        rows = [
-            (name, _mib(measured), "" if predicted is None else _mib(predicted))
-            for name, measured, predicted in breakdown.compare(self.predicted)
-        ]
-        text += "\n\n" + markdown.table(("MiB", "measured", "predicted"), rows)
+        if self.predicted is not None:
+            text += f"\n\nPredicted for the backward: {_mib(self.predicted.saved)} MiB.\n"
         run.recorder.text("memory/account", text, breakdown.step)
         totals = {part: breakdown.total(part) / MIB for part in PARTS}
         run.recorder.show(breakdown.step, "memory/account", totals)
@@ -317,14 +256,16 @@ class MemoryTool(Tool):
         most = max(breakdown.rows, key=lambda row: row.activations)
         if most.activations:
             self.finding += f" (most in {most.name})"
-        self.finding += f" {self.partial}" if self.partial else ""
+        if not self._is_full(run, breakdown.step):
+            samples = f"{run.train.samples(breakdown.step - 1)} of {run.train.samples(0)}"
+            self.finding += f" of a partial batch, {samples} samples: no full one was looked at"
 
     def _conclude(self, run: Run) -> None:
         start = time.perf_counter()
         self.leak = describe_leaks(run.leaks) if run.leaks else NOT_WATCHED
-        if run.history.counts.get("leak"):
-            fault = _last_leak(run)
-            rate = "a leak" if fault is None else fault.message.partition(" (")[0]
+        fault = _last_leak(run)
+        if fault is not None:
+            rate = fault.message.partition(" (")[0]
             self.finding = self.leak = "; ".join([rate, *map(str, self.grown[:1])])
         else:
             self.finding = "; ".join(filter(None, [self.finding, self.leak]))
@@ -341,7 +282,7 @@ class MemoryTool(Tool):
         from runner.record import plots
 
         step = run.progress.step
-        pictures = {"memory": plots.memory_timeline(*self.timeline.lines(), step, "MiB")}
+        pictures = {"memory": plots.memory_timeline(self.timeline.lines(), {}, step, "MiB")}
         if self.breakdown is not None:
             rows = self.breakdown.largest(10)
             parts = {part: [getattr(row, part) / MIB for row in rows] for part in PARTS}
@@ -353,14 +294,13 @@ class MemoryTool(Tool):
 
     def _dump_snapshot(self, run: Run) -> None:
         """What the CUDA allocator did lately; its picture is on pytorch.org/memory_viz."""
-        if not self.snapshots or run.folder is None:
+        if run.device.kind != "cuda" or not self.config.memory.snapshot or run.folder is None:
             return
         try:
             (run.folder / SNAPSHOT).parent.mkdir(exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(run.folder / SNAPSHOT))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             log.warning("no snapshot of the allocator: %s", error)
-            self.snapshots = False
 
     def _write(self, run: Run) -> None:
         record: dict[str, Any] = {

@@ -35,18 +35,13 @@ class ModuleMemory:
     gradients: int = 0
     optimizer: int = 0
     average: int = 0  # of the weights (optimizer.ema)
-    buffers: int = 0  # and what a skipped step puts back
+    buffers: int = 0  # and what a skipped step restores
     activations: int = 0  # kept from forward to backward, of one micro-batch
-
-    @property
-    def parts(self) -> list[int]:
-        """Bytes in the order of `PARTS`."""
-        return [getattr(self, part) for part in PARTS]
 
     @property
     def all(self) -> int:
         """Bytes of all parts."""
-        return sum(self.parts)
+        return sum(getattr(self, part) for part in PARTS)
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Breakdown:
     step: int
     samples: int  # of a micro-batch
     rows: list[ModuleMemory] = field(default_factory=list)
-    peak: int = 0  # what process or device held in the step at most, beyond what it held before
+    peak: int = 0  # held on the device in the step at most, beyond what it held before
 
     def total(self, part: str) -> int:
         """Bytes of one part over all modules."""
@@ -68,42 +63,15 @@ class Breakdown:
         return [row for row in ranked[:most] if row.all]
 
     def table(self, most: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and rows of a table in MiB: the largest modules, the rest, all of them."""
-        shown = self.largest(most)
-        cells = [_cells(row.name, row.kind, row.parts) for row in shown]
-        totals = [self.total(part) for part in PARTS]
-        rest = [all_ - sum(part) for all_, part in zip(totals, _columns(shown), strict=True)]
-        if any(rest):
-            count = sum(1 for row in self.rows if row.all) - len(shown)
-            cells.append(_cells(f"{count} more", "", rest))
-        cells.append(_cells("all", "", totals))
+        """Header and rows of a table in MiB: the largest modules, and all of them."""
+        total = ModuleMemory("all", "", **{part: self.total(part) for part in PARTS})
+        cells = []
+        for row in (*self.largest(most), total):
+            sizes = [*(getattr(row, part) for part in PARTS), row.all]
+            cells.append(
+                (row.name, row.kind, *(f"{size / MIB:.3f}" if size else "" for size in sizes))
+            )
         return ("module", "class", *PARTS, "MiB in all"), cells
-
-    def compare(self, predicted: Prediction | None) -> list[tuple[str, int, int | None]]:
-        """What is measured, and what was predicted of it, in bytes."""
-        own = self.total("parameters") + self.total("buffers")
-        state = self.total("optimizer") + self.total("average")
-        saved = sum(row.activations for row in self.rows if row.name != BATCH)
-        measured = {
-            "weights and buffers": own,
-            "gradients": self.total("gradients"),
-            "optimizer's state and average": state,
-            "kept for the backward": saved,
-            "a step's peak, without what stays": self.peak,
-        }
-        if predicted is None:
-            return [(name, size, None) for name, size in measured.items()]
-        p = predicted
-        sizes = (p.parameters, p.gradients, p.optimizer, p.saved, p.gradients + p.activations)
-        return [(*item, size) for item, size in zip(measured.items(), sizes, strict=True)]
-
-
-def _columns(shown: list[ModuleMemory]) -> list[list[int]]:
-    return [[getattr(row, part) for row in shown] for part in PARTS]
-
-
-def _cells(name: str, kind: str, parts: list[int]) -> tuple[str, ...]:
-    return name, kind, *(f"{part / MIB:.3f}" if part else "" for part in (*parts, sum(parts)))
 
 
 class SavedTensors:
@@ -196,16 +164,14 @@ def break_down(run: Run, saved: SavedTensors) -> Breakdown:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells its storage from others while it lives."""
+    """The identity of its storage, while that lives."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of its whole storage; of a sparse one, of values and indices."""
+    """Bytes of its whole storage; of a sparse one, of its values."""
     if tensor.layout is torch.strided:
         return tensor.untyped_storage().nbytes()
-    if tensor.layout is torch.sparse_coo:
-        return sum(storage_bytes(part) for part in (tensor._values(), tensor._indices()))
     return tensor.element_size() * tensor._nnz()
 
 

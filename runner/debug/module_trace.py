@@ -1,4 +1,4 @@
-"""Where in the model a step is, and what was the first that is not finite, forward or backward."""
+"""Where in the model a step is, and the first tensor that is not finite, forward or backward."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ModuleTrace:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Hooks on every module; the records stay afterwards."""
-        self.inside, self.operations, self.operations_too = [], [], False
-        self.inputs, self.outputs = [], []
+        self.forget()
+        self.inside, self.operations_too = [], False
         with ExitStack() as stack:
             for name, module in modes.hookable(self.model):
                 stack.callback(module.register_forward_pre_hook(self._before(name)).remove)
@@ -54,6 +54,10 @@ class ModuleTrace:
             hook = self.model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
             stack.callback(hook.remove)
             yield
+
+    def forget(self) -> None:
+        """Drop the records of a step that is made again."""
+        self.inputs, self.outputs, self.operations = [], [], []
 
     def module(self) -> str | None:
         """The innermost module whose backward is under way; None outside the model."""
@@ -87,22 +91,34 @@ class ModuleTrace:
         return None
 
     def _before(self, name: str) -> Any:
+        def leave(_: Tensor) -> None:
+            if name in self.inside:
+                self.inside.remove(name)
+
         def hook(module: nn.Module, inputs: Any) -> None:
             if module is self.model:  # the backward before, of another micro-batch, is over
                 self.inside.clear()
             for tensor in tensors(inputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._leave(name))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(leave)  # type: ignore[no-untyped-call]
 
         return hook
 
     def _after(self, name: str) -> Any:
+        prefix = f"{name}." if name else ""
+
+        def enter(_: Tensor) -> None:
+            """Put it before what is within it: of two with one output the inner is told first."""
+            if name not in self.inside:
+                within = (i for i, other in enumerate(self.inside) if other.startswith(prefix))
+                self.inside.insert(next(within, len(self.inside)), name)
+
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             for tensor in tensors(output):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self.outputs.append((name, peak([tensor])))
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._enter(name))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(enter)  # type: ignore[no-untyped-call]
             if self.operations_too and module is self.model:
                 self._record_operations(output)
 
@@ -125,25 +141,13 @@ class ModuleTrace:
                 waiting.extend(next_ for next_, _ in node.next_functions)
 
     def _recorder(self, node: Any) -> Any:
-        trace = "".join(node.metadata.get("traceback_", ()))  # anomaly mode puts it there
+        trace = "".join(node.metadata.get("traceback_", ()))  # anomaly mode writes it there
 
         def hook(outgoing: Any, incoming: Any) -> None:
             peaks = peak(tensors(incoming)), peak(tensors(outgoing))
             self.operations.append(Operation(node.name(), trace, self.module(), *peaks))
 
         return hook
-
-    def _enter(self, name: str) -> None:
-        """Put it before what is within it: of two with one output the inner is told first."""
-        if name in self.inside:
-            return
-        prefix = f"{name}." if name else ""
-        within = (i for i, other in enumerate(self.inside) if other.startswith(prefix))
-        self.inside.insert(next(within, len(self.inside)), name)
-
-    def _leave(self, name: str) -> None:
-        if name in self.inside:
-            self.inside.remove(name)
 
 
 def bad_samples(value: Any) -> tuple[int, int] | None:
@@ -156,14 +160,10 @@ def _bad_rows(value: Any) -> Tensor | None:
     """Which samples of a nest are not finite, on the device; None where it has no floats."""
     result: Tensor | None = None
     for tensor in tensors(value):
-        if not (tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided):
-            continue
-        bad = ~tensor.detach().isfinite()
-        bad = bad.flatten(1).any(1) if bad.dim() > 1 else bad
-        if result is None:
-            result = bad
-        elif result.shape == bad.shape:
-            result = result | bad.to(result.device)
+        if tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided:
+            bad = (~tensor.detach().isfinite()).unsqueeze(-1).flatten(1).any(1)
+            if result is None or result.shape == bad.shape:
+                result = bad if result is None else result | bad.to(result.device)
     return result
 
 
@@ -172,14 +172,11 @@ def _count(bad: Sequence[Tensor]) -> tuple[int, int] | None:
     return (few, sum(map(len, bad))) if few else None
 
 
-def peak(values: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+def peak(values: Sequence[Tensor]) -> Tensor:
     """The largest absolute value in them, 0-d, on their device; NaN where there is one."""
-    detached = [tensor.detach() for tensor in values if tensor.numel()]
-    largest = [
-        torch.linalg.vector_norm(value.coalesce().values() if value.is_sparse else value, math.inf)
-        for value in detached
-    ]
-    return torch.stack([value.float() for value in largest]).amax() if largest else torch.zeros(())
+    dense = [v.detach().coalesce().values() if v.is_sparse else v.detach() for v in values]
+    largest = [torch.linalg.vector_norm(v, math.inf).float() for v in dense if v.numel()]
+    return torch.stack(largest).amax() if largest else torch.zeros(())
 
 
 def _read(peaks: Sequence[Tensor]) -> list[float]:

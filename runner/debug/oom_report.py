@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from runner.device import resources
 from runner.errors import OutOfMemory
-from runner.record import markdown
-from runner.record.storage import replace_text
 from runner.training.hook import Hook
 from runner.training.run import Run
 
@@ -38,20 +35,24 @@ class OomReport(Hook):
 
 def write_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> None:
     """Write what holds the memory, ranked; an error here is logged, the run's own error counts."""
+    from runner.record.storage import replace_text
+
     if run.folder is None:
         return
-    path = run.folder / FILE
     try:
         text = _report(run, reason, breakdown)
-        path.parent.mkdir(exist_ok=True)
-        replace_text(path, text)
+        (run.folder / FILE).parent.mkdir(exist_ok=True)
+        replace_text(run.folder / FILE, text)
         run.recorder.text("memory/out_of_memory", text, run.progress.step)
-        log.warning("what holds the memory is in %s", path)
+        log.warning("what holds the memory is in %s", run.folder / FILE)
     except Exception as error:  # memory is short, and a model may be anything
         log.warning("no %s: %s: %s", FILE, type(error).__name__, error)
 
 
 def _report(run: Run, reason: str, breakdown: Breakdown | None) -> str:
+    from runner.device import resources
+    from runner.record import markdown
+
     room = resources.room()
     left = (
         f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.whose)}, "
@@ -64,13 +65,25 @@ def _report(run: Run, reason: str, breakdown: Breakdown | None) -> str:
         title = f"## By module, MiB, at step {breakdown.step} with {breakdown.samples} samples"
         lines += [title, "", markdown.table(*breakdown.table(20))]
     else:
-        lines += ["The largest modules:", "", _largest_modules(run)]
+        sizes = [
+            (
+                name or "(model)",
+                type(module).__name__,
+                sum(p.nbytes for p in module.parameters(False)),
+            )
+            for name, module in run.model.named_modules()
+        ]
+        sizes.sort(key=lambda row: -row[2])
+        rows = [(name, kind, f"{held / MIB:,.2f}") for name, kind, held in sizes[:10] if held]
+        table = markdown.table(("module", "class", "MiB of weights"), rows)
+        lines += ["The largest modules:", "", table]
     return "\n".join(lines) + "\n"
 
 
 def _predicted(run: Run) -> list[str]:
     """What a step holds by what it is for, largest first; a model may refuse to be traced."""
-    from runner.debug.memory_breakdown import predict_step  # most runs never need it
+    from runner.debug.memory_breakdown import predict_step
+    from runner.record import markdown
 
     try:
         step = predict_step(run, min(run.micro_batch, run.train.samples(0)))
@@ -86,21 +99,9 @@ def _predicted(run: Run) -> list[str]:
             step.activations
         ),
     }
-    rows = [(name, f"{held / MIB:,.1f}") for name, held in sorted(parts.items(), key=_held)]
-    rows.append(("all, at the peak", f"{step.peak / MIB:,.1f}"))
+    ranked = sorted(parts.items(), key=lambda item: -item[1])
+    rows = [
+        (name, f"{held / MIB:,.1f}") for name, held in (*ranked, ("all, at the peak", step.peak))
+    ]
     about = f"A step with {step.samples} samples at a time, traced without its data:"
     return [about, "", markdown.table(("what", "MiB"), rows)]
-
-
-def _held(item: tuple[str, int]) -> int:
-    return -item[1]
-
-
-def _largest_modules(run: Run) -> str:
-    sizes = [
-        (name or "(model)", type(module).__name__, sum(p.nbytes for p in module.parameters(False)))
-        for name, module in run.model.named_modules()
-    ]
-    sizes.sort(key=lambda row: -row[2])
-    rows = [(name, kind, f"{held / MIB:,.2f}") for name, kind, held in sizes[:10] if held]
-    return markdown.table(("module", "class", "MiB of weights"), rows)

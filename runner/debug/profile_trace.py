@@ -1,43 +1,42 @@
-"""A profiler's trace in numbers: operators, modules, kernels and copies.
-
-It is read from the file that Perfetto shows (Chrome's trace format, times in µs), so the tables
-and the picture cannot differ.
-"""
+"""A few steps under torch.profiler, and what its events say: operators, modules, copies."""
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
 from statistics import median
+from time import thread_time
 from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+
+from runner.debug.config import ProfileConfig
+from runner.debug.sections import Totals
+from runner.models import modes
+from runner.training.run import Run
 
 MODULE = "module "  # before a module's name, in the ranges around its forward
 OUTSIDE = "(outside the modules)"
 BACKWARD = "autograd::engine::evaluate_function: "
 CALIBRATION = "runner calibration"  # the range of operators that are no part of a step
-ATTENTION, CONVOLUTIONS, PRODUCTS = "attention", "convolutions", "matrix products"
-GRAPHS = "compiled graphs"
-KINDS = (  # the first that is found in a name counts
+ATTENTION, GRAPHS = "attention", "compiled graphs"
+KINDS = (  # the first that is in a name counts
     (GRAPHS, re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction)")),
     (ATTENTION, re.compile(r"attention|flash|fmha", re.IGNORECASE)),
-    (CONVOLUTIONS, re.compile(r"conv(?!ert)", re.IGNORECASE)),
-    (PRODUCTS, re.compile(r"mm$|bmm|matmul|gemm|linear|_int_mm|_scaled_mm|mkldnn", re.IGNORECASE)),
+    ("convolutions", re.compile(r"conv(?!ert)", re.IGNORECASE)),
+    (
+        "matrix products",
+        re.compile(r"mm$|bmm|matmul|gemm|linear|_int_mm|_scaled_mm|mkldnn", re.IGNORECASE),
+    ),
 )
-# marks in the names of kernels that run on tensor cores: cuBLAS, CUTLASS, cuDNN, flash attention;
-# the profiler does not count the cores' cycles
-TENSOR_CORES = re.compile(
-    r"hmma|imma|gmma|tensorop|tensor\d+x\d+|xmma|s16816|s1688|s884|h16816|h1688|h884|nvjet"
-    r"|flash_(fwd|bwd)|fmha|bf16gemm|mma_",
-    re.IGNORECASE,
-)
-
-
-def operator_kind(name: str) -> str:
-    """One of the kinds above; empty for all others."""
-    return next((kind for kind, marks in KINDS if marks.search(name)), "")
 
 
 @dataclass
@@ -45,11 +44,9 @@ class Operator:
     """One kind of operator, without those that it calls."""
 
     name: str
-    shapes: str = ""
     calls: int = 0
     seconds: float = 0.0  # on the host
     device_seconds: float = 0.0  # of the kernels that it started
-    allocated: int = 0  # bytes, where the trace has them
 
 
 @dataclass
@@ -61,26 +58,11 @@ class Module:
     operators: int = 0  # called in it, both ways
     forward: float = 0.0  # seconds; on an accelerator those of its kernels
     backward: float = 0.0
-    by_step: list[float] = field(default_factory=list)  # seconds of each step, both ways
 
     @property
     def seconds(self) -> float:
         """Both ways."""
         return self.forward + self.backward
-
-    @property
-    def typical(self) -> float:
-        """Seconds of the median step: the scheduler's pauses lengthen single steps."""
-        return median(self.by_step) if self.by_step else 0.0
-
-
-@dataclass
-class Copies:
-    """Copies in one direction."""
-
-    count: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
@@ -91,23 +73,22 @@ class Trace:
     seconds: float = 0.0  # wall time of the steps
     operators: list[Operator] = field(default_factory=list)  # the longest first
     modules: list[Module] = field(default_factory=list)
-    copies: dict[str, Copies] = field(default_factory=dict)  # HtoD, DtoH, DtoD, _to_copy
+    on_device: bool = False  # times are those of an accelerator's kernels
     busy: float | None = None  # share of the time in which the device computed
-    tensor_cores: float | None = None  # share of the kernels' time, by the kernels' names
-    kernels: int = 0
+    copies: float = 0.0  # seconds of copies between host and device
     calibration_calls: int = 0  # of small operators, made after each step for comparison
     calibration_share: float = 0.0  # their CPU time, of that of the step
 
     def spent(self, operator: Operator) -> float:
         """Seconds of an operator: on an accelerator those of its kernels."""
-        return operator.device_seconds if self.kernels else operator.seconds
+        return operator.device_seconds if self.on_device else operator.seconds
 
-    @property
+    @cached_property
     def operator_seconds(self) -> float:
         """Seconds of all operators."""
         return sum(self.spent(operator) for operator in self.operators)
 
-    @property
+    @cached_property
     def calls(self) -> int:
         """Operators called."""
         return sum(operator.calls for operator in self.operators)
@@ -122,11 +103,9 @@ class Trace:
 
     @property
     def hot_spot(self) -> tuple[Module | None, float]:
-        """The module that takes the most of the median step, and its share of the operators'."""
-        whole = sum(module.typical for module in self.modules)
-        inside = [module for module in self.modules if module.name != OUTSIDE]
-        most = max(inside, key=lambda module: module.typical, default=None)
-        return most, most.typical / whole if most is not None and whole else 0.0
+        """The module that takes the most, and its share of the operators' time."""
+        most = next((module for module in self.modules if module.name != OUTSIDE), None)
+        return most, most.seconds / (self.operator_seconds or 1.0) if most is not None else 0.0
 
     @property
     def kinds(self) -> dict[str, float]:
@@ -138,195 +117,212 @@ class Trace:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def as_dict(self, most: int = 50) -> dict[str, Any]:
-        """Plain values, for debug/profile.json; seconds are those of all its steps."""
-        return {
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "operator_calls": self.calls,
+        """For a file: the longest operators and modules."""
+        row = {name: getattr(self, name) for name in ("seconds", "busy", "copies", "kinds")}
+        return row | {
             "operator_seconds": self.operator_seconds,
-            "products": sum(share for kind, share in self.kinds.items() if kind != GRAPHS),
-            "kinds": self.kinds,
-            "calling": self.calling,
-            "device_busy": self.busy,
-            "tensor_cores": self.tensor_cores,
-            "copies": {way: vars(copies) for way, copies in self.copies.items()},
-            "operators": [vars(operator) for operator in self.operators[:most]],
-            "modules": [vars(module) for module in self.modules[:most]],
+            "operators_per_step": self.calls / max(1, self.steps),
+            "operators": [asdict(operator) for operator in self.operators[:most]],
+            "modules": [asdict(module) for module in self.modules[:most]],
         }
 
 
-def read_trace(content: dict[str, Any], shapes: bool = False, most: int | None = None) -> Trace:
-    """The numbers of a trace; one pass over its events, a few microseconds each.
+def operator_kind(name: str) -> str:
+    """One of the kinds above; empty for all others."""
+    return next((kind for kind, marks in KINDS if marks.search(name)), "")
 
-    Of a window that was cut short `most` is the number of steps that are whole. A module's backward
-    is found through the sequence numbers that autograd gives a forward operator and its derivative.
-    """
-    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-    device: list[dict[str, Any]] = []
-    steps: list[tuple[float, float]] = []
-    for event in content.get("traceEvents", ()):
-        category = event.get("cat")
-        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            device.append(event)
-        elif category == "user_annotation" and str(event["name"]).startswith("ProfilerStep#"):
-            steps.append((event["ts"], event["dur"] / 1e6))
-        elif category in ("cpu_op", "user_annotation") and event.get("ph") == "X":
-            threads.setdefault((event["pid"], event["tid"]), []).append(event)
-        elif category == "cpu_instant_event" and event.get("name") == "[memory]":
-            threads.setdefault((event["pid"], event["tid"]), []).append(event)
-    steps = sorted(steps)[:most]
-    trace = Trace(len(steps), sum(seconds for _, seconds in steps))
-    trace.kernels = sum(event["cat"] == "kernel" for event in device)
-    reader = _Reader(trace, shapes, device, [start for start, _ in steps])
-    reader.read(threads.values())
-    _read_device(trace, device)
-    trace.operators.sort(key=trace.spent, reverse=True)
-    trace.modules.sort(key=lambda module: -module.seconds)
+
+def read_events(events: Iterable[Any], steps: int) -> Trace:
+    """The numbers of so many steps, from a profiler's events (times in µs), in order of time."""
+    events = list(events)
+    device = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
+    host = [e for e in events if e.device_type == DeviceType.CPU]
+    ranges = [e.time_range for e in host if e.name.startswith("ProfilerStep")][:steps]
+    trace = Trace(len(ranges), sum(r.elapsed_us() for r in ranges) / 1e6)
+    trace.on_device = bool(device)
+    reader = _Reader(trace)
+    for event in host:
+        reader.read(event)
+    reader.finish()
+    if device and trace.seconds:
+        trace.busy = min(1.0, _covered([e.time_range for e in device]) / 1e6 / trace.seconds)
+        moves = [e for e in device if re.search("HtoD|DtoH", e.name)]
+        trace.copies = sum(e.time_range.elapsed_us() for e in moves) / 1e6
     return trace
 
 
-@dataclass(slots=True)
-class _Node:
-    """An event with those inside it."""
-
-    name: str
-    start: float
-    end: float
-    args: dict[str, Any]
-    operator: bool
-    module: str  # innermost around it, in the forward
-    backward: int | None  # sequence number of the backward that it is in
-    inner: float = 0.0  # time of operators directly inside
+def _covered(ranges: list[Any]) -> float:
+    """Time that lies in any of the ranges: kernels side by side count once."""
+    covered, until = 0.0, -math.inf
+    for one in sorted(ranges, key=lambda r: r.start):
+        covered += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return covered
 
 
 class _Reader:
-    """Goes over the events of each thread in time, keeping those that are open."""
+    """Adds up events, parents before their children; a backward counts for its forward's module."""
 
-    def __init__(
-        self, trace: Trace, shapes: bool, device: Iterable[dict[str, Any]], starts: list[float]
-    ) -> None:
-        self.trace, self.shapes, self.starts = trace, shapes, starts
-        self.device: dict[Any, float] = {}  # seconds by the id of the operator that asked for them
-        for event in device:
-            owner = event.get("args", {}).get("External id")
-            self.device[owner] = self.device.get(owner, 0.0) + event["dur"] / 1e6
-        self.operators: dict[tuple[str, str], Operator] = {}
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.places: dict[int, tuple[str, int | None]] = {}  # module and backward, by event
+        self.operators: dict[str, Operator] = {}
         self.modules: dict[str, Module] = {}
-        self.owner: dict[int, str] = {}  # module by sequence number
-        self.backwards: list[tuple[int, float, float]] = []  # number, start, seconds
+        self.owners: dict[int, str] = {}  # module by sequence number
+        self.backwards: list[tuple[int, float]] = []  # number, seconds
 
-    def read(self, threads: Iterable[list[dict[str, Any]]]) -> None:
-        """Fill the trace."""
-        for events in threads:
-            stack: list[_Node] = []
-            for event in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
-                while stack and stack[-1].end <= event["ts"]:
-                    self._close(stack)
-                if event.get("ph") == "i":
-                    self._allocation(stack, event["args"])
-                else:
-                    stack.append(self._open(stack, event))
-            while stack:
-                self._close(stack)
-        for number, start, seconds in self.backwards:
-            self._spend(self.owner.get(number, OUTSIDE), start, seconds).backward += seconds
-        self.trace.operators = list(self.operators.values())
-        if len(self.modules) > (OUTSIDE in self.modules):
-            self.trace.modules = list(self.modules.values())
+    def read(self, event: Any) -> None:
+        """Count an event of the host."""
+        module, backward = self.places.get(id(event.cpu_parent), (OUTSIDE, None))
+        number = event.sequence_nr if event.sequence_nr >= 0 else None
+        if event.is_user_annotation:
+            if event.name.startswith(MODULE):
+                module = event.name.removeprefix(MODULE)
+                self._module(module).calls += 1
+            elif event.name == CALIBRATION:
+                module = CALIBRATION
+        elif number is not None and event.name.startswith(BACKWARD):
+            backward = number
+        elif number is not None and backward is None:
+            self.owners[number] = module
+        self.places[id(event)] = module, backward
+        if module == CALIBRATION:
+            self.trace.calibration_calls += not event.is_user_annotation
+        elif not event.is_user_annotation and not event.name.startswith(("cuda", "hip")):
+            self._count(event, module, backward)
 
-    def _open(self, stack: list[_Node], event: dict[str, Any]) -> _Node:
-        name, args = str(event["name"]), event.get("args", {})
-        module, backward = OUTSIDE, None
-        if stack:
-            module, backward = stack[-1].module, stack[-1].backward
-        operator = event["cat"] == "cpu_op"
-        if name.startswith(MODULE) and not operator:
-            module = name.removeprefix(MODULE)
-            self._module(module).calls += 1
-        elif name == CALIBRATION:
-            module = CALIBRATION
-        number = args.get("Sequence number")
-        if operator and number is not None:
-            if name.startswith(BACKWARD):
-                backward = number
-            elif backward is None:
-                self.owner[number] = module
-        end = event["ts"] + event["dur"]
-        return _Node(name, event["ts"], end, args, operator, module, backward)
-
-    def _close(self, stack: list[_Node]) -> None:
-        node = stack.pop()
-        if node.module == CALIBRATION:
-            self.trace.calibration_calls += node.operator
-            return
-        took = node.end - node.start
-        if stack:  # what is inside a range belongs to the operator around it
-            stack[-1].inner += took if node.operator else node.inner
-        if not node.operator:
-            return
-        own = max(0.0, took - node.inner) / 1e6
-        on_device = self.device.get(node.args.get("External id"), 0.0)
-        operator = self._operator(node)
+    def _count(self, event: Any, module: str, backward: int | None) -> None:
+        name = event.name.removeprefix(BACKWARD)
+        operator = self.operators.setdefault(name, Operator(name))
         operator.calls += 1
-        operator.seconds += own
-        operator.device_seconds += on_device
-        seconds = on_device if self.device else own
-        if node.backward is not None:
-            self.backwards.append((node.backward, node.start, seconds))
-        else:
-            self._spend(node.module, node.start, seconds).forward += seconds
+        operator.seconds += event.self_cpu_time_total / 1e6
+        operator.device_seconds += event.self_device_time_total / 1e6
+        on_device = self.trace.on_device
+        spent = event.self_device_time_total if on_device else event.self_cpu_time_total
+        if backward is None:
+            self._module(module).operators += 1
+            self._module(module).forward += spent / 1e6
+        else:  # the forward may be read later, on another thread
+            self.backwards.append((backward, spent / 1e6))
 
-    def _spend(self, name: str, start: float, seconds: float) -> Module:
-        module, step = self._module(name), bisect(self.starts, start) - 1
-        module.operators += 1
-        if 0 <= step < len(module.by_step):
-            module.by_step[step] += seconds
-        return module
-
-    def _allocation(self, stack: list[_Node], args: dict[str, Any]) -> None:
-        size = int(args.get("Bytes", 0))
-        inside = next((node for node in reversed(stack) if node.operator), None)
-        if size > 0 and inside is not None:
-            self._operator(inside).allocated += size
-
-    def _operator(self, node: _Node) -> Operator:
-        name, sizes = node.name.removeprefix(BACKWARD), ""
-        if self.shapes:
-            sizes = " ".join(_format_sizes(d) for d in node.args.get("Input Dims", ()) if d)
-        return self.operators.setdefault((name, sizes), Operator(name, sizes))
+    def finish(self) -> None:
+        """Give each backward to its module, and put the longest first."""
+        for number, seconds in self.backwards:
+            module = self._module(self.owners.get(number, OUTSIDE))
+            module.operators += 1
+            module.backward += seconds
+        trace = self.trace
+        trace.operators = sorted(self.operators.values(), key=trace.spent, reverse=True)
+        if len(self.modules) > (OUTSIDE in self.modules):
+            trace.modules = sorted(self.modules.values(), key=lambda module: -module.seconds)
 
     def _module(self, name: str) -> Module:
-        return self.modules.setdefault(name, Module(name, by_step=[0.0] * len(self.starts)))
+        return self.modules.setdefault(name, Module(name))
 
 
-def _format_sizes(dims: Any) -> str:
-    if isinstance(dims[0], list):  # a list of tensors: the first stands for all
-        return f"{len(dims)}×{_format_sizes(dims[0])}" if dims[0] else f"{len(dims)}×scalar"
-    return "×".join(str(size) for size in dims)
+class Window:
+    """Steps being profiled; made between two steps, and asked after each of them."""
+
+    def __init__(self, run: Run, config: ProfileConfig, totals: Totals, steps: int) -> None:
+        """Start, to keep so many steps; raises RuntimeError where another profiler is at work."""
+        self.run, self.config, self.steps = run, config, steps
+        self.first = run.progress.step + config.warmup + 1  # step in the trace
+        self.left = config.warmup + steps
+        self.scope = ExitStack()
+        self.began = 0.0  # CPU time of this thread
+        self.calibrations: list[float] = []  # CPU time of small operators, of that of each step
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError("another profiler is at work already")
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if run.device.kind == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(
+            activities=kinds,
+            schedule=torch.profiler.schedule(wait=0, warmup=config.warmup, active=steps, repeat=1),
+            record_shapes=config.shapes,
+            profile_memory=config.memory,
+            with_stack=config.stacks,
+        )
+        run.device.synchronize()  # waits: else kernels of earlier steps would be in the window
+        self.profiler.start()
+        self.without_modules = self._why_no_modules()
+        if not self.without_modules:
+            self.scope.enter_context(_module_ranges(run.model))
+        totals.tracing = True
+        self.scope.callback(setattr, totals, "tracing", False)
+
+    def _why_no_modules(self) -> str:
+        if not self.config.modules:
+            return "debug.profile.modules=false"
+        compiled = any(m._compiled_call_impl is not None for m in self.run.model.modules())
+        if compiled or self.run.whole is not None or self.run.compilation is not None:
+            return "steps are compiled; optimization=none shows the modules of uncompiled ones"
+        return ""
+
+    @property
+    def recorded(self) -> int:
+        """Steps that are in the trace so far."""
+        return max(0, self.steps - self.left)
+
+    def step(self) -> bool:
+        """A step has ended; says whether it was the last."""
+        self.left -= 1
+        if self.recorded and (took := thread_time() - self.began):
+            self.calibrations.append(_calibrate() / took)
+        if self.left == 0:
+            self.run.device.synchronize()  # waits: kernels still under way belong to the window
+            return True
+        self.profiler.step()
+        self.began = thread_time()
+        return False
+
+    def stop(self) -> None:
+        """End it, early if need be."""
+        self.scope.close()
+        self.profiler.stop()
+
+    def read(self) -> Trace:
+        """The numbers of its steps; some 50 µs an operator."""
+        events = self.profiler.events()  # type: ignore[no-untyped-call]
+        trace = read_events(events or (), self.recorded)
+        trace.calibration_share = median(self.calibrations or [0.0])
+        return trace
+
+    def store(self, path: Path) -> None:
+        """Write the trace, compressed. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(path))
 
 
-def _read_device(trace: Trace, events: list[dict[str, Any]]) -> None:
-    """How busy the accelerator was, and what was copied."""
-    for operator in trace.operators:
-        if operator.name == "aten::_to_copy":
-            copies = trace.copies.setdefault("_to_copy", Copies())
-            copies.count += operator.calls
-            copies.seconds += trace.spent(operator)
-    for event in events:
-        way = re.search(r"[HDP]to[HDP]", str(event["name"]))
-        if way is not None and event["cat"] == "gpu_memcpy":
-            copies = trace.copies.setdefault(way[0], Copies())
-            copies.count += 1
-            copies.bytes += int(event.get("args", {}).get("bytes", 0))
-            copies.seconds += event["dur"] / 1e6
-    if not events or not trace.seconds:
-        return
-    busy, until = 0.0, -math.inf
-    for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        busy += max(0.0, end - max(start, until))  # kernels side by side count once
-        until = max(until, end)
-    trace.busy = min(1.0, busy / 1e6 / trace.seconds)
-    kernels = [event for event in events if event["cat"] == "kernel"]
-    if whole := sum(event["dur"] for event in kernels):
-        cores = sum(e["dur"] for e in kernels if TENSOR_CORES.search(str(e["name"])))
-        trace.tensor_cores = cores / whole
+def _calibrate() -> float:
+    """CPU seconds of some operators that have next to nothing to compute, forward and backward."""
+    x = torch.zeros(4, 4, requires_grad=True)
+    start = thread_time()
+    with torch.profiler.record_function(CALIBRATION):
+        for _ in range(4):
+            (nn.functional.linear(x, x).tanh() * 0.5).sum().backward()  # type: ignore[no-untyped-call]
+    return thread_time() - start
+
+
+@contextmanager
+def _module_ranges(model: nn.Module) -> Iterator[None]:
+    """The forward of each module is a range in the trace meanwhile."""
+    local = threading.local()
+
+    with ExitStack() as scope:
+        for name, module in modes.hookable(model):
+            label = MODULE + (name or type(model).__name__)
+
+            def enter(module: nn.Module, inputs: Any, label: str = label) -> None:
+                range_ = torch.autograd.profiler.record_function(label)
+                range_.__enter__()  # type: ignore[no-untyped-call]
+                local.__dict__.setdefault("stack", []).append(range_)
+
+            def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+                if local.__dict__.get("stack"):
+                    local.stack.pop().__exit__(None, None, None)
+
+            scope.callback(module.register_forward_pre_hook(enter).remove)
+            # always: a forward that raises must not leave its range open
+            scope.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield

@@ -1,7 +1,7 @@
 """Named sections of the user's own code, timed while somebody collects them.
 
 `with profile.section("tokenise", category="data"):` may stand anywhere: in a model, a data set, a
-loss or a hook. While nobody collects, it costs less than a microsecond.
+loss or a hook. Without a collector it costs less than a microsecond.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANGE = "section "  # before the name, in a trace
 
 @dataclass
 class Total:
-    """What one section came to. Sections inside it count in `seconds`, and not in `own`."""
+    """All calls of one section. Sections inside it count in `seconds`, and not in `own`."""
 
     name: str
     category: str
@@ -42,7 +42,7 @@ class Totals:
 
     def __init__(self, synchronize: Callable[[], object] | None = None) -> None:
         """`synchronize` is called at both ends of each section: the host waits for the device."""
-        self.synchronize = synchronize
+        self.synchronize = synchronize or (lambda: None)
         self.process = os.getpid()
         self.tracing = False  # sections are ranges of a profiler's trace, too
         self.rows: dict[tuple[str, str], Total] = {}
@@ -51,50 +51,40 @@ class Totals:
 
     def enter(self, name: str, category: str) -> None:
         """A section begins in this thread."""
-        if os.getpid() != self.process:  # a data worker: nobody reads its copy of this
+        if os.getpid() != self.process:  # a data worker, whose copy is never read
             return
-        if self.synchronize is not None:
-            self.synchronize()  # waits for the device: asked for
-        shown = None
+        self.synchronize()  # waits for the device where asked for
+        range_ = None
         if self.tracing:
-            shown = torch.autograd.profiler.record_function(RANGE + name)
-            shown.__enter__()  # type: ignore[no-untyped-call]
-        self.open().append([name, category, perf_counter(), 0.0, shown])
+            range_ = torch.autograd.profiler.record_function(RANGE + name)
+            range_.__enter__()  # type: ignore[no-untyped-call]
+        self._stack().append([name, category, perf_counter(), 0.0, range_])
 
     def leave(self) -> None:
         """The section that began last in this thread ends."""
-        stack = self.open()
-        if not stack or os.getpid() != self.process:  # began before anybody collected
+        stack = self._stack()
+        if not stack or os.getpid() != self.process:  # began before there was a collector
             return
-        if self.synchronize is not None:
-            self.synchronize()  # waits for the device: asked for
-        name, category, start, inside, shown = stack.pop()
+        self.synchronize()  # waits for the device where asked for
+        name, category, start, inside, range_ = stack.pop()
         took = perf_counter() - start
-        if shown is not None:
-            shown.__exit__(None, None, None)
+        if range_ is not None:
+            range_.__exit__(None, None, None)
         if stack:
             stack[-1][3] += took
         again = any(outer[0] == name for outer in stack)  # a section in itself counts once
         with self.lock:
-            row = self._row(name, category)
+            if (name, category) not in self.rows and len(self.rows) >= MOST:
+                name, category = OTHERS, ""
+            row = self.rows.setdefault((name, category), Total(name, category))
             row.calls += 1
             row.seconds += 0.0 if again else took
             row.own += took - inside
 
-    def open(self) -> list[list[Any]]:
+    def _stack(self) -> list[list[Any]]:
         """Sections that this thread is in: name, category, start, seconds of inner ones, range."""
-        if not hasattr(self.threads, "stack"):
-            self.threads.stack = []
-        stack: list[list[Any]] = self.threads.stack
+        stack: list[list[Any]] = self.threads.__dict__.setdefault("stack", [])
         return stack
-
-    def _row(self, name: str, category: str) -> Total:
-        row = self.rows.get((name, category))
-        if row is None:
-            if len(self.rows) >= MOST:
-                name, category = OTHERS, ""
-            row = self.rows.setdefault((name, category), Total(name, category))
-        return row
 
     def by_time(self) -> list[Total]:
         """Every section, the longest first."""
@@ -124,16 +114,12 @@ class Section(ContextDecorator):
         self.name, self.category = name, category
 
     def __enter__(self) -> Section:
-        if torch.compiler.is_compiling():
-            return self
-        if _collecting is not None:
+        if not torch.compiler.is_compiling() and _collecting is not None:
             _collecting.enter(self.name, self.category)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if _collecting is not None:
+        if not torch.compiler.is_compiling() and _collecting is not None:
             _collecting.leave()
 
 
@@ -149,7 +135,7 @@ def collect(totals: Totals) -> Iterator[Totals]:
 
 
 class Sections:
-    """What `runner.profile` is: `section` for one's code, `collect` for loops of one's own."""
+    """The type of `runner.profile`: `section` for one's code, `collect` for one's own loops."""
 
     section = Section
 

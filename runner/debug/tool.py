@@ -6,10 +6,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from runner.debug.config import DebugConfig
@@ -33,13 +32,10 @@ class Tool(Hook):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for names, guard in (
-            (("due",), _awake),
-            ((*Hook.EVENTS, "cost"), _answered),
-            (("session", "around"), _entered),
-        ):
-            for name in set(names) & set(vars(cls)):
-                setattr(cls, name, guard(vars(cls)[name]))
+        guards: dict[str, Callable[[Any], Any]] = dict.fromkeys((*Hook.EVENTS, "cost"), _event)
+        guards |= {"due": _due, "session": _context, "around": _context}
+        for name in set(guards) & set(vars(cls)):
+            setattr(cls, name, guards[name](vars(cls)[name]))
 
     def __init__(self, config: DebugConfig, every: int | None = None) -> None:
         self.config = config
@@ -88,13 +84,23 @@ class Tool(Hook):
         finding = "; ".join(filter(None, [self.finding, failed]))
         return Cost(self.name, self.looks, self.seconds, finding)
 
+    @contextmanager
+    def shielded(self, run: Run, passes: BaseException | None = None) -> Iterator[None]:
+        """Keep errors of the tool's code from the run, but for `passes`: it rests from then on."""
+        try:
+            yield
+        except RunnerError:
+            raise
+        except Exception as error:  # whatever a model or a disk has in store for it
+            if error is passes:
+                raise
+            self.fail(run, error)
+
     def fail(self, run: Run, error: Exception) -> None:
         """From here on it rests; said once."""
-        said = f"{type(error).__name__}: {error}"
         if self.broken:
-            log.debug("debug tool %s failed again: %s", self.name, said)
             return
-        self.broken = said.partition("\n")[0]
+        self.broken = f"{type(error).__name__}: {error}".partition("\n")[0]
         run.history.add(
             "tool_failed",
             f"debug tool {self.name}: {self.broken}",
@@ -105,7 +111,7 @@ class Tool(Hook):
         )
 
 
-def _awake(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+def _due(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
     @wraps(due)
     def guarded(self: Tool, step: int) -> bool:
         return not self.broken and due(self, step)
@@ -113,66 +119,36 @@ def _awake(due: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
     return guarded
 
 
-def _answered(event: Callable[..., Any]) -> Callable[..., Any]:
-    """An event or `cost`; of a tool that failed there is the plain row of the summary left."""
+def _event(event: Callable[..., Any]) -> Callable[..., Any]:
+    """An event or `cost`; a tool that failed leaves the plain row of the summary."""
 
     @wraps(event)
     def guarded(self: Tool, run: Run, *what: Any) -> Any:
         if not self.broken:
-            try:
+            with self.shielded(run):
                 return event(self, run, *what)
-            except RunnerError:
-                raise
-            except Exception as error:  # whatever a model or a disk has in store for it
-                self.fail(run, error)
         return None if what else Tool.cost(self, run)
 
     return guarded
 
 
-def _entered(make: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+def _context(make: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
     @wraps(make)
-    def guarded(self: Tool, run: Run) -> _Guarded:
-        return _Guarded(self, run, make)
+    @contextmanager
+    def guarded(self: Tool, run: Run) -> Iterator[None]:
+        inner: AbstractContextManager[Any] = nullcontext()
+        if not self.broken:
+            with self.shielded(run):
+                own = make(self, run)
+                own.__enter__()
+                inner = own
+        try:
+            yield
+        except BaseException as error:
+            with self.shielded(run, passes=error):
+                inner.__exit__(type(error), error, error.__traceback__)
+            raise
+        with self.shielded(run):
+            inner.__exit__(None, None, None)
 
     return guarded
-
-
-class _Guarded(AbstractContextManager[None]):
-    """A tool's context, whose own errors stay with the tool."""
-
-    def __init__(
-        self, tool: Tool, run: Run, make: Callable[..., AbstractContextManager[Any]]
-    ) -> None:
-        self.tool, self.run, self.make = tool, run, make
-        self.inner: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        if self.tool.broken:
-            return
-        try:
-            inner = self.make(self.tool, self.run)
-            inner.__enter__()
-            self.inner = inner
-        except RunnerError:
-            raise
-        except Exception as error:
-            self.tool.fail(self.run, error)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        if self.inner is None:
-            return None
-        try:
-            return self.inner.__exit__(kind, error, trace)
-        except RunnerError:
-            raise
-        except Exception as own:
-            if own is error:
-                raise
-            self.tool.fail(self.run, own)
-            return None  # what the step raised, if it did, goes on

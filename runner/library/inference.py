@@ -21,13 +21,13 @@ from runner.checks.model.behaviour import OUTPUTS, Expected
 from runner.checks.model.report import ModelReport
 from runner.data.batch import Inputs, call
 from runner.data.nested import tree_map
-from runner.debug.gradcheck_subjects import preserve_random_state
 from runner.device import allocator
 from runner.errors import OutOfMemory, UsageError
 from runner.library import batches
 from runner.library.lazy_run import check_module, device_of
 from runner.library.optimize import Optimized
 from runner.models import modes
+from runner.models.preserved_state import preserve_random_state
 from runner.random_state import exclusive_random_state
 from runner.record.text import shorten
 from runner.security.trust import Severity

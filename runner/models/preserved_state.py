@@ -50,6 +50,18 @@ def large_parameters(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Restore the state of the host's generators at the end."""
+    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_)
+
+
+@contextmanager
 def preserve_state(
     *roots: object, device: torch.device, safe: Iterable[Tensor] = (), complete: bool = False
 ) -> Iterator[None]:

@@ -17,12 +17,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import build, compose, train
 from runner.build import Components
-from runner.debug.memory import MemoryTool, Point, Timeline
+from runner.debug.memory import MemoryTool
 from runner.debug.memory_breakdown import BATCH, LOSS, PARTS, SavedTensors
 from runner.debug.object_counts import count_objects, find_growth
 from runner.errors import OutOfMemory
 from runner.objectives.base import Objective
-from runner.record import plots
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 
@@ -56,12 +55,8 @@ def weights(overrides: list[str], folder: Path | None = None) -> dict[str, Tenso
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        CNN,
-        [*GPT, "training.steps=12", "model.dropout=0.1", "optimizer.ema=0.9"],
-        [*CNN, "optimization=basic", "training.micro_batch=8"],
-    ],
-    ids=["cnn", "gpt", "basic"],
+    [CNN, [*GPT, "training.steps=6", "model.dropout=0.1", "optimizer.ema=0.9"]],
+    ids=["cnn", "gpt"],
 )
 def test_weights_and_moments_are_bit_equal_with_and_without(
     overrides: list[str], tmp_path: Path
@@ -117,19 +112,13 @@ def test_a_model_with_a_state_of_its_own_learns_the_same(readable: bool, tmp_pat
     assert (predicted is not None) is readable
 
 
-@pytest.mark.parametrize("overrides", [CNN, [*GPT, "training.steps=12"]], ids=["cnn", "gpt"])
-def test_what_is_kept_for_the_backward_is_what_was_predicted(
-    overrides: list[str], tmp_path: Path
-) -> None:
-    with build(compose([*overrides, *LOOK]), tmp_path) as run:
+def test_what_is_kept_for_the_backward_is_what_was_predicted(tmp_path: Path) -> None:
+    with build(compose([*GPT, "training.steps=6", *LOOK]), tmp_path) as run:
         train(run)
     found = found_in(tmp_path)
     rows, said = found["account"]["rows"], found["predicted"]
     saved = sum(row["activations"] for row in rows if row["name"] != BATCH)
     assert said["saved"] == pytest.approx(saved, rel=0.05)
-    assert found["account"]["peak"] == pytest.approx(
-        said["activations"] + said["gradients"], rel=0.25
-    )
 
 
 def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -> None:
@@ -150,22 +139,6 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -
     assert saved.bytes == {BATCH: 32 * 8 * 4, "": hidden, LOSS: 32 * 4 * 4}
     assert saved.samples == 32
     assert not torch.nn.modules.module._global_forward_hooks
-
-
-def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) -> None:
-    full = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
-    kept = []
-    for folder, more in (("plain", []), ("recomputed", full)):
-        with build(compose([*GPT, "training.steps=8", *LOOK, *more]), tmp_path / folder) as run:
-            train(run)
-        rows = found_in(tmp_path / folder)["account"]["rows"]
-        kept.append(sum(row["activations"] for row in rows if row["name"].startswith("blocks")))
-    assert kept[1] < kept[0] / 4
-
-
-def test_without_a_folder_nothing_is_written_and_nothing_breaks() -> None:
-    with build(compose([*MLP, *LOOK])) as run:
-        assert train(run).status == "done"
 
 
 def test_a_short_run_is_looked_at_and_tells_what_it_found(tmp_path: Path) -> None:
@@ -212,21 +185,6 @@ def test_a_leak_is_named_by_its_tensors_and_by_the_list_that_keeps_them(
     assert summary.faults["leak"] == 1, "one leak, however often longer windows find it"
 
 
-def test_a_short_run_that_grows_is_told_by_how_much_and_that_it_is_no_verdict(
-    tmp_path: Path, mapped: Callable[[int], mmap.mmap]
-) -> None:
-    class Hoarding(Hoard):
-        def on_step(self, run: Run, step: Step) -> None:
-            self.hoarded.append(torch.frombuffer(self.mapped(2_800_000), dtype=torch.uint8))
-
-    with build(compose([*MLP, *LOOK, "training.steps=60"]), tmp_path) as run:
-        run.hooks.append(Hoarding(mapped))
-        train(run)
-    said = found_in(tmp_path)["leak"]
-    assert said.startswith("too few samples for a leak verdict (1 of 40): growing ")
-    assert 2.5 < float(said.split("growing ")[1].split(" MB a step so far")[0]) < 3.5
-
-
 def test_a_run_that_is_not_watched_for_leaks_says_so(tmp_path: Path) -> None:
     with build(compose([*MLP, *LOOK, "stability.watch.leaks=false"]), tmp_path) as run:
         train(run)
@@ -270,17 +228,6 @@ class First(Hook):
             self.accounts.append((tool.breakdown.step, tool.breakdown.samples))
 
 
-def test_a_run_of_partial_batches_only_says_so(tmp_path: Path) -> None:
-    with build(compose([*RAGGED, "training.steps=1"]), tmp_path) as run:
-        train(run)
-    resumed = [*RAGGED, "training.steps=2", "checkpoint.resume=auto"]
-    with build(compose(resumed), tmp_path) as run:
-        summary = train(run)
-    assert found_in(tmp_path)["account"]["samples"] == 16
-    finding = next(t for t in summary.tools if t.name == "memory").finding
-    assert "of a partial batch, 16 of 32 samples: the run has no full one" in finding
-
-
 KEPT: list[Any] = []
 
 
@@ -289,18 +236,9 @@ def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
     KEPT.extend([object()] for _ in range(5000))
     gone = [[] for _ in range(5000)]
     del gone
-    grown = find_growth(before, count_objects())
-    KEPT.clear()
-    said = [str(growth) for growth in grown]
-    assert any("5,000 more items in the list" in x and x.endswith("test_memory.KEPT") for x in said)
-    assert any("objects of builtins.list" in x for x in said)
-
-
-def test_functions_that_an_import_makes_are_no_growth() -> None:
-    before = count_objects()
-    made = [lambda: None for _ in range(500)]
     said = [str(growth) for growth in find_growth(before, count_objects())]
-    assert len(made) == 500 and not any("function" in x for x in said)
+    KEPT.clear()
+    assert any("5,000 more items in the list" in x and x.endswith("test_memory.KEPT") for x in said)
 
 
 def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor(
@@ -341,22 +279,6 @@ class Limited(Objective):
         return self.own.metrics(totals)
 
 
-def test_a_picture_has_one_line_for_two_that_are_the_same() -> None:
-    same = Timeline([Point(step, 100 * 2**20, 100 * 2**20) for step in (10, 20)])
-    assert list(same.lines()[0]) == ["process"]
-    apart = Timeline([Point(step, 100 * 2**20, 120 * 2**20) for step in (10, 20)])
-    assert list(apart.lines()[0]) == ["process, at most", "process"]
-
-
-def test_the_picture_of_modules_has_a_legend_for_what_there_is_and_names_told_apart() -> None:
-    def drawn(name: str, **parts: float) -> bytes:
-        return plots.memory_modules([name], {k: [v] for k, v in parts.items()}).tobytes()
-
-    first, second = (f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(2))
-    assert drawn(first, parameters=1.0, average=0.0) == drawn(first, parameters=1.0)
-    assert drawn(first, parameters=1.0) != drawn(second, parameters=1.0)
-
-
 def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path: Path) -> None:
     overrides = [*GPT, "training.steps=12", "optimizer.ema=0.9", "training.micro_batch=1"]
     with build(compose(overrides), tmp_path) as run:
@@ -378,20 +300,6 @@ def test_a_step_that_did_not_fit_leaves_the_page_and_the_run_goes_on(tmp_path: P
     assert "run goes on" in (tmp_path / "debug/out_of_memory.md").read_text()
 
 
-def test_the_page_of_a_run_that_was_looked_at_has_the_account(tmp_path: Path) -> None:
-    class Late(Limited):
-        def __call__(self, output: Any, target: Any) -> Any:
-            self.most = 10**6 if run.progress.step < 20 else 0
-            return super().__call__(output, target)
-
-    with build(compose([*MLP, *LOOK]), tmp_path) as run:
-        run.objective = Late(run.objective, 0)
-        with pytest.raises(OutOfMemory):
-            train(run)
-    page = (tmp_path / "debug/out_of_memory.md").read_text()
-    assert "By module, MiB, at step" in page
-
-
 def test_a_report_that_cannot_be_made_never_hides_the_error(tmp_path: Path) -> None:
     (tmp_path / "debug").write_text("a file where the folder would be")
     with build(compose([*MLP, "checkpoint.enabled=false"]), tmp_path) as run:
@@ -408,12 +316,6 @@ def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_pa
     assert (tmp_path / "debug/memory_snapshot.pickle").stat().st_size > 1000
     found = found_in(tmp_path)
     assert found["account"]["peak"] > 0 and found["timeline"][-1]["device_peak"] > 0
-
-
-def test_a_lazy_parameter_somewhere_in_the_process_is_no_hindrance() -> None:
-    kept = [nn.LazyLinear(3), nn.Linear(71, 5)]
-    assert [shape for shape, *_ in count_objects().tensors if shape == "5×71"]
-    assert len(kept) == 2
 
 
 def test_a_tensor_of_the_compilers_tracer_is_not_counted() -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from runner import Hook, build, compose, profile, train
 from runner.debug.config import DebugConfig
 from runner.debug.profile import Profile
 from runner.debug.profile_report import Facts, operator_name, verdicts
-from runner.debug.profile_trace import operator_kind, read_trace
+from runner.debug.profile_trace import operator_kind, read_events
 from runner.debug.tool import Tool
 from runner.training.hook import Step
 from runner.training.run import Run
@@ -83,16 +85,6 @@ def test_a_run_is_told_what_keeps_it_from_being_faster(
     assert row.seconds > 0
 
 
-def test_what_is_fused_already_is_not_recommended() -> None:
-    tool, _, _ = profiled([*SMALL, *UNFUSED, "optimization.fused_optimizer.enabled=true"])
-    assert not any("fused_optimizer" in said for said in tool.verdicts), tool.verdicts
-
-
-def test_waiting_for_data_is_the_only_word_on_a_run_that_waits_for_data() -> None:
-    tool, _, _ = profiled([*SMALL, *OWN, "data.workers=0", "+data.seconds=0.001"])
-    assert len(tool.verdicts) == 1
-
-
 class Looking(Tool):
     """A debug tool that takes longer than the steps, between them."""
 
@@ -118,19 +110,6 @@ def test_a_run_whose_time_goes_to_few_long_operators_is_not_bound_by_its_many_sh
     assert said.startswith("compute-bound: convolutions take 55% of the operators' time; 16 bits")
     (said,) = verdicts(Facts({}, kinds={"matrix products": 0.6}, **most | {"calling": 0.7}))
     assert said.startswith("host-bound: 1,800 operators a step, so small that calling them is most")
-
-
-class Loop(nn.Module):
-    """A recurrence written in Python, an operator after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(30)), nn.Parameter(torch.zeros(30))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(100):
-            x = torch.tanh(x * self.scale + self.shift)
-        return x
 
 
 class OneByOne(nn.Module):
@@ -178,15 +157,10 @@ def verdict_of(model: nn.Module) -> tuple[str, list[str]]:
     return row.finding, tool.verdicts
 
 
-@pytest.mark.parametrize(
-    ("part", "module"), [(Loop, "encoder.loop"), (OneByOne, "encoder.loop.layer")]
-)
-def test_a_loop_of_small_operators_is_host_bound_and_its_module_is_named(
-    part: type[nn.Module], module: str
-) -> None:
-    finding, verdicts = verdict_of(Encoded(part()))
+def test_a_loop_of_small_operators_is_host_bound_and_its_module_is_named() -> None:
+    finding, verdicts = verdict_of(Encoded(OneByOne()))
     assert finding.startswith("host-bound: "), verdicts
-    assert f"% of the operators' time is in {module}, which makes " in finding
+    assert "% of the operators' time is in encoder.loop.layer, which makes " in finding
     assert "operators on whole tensors instead of a loop over samples or time" in finding
 
 
@@ -196,40 +170,22 @@ def test_the_only_large_product_is_named_as_the_hot_spot_and_is_not_host_bound()
     assert "% of the operators' time is in encoder.loop" in finding, verdicts
 
 
-def paused(longest: float) -> Iterator[dict[str, Any]]:
-    """Three steps of 11 ms; in the second one the light module is stopped for `longest` µs."""
-    host, at = {"ph": "X", "pid": 1, "tid": 1}, 0.0
-    for step in range(3):
-        began = at
-        for module, took in (("heavy", 10_000.0), ("light", longest if step == 1 else 1000.0)):
-            yield {
-                **host,
-                "cat": "user_annotation",
-                "name": f"module {module}",
-                "ts": at,
-                "dur": took,
-            }
-            yield {**host, "cat": "cpu_op", "name": "aten::mm", "ts": at, "dur": took}
-            at += took
-        yield {
-            **host,
-            "cat": "user_annotation",
-            "name": f"ProfilerStep#{step}",
-            "ts": began,
-            "dur": at - began,
-        }
-
-
-def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
-    for longest in (1000.0, 1e6):
-        module, share = read_trace({"traceEvents": list(paused(longest))}).hot_spot
-        assert module is not None and module.name == "heavy"
-        assert share == pytest.approx(10 / 11)
+def event(name: str, start: float, took: float, **more: Any) -> Any:
+    """An event as torch.profiler has it; times in µs."""
+    usual: dict[str, Any] = {
+        "cpu_parent": None,
+        "sequence_nr": -1,
+        "is_user_annotation": False,
+        "device_type": DeviceType.CPU,
+        "self_cpu_time_total": took,
+        "self_device_time_total": 0.0,
+    }
+    return SimpleNamespace(name=name, time_range=Interval(start, start + took), **usual | more)
 
 
 def test_a_busy_machine_changes_no_share_of_calling() -> None:
     """What operators take is measured against others of the same moment, in CPU time."""
-    reading = read_trace({"traceEvents": list(paused(1000.0))})
+    reading = read_events([event("aten::mm", 10.0 * i, 5.0) for i in range(6)], 0)
     assert (reading.calls, reading.calibration_calls, reading.calling) == (6, 0, 0.0)
     reading.calibration_calls, reading.calibration_share = 3, 0.5
     assert reading.calling == pytest.approx(1.0)
@@ -245,14 +201,10 @@ def test_attention_is_named_and_its_technique_where_it_is_off() -> None:
     assert "optimization." not in said
 
 
-def test_time_in_compiled_graphs_is_stated_with_the_module_of_uncompiled_steps() -> None:
-    module = {"module": "head", "module_share": 0.7, "module_eager": True}
-    graph = {"operators": 210.0, "operator_share": 0.99, "graph": 0.99, "graph_ms": 1.25}
-    (said,) = verdicts(Facts({}, **graph, **module))
-    assert said == (
-        "compiled graphs take 99% of the operators' time, 1.25 ms a step; uncompiled, head takes "
-        "the most of all modules, 70%"
-    )
+def test_time_in_compiled_graphs_is_stated() -> None:
+    graph = {"operators": 210.0, "operator_share": 0.99, "operator_ms": 1.25}
+    (said,) = verdicts(Facts({}, kinds={"compiled graphs": 0.992}, **graph))
+    assert said == "compiled graphs take 99% of the operators' time, 1.24 ms a step"
 
 
 @pytest.mark.parametrize(
@@ -272,8 +224,8 @@ def test_operators_are_told_apart_by_their_names(name: str, what: str) -> None:
     assert "#" not in operator_name(name)
 
 
-@pytest.mark.parametrize("model", ["data=cancer", "data=digits model=cnn model.width=8"])
-def test_weights_are_bit_equal_with_and_without_the_tool(model: str) -> None:
+def test_weights_are_bit_equal_with_and_without_the_tool() -> None:
+    model = "data=digits model=cnn model.width=8"
     ends = []
     for debug in ("debug=none", "debug=profile"):
         overrides = [*QUIET, "training.steps=30", "optimization=basic", *model.split(), debug]
@@ -308,7 +260,7 @@ def lopsided(folder: Path, *overrides: str) -> tuple[Profile, dict[str, Any]]:
     return tool, json.loads((folder / "debug/profile.json").read_text())
 
 
-def test_the_module_that_takes_the_time_is_named_with_its_backward(tmp_path: Path) -> None:
+def test_modules_with_their_backward_and_sections_are_in_tables_and_trace(tmp_path: Path) -> None:
     _, rows = lopsided(tmp_path)
     (window,) = rows["windows"]
     modules = {row["name"]: row for row in window["modules"]}
@@ -319,10 +271,6 @@ def test_the_module_that_takes_the_time_is_named_with_its_backward(tmp_path: Pat
     assert sum(m["forward"] + m["backward"] for m in modules.values()) == pytest.approx(
         window["operator_seconds"]
     )
-
-
-def test_sections_are_in_the_totals_the_tables_and_the_trace(tmp_path: Path) -> None:
-    _, rows = lopsided(tmp_path)
     (section,) = rows["sections"]
     assert (section["name"], section["category"]) == ("light", "model")
     assert section["calls"] >= 40
@@ -343,16 +291,7 @@ def test_sections_are_in_the_totals_the_tables_and_the_trace(tmp_path: Path) -> 
         assert tag in shown
 
 
-def test_shapes_and_memory_tell_operators_apart(tmp_path: Path) -> None:
-    _, rows = lopsided(tmp_path, "debug.profile.shapes=true", "debug.profile.memory=true")
-    products = [o for o in rows["windows"][0]["operators"] if o["name"] == "aten::addmm"]
-    assert "2048 32×256 256×2048" in {o["shapes"] for o in products}
-    assert max(o["allocated"] for o in products) > 0
-
-
-@pytest.mark.parametrize(
-    ("handler", "traces", "tables"), [("trace", 1, False), ("table", 0, True), ("both", 1, True)]
-)
+@pytest.mark.parametrize(("handler", "traces", "tables"), [("trace", 1, False), ("table", 0, True)])
 def test_the_handler_says_what_is_made(
     handler: str, traces: int, tables: bool, tmp_path: Path
 ) -> None:
@@ -361,7 +300,7 @@ def test_the_handler_says_what_is_made(
     assert ("### Operators" in tool.markdown()) is tables
 
 
-def test_windows_come_again_and_old_traces_make_room(tmp_path: Path) -> None:
+def test_windows_come_again(tmp_path: Path) -> None:
     often = [
         *SMALL,
         *(
@@ -373,17 +312,6 @@ def test_windows_come_again_and_old_traces_make_room(tmp_path: Path) -> None:
     assert [row["first"] for row in tool.windows] == [7, 18, 29, 40]
     kept = sorted((tmp_path / "all/debug/traces").iterdir())
     assert [path.name[5:13] for path in kept] == ["00000007", "00000018", "00000029", "00000040"]
-    room = 2.5 * sorted(path.stat().st_size for path in kept)[1] / 2**20  # the first is larger
-    profiled([*often, f"debug.profile.traces_mb={room}"], tmp_path / "few")
-    left = sorted(path.name[5:13] for path in (tmp_path / "few/debug/traces").iterdir())
-    assert left == ["00000029", "00000040"]
-
-
-def test_a_window_lies_between_two_validations(tmp_path: Path) -> None:
-    tool, _, _ = profiled([*SMALL, "training.validate_every=4"], tmp_path)
-    (row,) = tool.windows
-    assert row["steps"] == 2
-    assert {m["calls"] for m in row["modules"] if m["calls"]} == {2}
 
 
 def test_a_run_shorter_than_its_window_is_profiled_as_far_as_it_goes() -> None:
@@ -413,13 +341,6 @@ def test_somebody_elses_profiler_is_no_reason_to_fail() -> None:
     assert run.history.counts["no_profile"] == 1
 
 
-def test_a_place_that_takes_no_files_is_no_reason_to_fail(tmp_path: Path) -> None:
-    (tmp_path / "debug").write_text("in the way")
-    tool, summary, _ = profiled(SMALL, tmp_path)
-    assert summary.status == "done"
-    assert tool.verdicts
-
-
 def test_a_tool_that_may_not_look_any_more_opens_no_window() -> None:
     tool, _, _ = profiled([*SMALL, "debug.max_iterations=10"])
     assert not tool.windows
@@ -441,89 +362,39 @@ def test_a_compiled_run_is_profiled_as_it_is(technique: str) -> None:
     assert tool.trace is not None
     assert any("ompiled" in operator.name for operator in tool.trace.operators)
     assert "##" not in tool.markdown().partition("### Operators")[2].partition("### Modules")[0]
-    compiled, uncompiled = tool.windows
-    assert (compiled["eager"], uncompiled["eager"]) == (False, True)
-    assert tool.uncompiled is not None and tool.uncompiled.modules
-    assert "Of uncompiled steps:" in tool.markdown()
-    assert run.whole is not None or technique == "compile", "steps are in one graph again"
-    if run.whole is not None:
-        assert run.whole.steps > 25
-
-
-def test_a_window_lies_between_the_looks_of_other_tools() -> None:
-    tool, _, _ = profiled(
-        [*SMALL, "debug=full", "training.steps=60", "debug.gradcheck.enabled=false"]
-    )
-    (row,) = tool.windows
-    assert (row["first"], row["steps"]) == (22, 5), "looks are at steps 20 and 30"
+    assert len(tool.windows) == 1
+    assert "optimization=none shows the modules" in tool.markdown()
+    assert run.whole is not None or technique == "compile"
 
 
 # -- reading -----------------------------------------------------------------------------------
 
 
-def cuda_trace() -> Iterator[dict[str, Any]]:
-    """A step of 1,000 µs: a product on tensor cores, another kernel beside it, two copies."""
-    host = {"ph": "X", "pid": 1, "tid": 1}
-    yield {**host, "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1000}
-    yield {
-        **host,
-        "cat": "cpu_op",
-        "name": "aten::mm",
-        "ts": 10,
-        "dur": 20,
-        "args": {"External id": 7},
-    }
-    yield {
-        **host,
-        "cat": "cpu_op",
-        "name": "aten::relu",
-        "ts": 40,
-        "dur": 10,
-        "args": {"External id": 8},
-    }
-    stream = {"ph": "X", "pid": 0, "tid": 7}
-    yield {
-        **stream,
-        "cat": "kernel",
-        "name": "sm90_xmma_gemm_bf16bf16_tn",
-        "ts": 100,
-        "dur": 300,
-        "args": {"External id": 7},
-    }
-    yield {
-        **stream,
-        "cat": "kernel",
-        "name": "elementwise_kernel",
-        "ts": 350,
-        "dur": 100,
-        "args": {"External id": 8},
-    }
-    for way, start, size in (("HtoD", 600, 4_000_000), ("DtoH", 700, 1_000_000)):
-        yield {
-            **stream,
-            "cat": "gpu_memcpy",
-            "name": f"Memcpy {way} (Pinned -> Device)",
-            "ts": start,
-            "dur": 100,
-            "args": {"bytes": size},
-        }
-
-
 def test_a_gpus_trace_tells_how_busy_it_was_and_what_was_copied() -> None:
-    reading = read_trace({"traceEvents": list(cuda_trace())})
+    on_gpu = {"device_type": DeviceType.CUDA}
+    reading = read_events(
+        [
+            event("ProfilerStep*", 0, 1000, is_user_annotation=True),
+            event("aten::mm", 10, 20, self_device_time_total=300.0),
+            event("aten::relu", 40, 10, self_device_time_total=100.0),
+            event("sm90_xmma_gemm_bf16bf16_tn", 100, 300, **on_gpu),
+            event("elementwise_kernel", 350, 100, **on_gpu),
+            event("Memcpy HtoD (Pinned -> Device)", 600, 100, **on_gpu),
+            event("Memcpy DtoH (Device -> Pinned)", 700, 100, **on_gpu),
+        ],
+        1,
+    )
     assert reading.busy == pytest.approx((350 + 200) / 1000), "kernels side by side count once"
-    assert reading.tensor_cores == pytest.approx(0.75)
     assert [o.name for o in reading.operators] == ["aten::mm", "aten::relu"]
     assert reading.spent(reading.operators[0]) == pytest.approx(300e-6)
     assert reading.kinds == {"matrix products": pytest.approx(0.75)}
-    assert (reading.copies["HtoD"].count, reading.copies["HtoD"].bytes) == (1, 4_000_000)
-    assert reading.copies["DtoH"].seconds == pytest.approx(100e-6)
+    assert reading.copies == pytest.approx(200e-6)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
     tool, _, _ = profiled([*SMALL, *WIDE, "device=cuda"], tmp_path)
     assert tool.trace is not None
-    assert tool.trace.kernels
+    assert tool.trace.on_device
     assert 0 < (tool.trace.busy or 0) <= 1
-    assert tool.trace.copies["HtoD"].bytes > 0
+    assert tool.trace.copies > 0

@@ -36,20 +36,6 @@ def test_inner_sections_count_in_the_outer_one_and_once_in_a_category() -> None:
     assert rows["batch"].mean == pytest.approx(rows["batch"].seconds / 3)
 
 
-def test_a_section_in_itself_is_not_counted_twice() -> None:
-    def descend(depth: int) -> None:
-        with profile.section("node"):
-            busy()
-            if depth:
-                descend(depth - 1)
-
-    with profile.collect() as totals:
-        descend(4)
-    (row,) = totals.by_time()
-    assert row.calls == 5
-    assert row.seconds == pytest.approx(row.own, rel=0.5)
-
-
 def test_a_section_that_raises_is_counted_and_the_next_one_is_not_inside_it() -> None:
     with profile.collect() as totals:
         with pytest.raises(ValueError, match="bad"), profile.section("a"):
