@@ -18,15 +18,6 @@ def test_a_swept_setting_has_its_value_and_all_that_it_can_have() -> None:
     assert found == ({"optimizer.lr": 0.01}, {"optimizer.lr": [0.001, 0.01, 0.1]})
 
 
-def test_a_swept_group_is_what_was_typed() -> None:
-    typed = {"optimization": "ultra", "model": "mlp"}
-    values, domains = swept_columns(
-        {"optimization.level": "ultra"}, typed, {"optimization": ["a", "ultra"]}
-    )
-    assert values == {"optimization": "ultra"}
-    assert domains == {"optimization": ["a", "ultra"]}
-
-
 def test_a_value_that_the_domain_lacks_is_in_it_all_the_same() -> None:
     """Rows with a value outside the domain would be hidden."""
     _, domains = swept_columns({"seed": 3}, {}, {"seed": [1, 2]})
@@ -39,10 +30,6 @@ def test_none_is_a_choice_like_others_and_a_column_of_two_kinds_is_text() -> Non
     assert domains == {"optimizer.ema": ["null", "0.99"]}
     values, domains = swept_columns({"model.widths": [8, 8]}, {}, {"model.widths": [[8, 8], [4]]})
     assert domains == {"model.widths": ["[8, 8]", "[4]"]}
-
-
-def test_a_key_that_nobody_knows_has_no_column() -> None:
-    assert swept_columns({}, {}, {"who.knows": [1, 2]}) == ({}, {})
 
 
 def test_values_of_one_kind_stay_as_they_are() -> None:

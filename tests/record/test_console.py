@@ -14,7 +14,6 @@ from rich.text import Text
 
 from runner import masking
 from runner.record.console import close_logging, console, set_up_logging
-from runner.record.text import escape_control_chars
 
 log = logging.getLogger("runner")
 
@@ -55,41 +54,12 @@ def test_no_message_can_pass_for_two_lines_or_move_the_cursor(
     assert shown.strip().isprintable()
 
 
-def test_a_tracebacks_lines_are_set_off_from_log_lines(tmp_path: Path) -> None:
-    set_up_logging("info", tmp_path)
-    try:
-        raise ValueError("bad\n2026-01-01T00:00:00 INFO runner: all is well")
-    except ValueError:
-        log.exception("it broke")
-    first, *rest = lines(tmp_path)
-    assert first.endswith("it broke")
-    assert rest and all(line.startswith("  | ") for line in rest)
-
-
-def test_a_second_call_moves_the_log_and_doubles_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        set_up_logging("info", tmp_path / name)
-        log.info("this is %s", name)
-    assert [line.rpartition(": ")[2] for line in lines(tmp_path / "one")] == ["this is one"]
-    assert [line.rpartition(": ")[2] for line in lines(tmp_path / "two")] == ["this is two"]
-    assert capsys.readouterr().err.count("this is") == 2
-
-
-def test_debug_is_ours_alone(tmp_path: Path) -> None:
-    set_up_logging("debug", tmp_path)
-    log.debug("ours")
-    logging.getLogger("PIL").debug("theirs")
-    assert [line.rpartition(": ")[2] for line in lines(tmp_path)] == ["ours"]
-
-
 SILENCED = {
-    "no file": {"runner": {"level": "CRITICAL", "propagate": False, "handlers": []}},
-    "a filter": {"runner": {"filters": ["other"]}},
-    "a part of it": {"runner.device.device": {"level": "CRITICAL", "propagate": False}},
-    "Python's warnings": {"py.warnings": {"level": "CRITICAL", "propagate": False}},
+    "a level and a filter": {
+        "runner": {"level": "CRITICAL", "propagate": False, "filters": ["other"]},
+        "runner.device.device": {"level": "CRITICAL", "propagate": False},
+        "py.warnings": {"level": "CRITICAL", "propagate": False},
+    },
     "all that there are": {},  # `disable_existing_loggers` does it
 }
 
@@ -130,18 +100,6 @@ def test_a_wrong_log_call_is_a_line_and_not_the_end(
     close_logging()
 
 
-def test_a_closed_stderr_silences_the_console_and_not_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    stream.close()
-    monkeypatch.setattr(sys, "stderr", stream)
-    set_up_logging("info", tmp_path)
-    log.info("one")
-    log.info("two")
-    assert len(lines(tmp_path)) == 2
-
-
 def test_a_pipe_whose_reader_has_gone_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,17 +113,6 @@ def test_a_pipe_whose_reader_has_gone_is_no_error(
     assert len(lines(tmp_path)) == 2
     with pytest.raises(BrokenPipeError):
         stream.close()
-
-
-def test_a_folder_that_takes_no_log_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    set_up_logging("info", tmp_path / "nowhere")
-    assert "no run.log" in capsys.readouterr().err
-
-
-def test_ordinary_text_stays_as_it_is() -> None:
-    assert escape_control_chars("größe: 5 µs · 漢字") == "größe: 5 µs · 漢字"
 
 
 def test_a_warning_that_repeats_is_said_once(

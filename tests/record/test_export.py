@@ -48,9 +48,3 @@ def test_parquet_says_the_same(tmp_path: Path) -> None:
         {"step": 10, "split": "train", "loss": 0.5, "top": None},
         {"step": 20, "split": "val", "loss": None, "top": 1},
     ]
-
-
-def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    assert export(tmp_path, []) == []
-    assert not (tmp_path / "debug" / "tables").exists()

@@ -31,25 +31,6 @@ def test_a_fault_that_repeats_is_said_once_and_counted(
     assert (first["count"], first["steps"], first["last_step"]) == (30, list(range(1, 21)), 30)
 
 
-def test_what_was_first_added_without_a_word_is_said_when_it_comes_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    faults = History(None)
-    for step in (1, 2, 3):
-        faults.add("spike", "the loss is 3", step=step, category="numerics", say=step > 1)
-    assert [r.getMessage() for r in caplog.records] == ["step 2: the loss is 3"]
-
-
-def test_the_traceback_of_an_error_is_kept_once(tmp_path: Path) -> None:
-    faults = History(tmp_path)
-    try:
-        raise ValueError("of the model")
-    except ValueError as error:
-        faults.add("error", "it failed", step=1, category="data", error=error, say=False)
-    (fault,) = faults.faults.values()
-    assert "ValueError: of the model" in fault.traceback
-
-
 def test_it_reads_back_and_a_torn_file_tells_of_none(tmp_path: Path) -> None:
     assert History.read(tmp_path) == []
     faults = History(tmp_path)
@@ -58,11 +39,6 @@ def test_it_reads_back_and_a_torn_file_tells_of_none(tmp_path: Path) -> None:
     assert History.read(tmp_path) == list(faults.faults.values())
     (tmp_path / FILE).write_text('{"faults": [{"kind": ')
     assert History.read(tmp_path) == []
-
-
-def test_a_run_without_faults_leaves_no_file(tmp_path: Path) -> None:
-    History(tmp_path).write()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_checkpoint_keeps_goes_on_counting(tmp_path: Path) -> None:
@@ -83,10 +59,3 @@ def test_many_different_faults_stay_bounded(
     for letter in "abcde":
         faults.add("error", letter, step=1, category="data")
     assert len(faults.faults) == 3 and faults.counts == {"error": 5}
-
-
-def test_a_folder_that_takes_no_file_is_no_fault(tmp_path: Path) -> None:
-    (tmp_path / "debug").write_text("in the way")
-    faults = History(tmp_path)
-    faults.add("error", "x", step=1, category="data", say=False)
-    faults.write()

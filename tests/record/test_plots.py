@@ -17,8 +17,8 @@ def has(picture: np.ndarray, colour: str) -> bool:
     return bool((picture == pixel).all(2).any())
 
 
-@pytest.mark.parametrize("classes", [2, 10, 100])
-@pytest.mark.parametrize("name", ["{}", "a class with a very long name {}", "größe $x^ {}", ""])
+@pytest.mark.parametrize("classes", [2, 100])
+@pytest.mark.parametrize("name", ["a class with a very long name {}", "größe $x^ {}", ""])
 def test_any_number_of_classes_of_any_name_fits(classes: int, name: str) -> None:
     names = [name.format(i) for i in range(classes)]
     picture = confusion_matrix(np.eye(classes, dtype=np.int64) * 5, names)
@@ -30,25 +30,13 @@ def test_a_class_without_samples_or_without_a_name_is_no_hindrance() -> None:
     assert not has(confusion_matrix(np.zeros((3, 3), np.int64), []), BLUE)
 
 
-def test_of_many_classes_those_with_mistakes_are_drawn() -> None:
-    counts = np.eye(60, dtype=np.int64) * 5
-    quiet = confusion_matrix(counts, [str(i) for i in range(60)])
-    counts[58] = 0
-    counts[58, 59] = 5  # every one mistaken: a full cell off the diagonal
-    assert not np.array_equal(quiet, confusion_matrix(counts, [str(i) for i in range(60)]))
-
-
-@pytest.mark.parametrize(("channels", "count"), [(1, 1), (3, 4), (1, 12)])
+@pytest.mark.parametrize(("channels", "count"), [(1, 1), (3, 12)])
 def test_only_what_was_mistaken_is_framed_in_red(channels: int, count: int) -> None:
     images = np.random.default_rng(0).normal(size=(count, channels, 8, 8))
     true = ["cat"] * count
     right = image_grid(images, true, true)
     assert right.shape[1] == SIDE and not has(right, RED)
     assert has(image_grid(images, true, [*true[1:], "dog"]), RED)
-
-
-def test_an_image_of_one_value_is_drawn_too() -> None:
-    assert image_grid(np.ones((1, 1, 4, 4)), ["a"], ["a"]).shape[1] == SIDE
 
 
 def test_faults_have_the_colour_of_their_severity() -> None:
@@ -59,16 +47,6 @@ def test_faults_have_the_colour_of_their_severity() -> None:
         plots.fault_counts({"spike": 50, "non_finite": 1}, kinds, 100),
     ):
         assert has(picture, ORANGE) and has(picture, RED) and not has(picture, BLUE)
-
-
-def test_the_timeline_marks_every_step_and_bars_what_is_not_known() -> None:
-    def marked(steps: list[int]) -> int:
-        picture = plots.fault_timeline({"spike": steps}, {"spike": 100}, {"spike": "warning"}, 100)
-        return int((picture == np.array([0xD9, 0x77, 0x06], np.uint8)).all(2).sum())
-
-    few = marked([*range(1, 21), 100])
-    assert 0 < few < 0.4 * marked(list(range(1, 101)))
-    assert few == marked([*range(1, 21), 100]) > marked([1, 2])
 
 
 def test_steps_that_were_not_finite_are_marked_among_the_norms() -> None:
@@ -84,12 +62,3 @@ def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
     assert has(picture, BLUE) and has(picture, RED) and has(picture, GREEN)
     nothing = plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1)
     assert nothing.shape[1] == SIDE
-
-
-def test_the_legend_of_modules_has_only_parts_that_there_are_and_names_are_told_apart() -> None:
-    def draw(name: str, **parts: list[float]) -> bytes:
-        return plots.memory_modules([name], parts).tobytes()
-
-    first, second = (f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(2))
-    assert draw(first, parameters=[1.0], average=[0.0]) == draw(first, parameters=[1.0])
-    assert draw(first, parameters=[1.0]) != draw(second, parameters=[1.0])

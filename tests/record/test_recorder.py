@@ -14,7 +14,6 @@ import pytest
 
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
-from runner.record.storage import Appender
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)
 
@@ -85,15 +84,6 @@ def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(
     assert [row["step"] for row in rows(tmp_path)] == [10, 20]
 
 
-def test_a_fresh_start_in_a_used_folder_leaves_no_old_row(tmp_path: Path) -> None:
-    for loss in (1.0, 2.0):
-        recorder = Recorder(tmp_path, JSON_ONLY)
-        recorder.open()
-        recorder.scalars(10, "train", {"loss": loss})
-        recorder.close()
-    assert [row["loss"] for row in rows(tmp_path)] == [2.0]
-
-
 def test_without_a_folder_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,22 +115,6 @@ def test_a_deleted_folder_is_said_once_a_file_and_the_run_goes_on(
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 2
     assert all("deleted while the run went on" in text for text in warned)
-
-
-def test_a_folder_that_is_not_there_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "nowhere", MonitoringConfig())
-    recorder.open()
-    recorder.scalars(1, "train", {"loss": 1.0})
-    recorder.close()
-    assert recorder.faults == {"metrics": 1, "tensorboard": 1}
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_device_is_an_error_at_the_write_itself() -> None:
-    file = Appender(Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left"):
-        file.write(b"a row")
-    file.close()
 
 
 def test_a_file_without_line_ends_is_no_trap_for_a_resume(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from runner.record.config import MonitoringConfig
@@ -43,7 +42,7 @@ def values(folder: Path) -> list[Any]:
     return [value for event in events for value in event.summary.value]
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 8, 115, 255, 256, 257, 259, 260, 1000, 5003])
+@pytest.mark.parametrize("length", [0, 1, 4, 115, 256, 259, 5003])
 def test_the_checksum_is_that_of_tensorboards_own_writer(length: int) -> None:
     data = np.random.default_rng(length).bytes(length)
     assert ours(data) == crc32c(data)
@@ -105,24 +104,6 @@ def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path)
     assert [m.name.tag for m in experiment.metric_infos] == ["val/accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [("done", api_pb2.STATUS_SUCCESS), ("stopped", api_pb2.STATUS_SUCCESS),
-     ("failed", api_pb2.STATUS_FAILURE), ("interrupted", None)],
-)  # fmt: skip
-def test_the_row_shows_how_the_run_ended_unless_it_can_be_resumed(
-    tmp_path: Path, status: str, expected: int | None
-) -> None:
-    recorder = opened(tmp_path)
-    recorder.hparams("x", {"lr": 0.1})
-    recorder.end(status)
-    recorder.close()
-    ends = [v for v in values(tmp_path) if v.tag == "_hparams_/session_end_info"]
-    found = [v.metadata.plugin_data.content for v in ends]
-    statuses = [metadata.parse_session_end_info_plugin_data(content).status for content in found]
-    assert statuses == ([] if expected is None else [expected])
-
-
 def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
     picture = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
     recorder = opened(tmp_path)
@@ -138,16 +119,6 @@ def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
     width, height, png = image.tensor_proto.string_val
     assert (int(width), int(height), image.step) == (7, 5, 3)
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), picture)
-
-
-def test_the_layout_names_exactly_its_tags(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
-    recorder.layout({"loss": ["train/loss", "val/loss"]})
-    recorder.close()
-    (value,) = values(tmp_path)
-    layout = layout_pb2.Layout.FromString(value.tensor.string_val[0])
-    (chart,) = layout.category[0].chart
-    assert list(chart.multiline.tag) == ["^train/loss$", "^val/loss$"]
 
 
 def test_an_event_file_that_was_torn_is_no_hindrance_to_a_resume(tmp_path: Path) -> None:
@@ -177,11 +148,3 @@ def test_a_histogram_counts_what_is_finite(tmp_path: Path) -> None:
     assert rows[:, 2].sum() == 4 and rows[0, 0] == 0.0 and rows[-1, 1] == 2.0
     (event,) = read(tmp_path).Tensors("gradients/w")
     assert event.step == 7
-
-
-def test_values_for_tensorboard_alone_are_no_row_of_metrics(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
-    recorder.show(5, "memory", {"process": 2.0})
-    recorder.close()
-    assert points(tmp_path, "memory/process") == [(5, 2.0)]
-    assert (tmp_path / "metrics.jsonl").read_text() == ""

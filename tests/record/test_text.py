@@ -12,7 +12,7 @@ from torch import nn
 from runner.errors import ConfigError
 from runner.overrides.spelling import parse_override
 from runner.record.storage import read_record
-from runner.record.text import describe_error, quote_for_shell, resume_argument, shorten
+from runner.record.text import describe_error, quote_for_shell
 from runner.security.registry import construct
 
 NAMES = [
@@ -59,25 +59,10 @@ def test_a_fault_without_a_line_of_the_users_is_placed_where_it_was_raised(tmp_p
     assert said.startswith("FileNotFoundError: ") and file != __file__
 
 
-def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
-    reason = "torch 2.13.0 took 0.85 ms, e.g. for x.csv, and 1.25 more"
-    words = reason.split()
-    for most in range(5, len(reason) + 1):
-        cut = shorten(reason, most)
-        assert cut == reason or (
-            cut.endswith(" …") and words[: len(cut.split()) - 1] == cut.split()[:-1]
-        )
-    assert shorten("x" * 20, 8) == "x" * 8 + " …"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_pasted_into_a_shell_is_read_as_it_was(name: str) -> None:
     (word,) = shlex.split(quote_for_shell("data.path", name))
     assert parse_override(word).parsed.value() == name
-
-
-def test_a_plain_folder_is_not_quoted() -> None:
-    assert resume_argument(Path("outputs/runs/a/b")) == "checkpoint.resume=outputs/runs/a/b"
 
 
 def test_a_value_that_cannot_be_read_is_shown_as_it_is_to_be_typed() -> None:

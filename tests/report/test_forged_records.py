@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import re
@@ -17,11 +16,9 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-import runner
 from runner.errors import StorageError, UsageError
 from runner.record.console import print_stdout
 from runner.report import table
-from runner.report.__main__ import main
 from runner.report.discover import of_folders
 from runner.training.summary import Summary
 from tests.report.planted_results import arm, attribution, failed, reference, result, technique
@@ -58,17 +55,6 @@ def test_the_console_escapes_text_wherever_it_stands(capsys: pytest.CaptureFixtu
     check_text(shown)
     assert shown.count("[red]R[/red][link=http://evil.test]L[/link]:boom:") == 8
     assert "\\x1b]8;;http://evil.test\\x07" in shown
-
-
-def test_there_is_no_other_console() -> None:
-    home = Path(runner.__file__).parent
-    calls = [
-        f"{path.relative_to(home)}:{node.lineno}"
-        for path in home.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Console", "rich.print"))
-    ]
-    assert [call for call in calls if "record/console.py" not in call] == []
 
 
 Tree = dict[str, Any] | list[Any]
@@ -108,11 +94,6 @@ def two_runs(folder: Path) -> Path:
     return run(folder / "2", ["optimization=ultra"], 1.0, "failed", **more)
 
 
-def unrelated_runs(folder: Path) -> Path:
-    run(folder / "0", ["optimization=none", "seed=1"])
-    return run(folder / "1", ["optimization=basic", "seed=2"])
-
-
 def a_benchmark(folder: Path) -> Path:
     found = result(reference(), arm("ultra", 2.0), failed("basic", reason="why"))
     found.attribution = attribution()
@@ -121,9 +102,7 @@ def a_benchmark(folder: Path) -> Path:
 
 
 RECORDS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "the summary of a run": (two_runs, "1/summary.json"),
-    "the summary of a run that failed": (two_runs, "2/summary.json"),
-    "the overrides of a run": (unrelated_runs, "1/.hydra/overrides.yaml"),
+    "the summary of a run": (two_runs, "2/summary.json"),
     "the list of a sweep's jobs": (two_runs, "sweep.json"),
     "a benchmark": (a_benchmark, "benchmark.json"),
 }
@@ -155,19 +134,6 @@ def show(folder: Path, record: str, forged: Tree, capsys: pytest.CaptureFixture[
     check_text(shown.out)
     check_text(shown.err)
     return shown.out
-
-
-def test_the_heading_of_a_metric_is_shown_as_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = f"val/{HOSTILE}"
-    for number in range(2):
-        run(tmp_path / str(number), [f"seed={number}"], metrics={name: 0.9}, monitor=name)
-    assert main([str(tmp_path)]) == 0
-    shown = capsys.readouterr()
-    check_text(shown.out)
-    check_text(shown.err)
-    assert "best val/evil\\x1b[2J" in STYLED.sub("", shown.out)
 
 
 def test_names_of_folders_are_shown_as_text(tmp_path: Path) -> None:

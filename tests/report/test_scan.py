@@ -68,11 +68,6 @@ def test_a_reason_worth_more_than_a_note_is_told_and_strict_says_what_to_type():
     assert "scan.path=outputs/a/checkpoints" in run
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_a_digest_stays_on_one_line_however_narrow_the_screen_is(width):
-    assert DIGEST in shown(Scan("x", SecurityLevel.standard, rows=[row("a" * 100)]), width=width)
-
-
 def test_what_is_left_out_of_a_page_is_counted():
     scan = Scan("x", SecurityLevel.standard, rows=[row(f"f{n}") for n in range(ROWS + 5)])
     page = markdown(scan)
