@@ -49,8 +49,7 @@ def build_hooks(
     if folder is not None:
         outputs = config.checks.outputs
         hooks.append(Recording(config.monitoring, settings, machine=machine, outputs=outputs))
-        # around the tools: it exports what they say
-        hooks.append(Faults(config.monitoring.export, empty=bool(tools)))
+        hooks.append(Faults(empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
     if (limits := Limits(config.security.limits)).wanted:

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
-
-
-class TableKind(Enum):
-    """Tables for other programs."""
-
-    csv = "csv"
-    parquet = "parquet"  # needs the extra of that name
 
 
 @dataclass
@@ -29,7 +21,6 @@ class MonitoringConfig:
     progress: bool = True  # a live display on a terminal, a plain line now and then elsewhere
     line_every_s: float = bounded(5.0, above=0)  # seconds between plain lines
     log_level: str = "info"
-    export: list[TableKind] = field(default_factory=list)  # the record also as tables, at the end
     # every value that a key has in the jobs of a sweep, for check boxes; the launcher fills it in
     domains: dict[str, list[Any]] = field(default_factory=dict)
 

@@ -201,31 +201,6 @@ def fault_counts(
         return picture.pixels()
 
 
-def grad_norms(
-    steps: Sequence[int], typical: Sequence[float], largest: Sequence[float], bad: Sequence[int]
-) -> NDArray[np.uint8]:
-    """The gradient norm before clipping over the steps, on a logarithmic scale.
-
-    Of each stretch that ends at a step of `steps` the median is a line and the largest a lighter
-    one; `bad` are steps that were not finite, marked in red.
-    """
-    with rc_context(STYLE):
-        picture = _Picture(430, "gradient norm before clipping")
-        axes = picture.axes[0]
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_power)
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        for values, colour, width in ((largest, PALE, 2), (typical, BLUE, 3)):
-            points = [(s, v) for s, v in zip(steps, values, strict=True) if 0 < v < math.inf]
-            axes.plot([s for s, _ in points], [v for _, v in points], color=colour, linewidth=width)
-        for step in bad:
-            axes.axvline(step, 0.94, 1, color=RED, linewidth=4)
-        axes.set_xlabel("step")
-        legend = {"median": BLUE, "largest": PALE} | ({"not finite": RED} if bad else {})
-        picture.legend(legend)
-        return picture.pixels()
-
-
 def gradient_flow(
     names: Sequence[str],
     norms: Sequence[float | None],

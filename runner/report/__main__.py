@@ -28,7 +28,7 @@ def _arguments(typed: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m runner.report",
         description="Compare finished runs, sweeps and benchmarks: a table here, and "
-        "comparison.md, comparison.json, comparison.html, results.csv and a TensorBoard run.",
+        "comparison.md, comparison.json, comparison.html and a TensorBoard run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

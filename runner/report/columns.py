@@ -9,7 +9,7 @@ from runner.report import format
 from runner.report.comparison import Comparison, Row, number
 from runner.report.naming import about_speed
 
-METRICS = 6  # of a run, beside the monitored one; results.csv has them all
+METRICS = 6  # of a run, beside the monitored one; comparison.json has them all
 LEARNING = ("best", "step_ms", "rate")  # come first where rows differ in what they learn
 Number = Callable[[Row], float | None]
 

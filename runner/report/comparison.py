@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from runner.benchmark.result import ArmResult, BenchmarkResult
 from runner.record.storage import replace_text
+from runner.record.text import json_safe
 from runner.report.format import technique_status
 from runner.security.paths import keep_within
 
 log = logging.getLogger("runner")
 
-FILE, TABLE, DOCUMENT, PAGE = (
-    "comparison.json",
-    "results.csv",
-    "comparison.md",
-    "comparison.html",
-)
+FILE, DOCUMENT, PAGE = "comparison.json", "comparison.md", "comparison.html"
 BOARD = "comparison"  # the TensorBoard run
 FINISHED = ("done", "stopped")
 """How a job ends that did what it was asked to; any other status is a failure with a reason."""
@@ -240,20 +237,32 @@ def moved(comparison: Comparison, folder: Path) -> Comparison:
     return replace(comparison, rows=rows, home=folder.absolute())
 
 
+def as_json(comparison: Comparison) -> str:
+    """All of it; the rows say no number twice, NaN is null, and no path is of this machine."""
+    benchmark = comparison.benchmark
+    tree = asdict(replace(comparison, home=None, benchmark=None))
+    tree["benchmark"] = benchmark and asdict(replace(benchmark, arms=[]))
+    for part, key in ((tree, "home"), (tree["benchmark"] or {}, "arms")):
+        part.pop(key, None)
+    for row in tree["rows"]:
+        del row["work"]
+        (row["measured"] or {}).pop("summary", None)
+    return json.dumps(json_safe(tree), indent=2, default=str, allow_nan=False) + "\n"
+
+
 def write(comparison: Comparison, folder: Path) -> list[Path]:
-    """comparison.json, comparison.md, comparison.html, results.csv, and the TensorBoard run
-    `comparison`; what was written. A disk that does not take it is a warning, not an error.
+    """comparison.json, comparison.md, comparison.html and the TensorBoard run `comparison`;
+    what was written. A disk that does not take it is a warning, not an error.
 
     SecurityError where that would be through a link that leads out of the folder.
     """
-    from runner.report import page, serialize
+    from runner.report import page
     from runner.report.tensorboard_export import export_comparison
 
     here = moved(comparison, folder)
     keep_within(folder, BOARD)
     makers: dict[str, Callable[[], object]] = {
-        FILE: lambda: replace_text(folder / FILE, serialize.as_json(here)),
-        TABLE: lambda: replace_text(folder / TABLE, serialize.as_csv(here)),
+        FILE: lambda: replace_text(folder / FILE, as_json(here)),
         DOCUMENT: lambda: replace_text(folder / DOCUMENT, page.document(here)),
         PAGE: lambda: replace_text(folder / PAGE, page.html(here)),
         BOARD: lambda: export_comparison(here, folder),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
@@ -11,7 +11,7 @@ from runner.benchmark.result import Effect
 from runner.report import format, verdicts
 from runner.report.charts import Bar, Series, draw_bars, draw_curves, draw_points
 from runner.report.comparison import Comparison, Row
-from runner.report.curves import Curve, axis_top, read_losses
+from runner.report.curves import axis_top, read_losses
 
 MOST_CURVES = 12  # at once: more cannot be told apart
 KINDS = {
@@ -110,23 +110,14 @@ def _losses(comparison: Comparison) -> Iterator[Figure]:
         Series(name, curve, names.index(name), f"to {format.metric(curve[-1][1])}")
         for name, curve in shown.items()
     ]
-    about = _about_losses(comparison, shown, top)
-    if len(curves) > MOST_CURVES:
-        about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
-    yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
-
-
-def _about_losses(comparison: Comparison, shown: Mapping[str, Curve], top: float) -> str:
-    about = "Training loss by step. Arms that train the same lie on one another."
-    last = [curve[-1][0] for curve in shown.values()]
-    if max(last) > 1.05 * min(last):
-        about += " A curve ends at the last step of its run."
-        if comparison.kind == "benchmark":
-            about += " All arms had the same time, in which the faster ones made more steps."
+    about = "Training loss by step, to the last step of each run. "
+    about += "Arms that train the same lie on one another."
     beyond = [name for name, curve in shown.items() if any(loss > top for _, loss in curve)]
     if beyond:
         about += f" The axis ends where the others do: {format.listed(beyond)} went beyond."
-    return about
+    if len(curves) > MOST_CURVES:
+        about += f" The first {MOST_CURVES} of {len(curves)} rows are shown."
+    yield Figure("Training loss", about, [("", "", draw_curves(series, "step", "loss", top))])
 
 
 def effect_bars(comparison: Comparison, side: str) -> list[Bar]:

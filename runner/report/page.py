@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from runner.benchmark.result import BenchmarkResult, Effect
+from runner.benchmark.result import Effect
 from runner.record import markdown
 from runner.report import format, verdicts
 from runner.report.charts import printable
@@ -222,43 +222,27 @@ def _machine(comparison: Comparison) -> list[tuple[str, str]]:
     """The machine, how busy it was, and how long it was measured."""
     result = comparison.benchmark
     if result is None:
-        devices = ", ".join(comparison.devices)
-        return [("device", devices)] if devices else []
-    rows = {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
-    rows |= _load(result) | _measurement(result)
-    versions = {name: version for name, version in result.versions.items() if name not in rows}
-    return [*rows.items(), *versions.items()]
-
-
-def _load(result: BenchmarkResult) -> dict[str, str]:
-    load, rows = result.load, {}
-    if load.others is not None:
-        rows["other processes"] = f"{format.share(load.others)} of the CPUs"
-    if load.mhz is not None:
-        spread = load.mhz_spread
-        varying = f", varying by {format.share(spread)}" if spread is not None else ""
-        rows["clock"] = f"{load.mhz:,.0f} MHz{varying}"
-    if load.device_mhz is not None:
-        rows["device's clock"] = f"{load.device_mhz:,.0f} MHz"
-    if load.stolen is not None:
-        rows["stolen by other machines"] = format.share(load.stolen)
-    return rows
-
-
-def _measurement(result: BenchmarkResult) -> dict[str, str]:
-    rows, control = {}, result.control
-    if control is not None:
-        rows["reference against itself"] = format.times_interval(control.ratio, control.interval)
-    known = result.noise_floor is not None
-    rows["noise floor"] = f"± {format.share(result.noise_floor)}" if known else "not known"
+        return [("device", ", ".join(comparison.devices))] if comparison.devices else []
+    load, control, commit = result.load, result.control, result.git.get("commit")
     stopped = f"; {result.stopped}" if result.stopped else ""
-    rows["measured"] = f"{result.blocks} blocks in {format.seconds(result.seconds)}{stopped}"
-    if result.started:
-        rows["started"] = format.when(result.started)
-    if result.git.get("commit"):
-        dirty = ", with changes not committed" if result.git.get("dirty") else ""
-        rows["code"] = f"{str(result.git['commit'])[:12]}{dirty}"
-    return rows
+    dirty = ", with changes not committed" if result.git.get("dirty") else ""
+    rows = {str(key).replace("_", " "): _flat(value) for key, value in result.machine.items()}
+    rows |= {
+        "CPUs taken by others": format.share(load.others),
+        "clock, MHz": format.rate(load.mhz),
+        "clock, spread": format.share(load.mhz_spread),
+        "device's clock, MHz": format.rate(load.device_mhz),
+        "stolen by other machines": format.share(load.stolen),
+        "reference against itself": (
+            format.times_interval(control.ratio, control.interval) if control else format.NONE
+        ),
+        "noise floor": f"± {format.share(result.noise_floor)}",
+        "measured": f"{result.blocks} blocks in {format.seconds(result.seconds)}{stopped}",
+        "started": format.when(result.started) or format.NONE,
+        "code": f"{str(commit)[:12]}{dirty}" if commit else format.NONE,
+    }
+    rows = {name: str(version) for name, version in result.versions.items()} | rows
+    return [(name, value) for name, value in rows.items() if value != format.NONE]
 
 
 def _flat(value: object) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,10 +54,10 @@ def _end_rows(comparison: Comparison, folder: Path) -> None:
         inside = folder.resolve() in place.resolve().parents  # else its row is another sweep's
         if row.finished or row.status == "running" or not row.folder or not inside:
             continue
-        place.mkdir(parents=True, exist_ok=True)
-        if os.access(place, os.R_OK | os.W_OK | os.X_OK):  # else it is another user's
-            name = f"{place.name} of {comparison.title}/{folder.absolute().name}"
-            values = {key: column[i] for key, column in columns.items() if key in typed[i]}
+        name = f"{place.name} of {comparison.title}/{folder.absolute().name}"
+        values = {key: column[i] for key, column in columns.items() if key in typed[i]}
+        with suppress(OSError):  # another user's folder, or none at all
+            place.mkdir(parents=True, exist_ok=True)
             end_session(place, name, values, row.status)
 
 

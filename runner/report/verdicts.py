@@ -217,36 +217,36 @@ def _best(comparison: Comparison) -> list[str]:
     Which of them is better, a summary does not say. Runs on other data, or judged by something
     else, are not compared with each other.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in comparison.rows:
-        if row.finished and row.monitor and row.best is not None:
-            groups.setdefault((row.monitor, row.judged_on), []).append(row)
-    metrics = list(dict.fromkeys(name for name, _ in groups))
-    data = list(dict.fromkeys(judged_on for _, judged_on in groups if judged_on))
-    if len(data) > 1:
-        kinds = f"on different data ({listed(data)})"
-    elif len(metrics) > 1:
-        kinds = f"by different metrics ({listed(metrics)})"
-    else:
-        return _range([row for group in groups.values() for row in group])
+    judged = [
+        row for row in comparison.rows if row.finished and row.monitor and row.best is not None
+    ]
+    data = list(dict.fromkeys(row.judged_on for row in judged if row.judged_on))
+    metrics = list(dict.fromkeys(row.monitor for row in judged))
+    if len(data) < 2 and len(metrics) < 2:
+        return _range(judged)
+    kinds = f"on different data ({listed(data)})" if len(data) > 1 else ""
+    kinds = kinds or f"by different metrics ({listed(metrics)})"
     texts = [f"Judged {kinds}, so not every run is held against every other."]
-    for (_, judged_on), group in list(groups.items())[:MOST_NAMES]:
-        texts += _range(group, f" on {judged_on}" if len(data) > 1 and judged_on else "")
+    for judged_on in data[:MOST_NAMES] if len(data) > 1 else ():
+        for name in metrics:
+            group = [row for row in judged if (row.judged_on, row.monitor) == (judged_on, name)]
+            texts += _range(group, f" on {judged_on}")
     return texts
 
 
 def _range(rows: list[Row], where: str = "") -> list[str]:
     """From the lowest to the highest of rows that are judged alike."""
-    known = {row.name: row.best or 0.0 for row in rows}
-    if len(known) < 2:
+    if len(rows) < 2:
         return []
-    name, low, high = rows[0].monitor, min(known.values()), max(known.values())
-    if low == high:
-        return [f"Best {name}{where}: {metric(low)} in all."]
-    ends = [
-        f"{metric(end)} ({listed([r for r in known if known[r] == end])})" for end in (low, high)
-    ]
-    return [f"Best {name}{where}: from {ends[0]} to {ends[1]}."]
+    values = sorted({row.best or 0.0 for row in rows})
+    name = f"Best {rows[0].monitor}{where}"
+    if len(values) == 1:
+        return [f"{name}: {metric(values[0])} in all."]
+    low, high = (
+        f"{metric(end)} ({listed([row.name for row in rows if row.best == end])})"
+        for end in (values[0], values[-1])
+    )
+    return [f"{name}: from {low} to {high}."]
 
 
 def _fastest(rows: list[Row], reference: str) -> str:
@@ -254,18 +254,18 @@ def _fastest(rows: list[Row], reference: str) -> str:
     near = _near(rows)
     if len(near) == len(rows):
         return f"No run was more than {100 * NEAR:.0f} % slower than another"
-    names, ratios = listed([row.name for row in near]), [row.speedup or 0.0 for row in near]
-    its = "its" if len(near) == 1 else "their"
+    names = listed([row.name for row in near])
     if any(row.name == reference for row in near):
-        return f"{names} went through {its} samples fastest"
-    ends = dict.fromkeys((times(min(ratios)), times(max(ratios))))
-    return f"{names} went through {its} samples {' to '.join(ends)} as fast as {reference}"
+        return f"{names} went through samples fastest"
+    ends = (pick(row.speedup or 0.0 for row in near) for pick in (min, max))
+    ratio = " to ".join(dict.fromkeys(map(times, ends)))
+    return f"{names} went through samples {ratio} as fast as {reference}"
 
 
 def _near(rows: list[Row]) -> list[Row]:
     """Those that are not told apart from the fastest."""
-    speeds = [row.speedup or 0.0 for row in rows]
-    return [row for row in rows if (row.speedup or 0.0) >= max(speeds) * (1 - NEAR)]
+    fastest = max(row.speedup or 0.0 for row in rows)
+    return [row for row in rows if (row.speedup or 0.0) >= fastest * (1 - NEAR)]
 
 
 def unclaimed(benchmark: BenchmarkResult) -> str:

@@ -87,7 +87,7 @@ def test_the_folder_holds_every_file_and_every_arms_run(done: tuple[Path, str, s
     folder = done[0]
     files = {path.name for path in folder.iterdir()}
     assert {
-        FILE, "comparison.json", "comparison.md", "comparison.html", "results.csv", "run.log",
+        FILE, "comparison.json", "comparison.md", "comparison.html", "run.log",
         "none", "basic",
     } <= files  # fmt: skip
     assert "summary.json" not in files  # it is no run

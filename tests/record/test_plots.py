@@ -49,12 +49,6 @@ def test_faults_have_the_colour_of_their_severity() -> None:
         assert has(picture, ORANGE) and has(picture, RED) and not has(picture, BLUE)
 
 
-def test_steps_that_were_not_finite_are_marked_among_the_norms() -> None:
-    norms = [1.0, math.nan, 0.0]
-    assert not has(plots.grad_norms([10, 20, 30], norms, [3.0, math.inf, 9.0], []), RED)
-    assert has(plots.grad_norms([10, 20, 30], norms, [3.0, math.inf, 9.0], [15]), RED)
-
-
 def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
     values = [1e-3, None, 0.0, math.inf, math.nan]
     names = [f"blocks.{i}.attention.mixing_of_heads.projection" for i in range(5)]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from runner.benchmark.result import Load
-from runner.record.text import escape_control_chars
 from runner.report import comparison as report
 from runner.report.columns import COLUMNS
 from runner.report.comparison import of_benchmark
@@ -137,20 +135,6 @@ def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(tree)
 
 
-def test_the_csv_has_a_row_a_job_and_every_number(tmp_path: Path) -> None:
-    mine = arm("ultra", 1.5, metrics={"mine": 0.25}, overrides=["optimization=ultra", "seed=3"])
-    found = of_benchmark(result(reference(), mine, failed("x", "oom", HOSTILE)), tmp_path)
-    report.write(found, tmp_path)
-    with (tmp_path / "results.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["done", "done", "oom"]
-    assert float(rows[1]["speedup"]) == 1.5
-    assert float(rows[1]["speedup_low"]) < 1.5 < float(rows[1]["speedup_high"])
-    assert (rows[1]["metric:mine"], rows[1]["override:seed"]) == ("0.25", "3")
-    # computes nothing, and moves no cursor where it is printed
-    assert rows[2]["speedup"] == "" and rows[2]["reason"] == "'" + escape_control_chars(HOSTILE)
-
-
 def test_the_markdown_escapes_what_nobody_has_vetted(tmp_path: Path) -> None:
     wild = arm(HOSTILE, 1.5, command="echo ```")
     told = result(reference(), wild, failed("x", "failed", HOSTILE), attribution=attribution())
@@ -170,7 +154,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert report.write(of_benchmark(levels(), None), tmp_path / "file") == []
-    assert {"comparison.json", "comparison.html", "results.csv"} <= {
+    assert {"comparison.json", "comparison.html"} <= {
         record.getMessage().split(":")[0].rpartition("/")[2] for record in caplog.records
     }
     assert (tmp_path / "file").read_text() == ""
@@ -209,7 +193,7 @@ def test_the_command_compares_two_sweeps(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "ultra" in done.stdout and "2.00×" in done.stdout and "tensorboard" in done.stdout
     files = {path.name for path in (tmp_path / "both").iterdir()}
-    assert {"comparison.json", "comparison.md", "comparison.html", "results.csv"} <= files
+    assert {"comparison.json", "comparison.md", "comparison.html"} <= files
 
 
 def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -258,7 +242,7 @@ def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> N
     found = of_benchmark(result(reference(), few, none), tmp_path)
     report.write(found, tmp_path)
     assert texts(found)[0] == "No arm is measurably faster than none."
-    for name in ("comparison.html", "comparison.md", "comparison.json", "results.csv"):
+    for name in ("comparison.html", "comparison.md", "comparison.json"):
         text = (tmp_path / name).read_text()
         assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", text), name
     assert "too few blocks" in (tmp_path / "comparison.md").read_text()
