@@ -1,4 +1,4 @@
-"""`security.limits`: a run that has taken what it may is saved and ends."""
+"""`security.limits`: a run that reaches a limit is saved and ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.training.run import Run
 log = logging.getLogger("runner")
 
 KEY = "security.limits"
-LOOK_S = 1.0  # between two looks at memory, time and the device
+LOOK_S = 1.0  # between two checks of memory, time and the device
 SCAN_S = 5.0  # between two counts of the folder where no checkpoint is written
 
 
@@ -30,13 +30,12 @@ class Limits(Hook):
 
     0.1 µs a step; once a second 10 µs (0.1 ms for each data worker). The folder's files are counted
     every five seconds and after each checkpoint, whose writing is waited for. The accelerator's
-    allocator is told its limit, too, so that what is beyond it is an out-of-memory error at the
-    spot, for which a run has its own answers.
+    allocator is told its limit, too: beyond it is an out-of-memory error.
     """
 
     def __init__(self, config: LimitsConfig) -> None:
         self.config = config
-        self.before = 0  # bytes in the run's folder when the run began or went on
+        self.before = 0  # bytes in the run's folder when the run began or was resumed
         self.next_look = self.next_scan = 0.0
         self.saved_step = -1  # of the checkpoint that was counted last
 
@@ -48,30 +47,35 @@ class Limits(Hook):
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         """Begin to count, and tell the allocator. Raises ConfigError for a limit exceeded now."""
-        if self.config.disk_mb is not None and run.folder is not None:
+        config = self.config
+        if config.disk_mb is not None and run.folder is not None:
             self.before = limits.folder_bytes(run.folder)
+        exceeded = None if config.memory_mb is None else limits.over_memory(config.memory_mb)
+        if exceeded is not None:
+            fix = "a higher limit; torch alone takes some 300 MB"
+            raise ConfigError(
+                f"{KEY}.{exceeded.key}", f"{exceeded.told} before the first step", fix
+            )
         with ExitStack() as scope:
-            if self.config.memory_mb is not None:
-                _refuse_what_is_held(self.config.memory_mb)
-            if self.config.device_memory_mb is not None:
-                _tell(run, self.config.device_memory_mb, scope)
+            if config.device_memory_mb is not None:
+                _limit_allocator(run, config.device_memory_mb, scope)
             yield
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
-        """Look, if it is time."""
+        """Check the limits now and then."""
         now = time.monotonic()
-        weighed = self.config.disk_mb is None or self.saved_step == run.saved_step
-        if (now < self.next_look and weighed) or step.number >= run.total_steps:
+        counted = self.config.disk_mb is None or self.saved_step == run.saved_step
+        if (now < self.next_look and counted) or step.number >= run.total_steps:
             return None
         self.next_look = now + LOOK_S
-        found = self._exceeded(run, now)
-        if found is None:
+        exceeded = next(self._exceeded(run, now), None)
+        if exceeded is None:
             return None
-        told = f"{found.told} ({KEY}.{found.key})"
+        told = f"{exceeded.told} ({KEY}.{exceeded.key})"
         again = f" with {resume_argument(run.folder)}" if run.folder is not None else ""
-        run.stop_reason = f"{told}; go on{again}, and a higher limit or {found.way_out}"
+        run.stop_reason = f"{told}; go on{again}, and a higher limit or {exceeded.way_out}"
         run.history.add(
-            f"limit_{found.key}",
+            f"limit_{exceeded.key}",
             told,
             step=step.number,
             category="resources",
@@ -80,41 +84,30 @@ class Limits(Hook):
         )
         return Verdict.STOP
 
-    def _exceeded(self, run: Run, now: float) -> Exceeded | None:
-        config = self.config
-        found: Exceeded | None = None
+    def _exceeded(self, run: Run, now: float) -> Iterator[Exceeded]:
+        config, found = self.config, list[Exceeded | None]()
         if config.hours is not None:
-            found = limits.over_time(config.hours, now - run.started)
-        if found is None and config.memory_mb is not None:
-            found = limits.over_memory(config.memory_mb)
-        if found is None and config.device_memory_mb is not None:
-            found = limits.over_device(config.device_memory_mb, _held(run))
-        if found is None and config.disk_mb is not None and run.folder is not None:
+            found.append(limits.over_time(config.hours, now - run.started))
+        if config.memory_mb is not None:
+            found.append(limits.over_memory(config.memory_mb))
+        if config.device_memory_mb is not None:
+            found.append(limits.over_device(config.device_memory_mb, _device_bytes(run)))
+        if config.disk_mb is not None and run.folder is not None:
             if now >= self.next_scan or self.saved_step != run.saved_step:
                 self.next_scan, self.saved_step = now + SCAN_S, run.saved_step
-                run.checkpointer.wait()  # else it is not counted, and the next one is on its way
-                found = limits.over_disk(config.disk_mb, run.folder, self.before)
-        return found
+                run.checkpointer.wait()  # a file being written is not counted
+                found.append(limits.over_disk(config.disk_mb, run.folder, self.before))
+        return (exceeded for exceeded in found if exceeded is not None)
 
 
-def _refuse_what_is_held(limit_mb: float) -> None:
-    """Raise ConfigError where the process holds more before any step: none would be made."""
-    if (found := limits.over_memory(limit_mb)) is not None:
-        raise ConfigError(
-            f"{KEY}.{found.key}",
-            f"{found.told} before the first step",
-            "a higher limit; torch alone takes some 300 MB",
-        )
-
-
-def _held(run: Run) -> int:
+def _device_bytes(run: Run) -> int:
     if run.device.kind == "cuda":
         return torch.cuda.memory_reserved(run.device.torch)
     return torch.mps.driver_allocated_memory() if run.device.kind == "mps" else 0
 
 
-def _tell(run: Run, limit_mb: float, scope: ExitStack) -> None:
-    """Let the allocator refuse what is beyond the limit."""
+def _limit_allocator(run: Run, limit_mb: float, scope: ExitStack) -> None:
+    """Let the allocator refuse more than the limit."""
     where = run.device.torch
     if run.device.kind == "cuda":
         total = torch.cuda.get_device_properties(where).total_memory

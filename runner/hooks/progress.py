@@ -1,4 +1,4 @@
-"""How a run is coming along, for the person who is waiting for it."""
+"""The progress of a run, for the person who is waiting for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,7 +27,7 @@ REFRESH_S = 0.25
 
 
 class Progress(Hook):
-    """On a terminal a live display of two lines; elsewhere a plain line now and then.
+    """On a terminal a live display; elsewhere a plain line now and then.
 
     The plain lines go to `run.log` in either case.
     """
@@ -34,53 +35,51 @@ class Progress(Hook):
     def __init__(self, config: MonitoringConfig) -> None:
         self.config = config
         self.live: Live | None = None
-        self.started = self.refreshed = self.told = 0.0
+        self.started = self.refreshed = self.logged = 0.0
         self.first_step = 0
-        self.settled = (0.0, 0)  # when the first stretch was over, and its last step
+        self.first_report = (0.0, 0)  # its time, and its last step
         self.result = ""  # of the last validation
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
-        """Show while the run goes on; leave the terminal as it was."""
-        self.started = self.told = time.monotonic()
+        """Show until the run ends; leave the terminal as it was."""
+        self.started = self.logged = time.monotonic()
         self.first_step = run.progress.step
         screen = console()
         if screen.is_terminal and not screen.is_dumb_terminal:
-            self._start(Live(console=screen, auto_refresh=False, transient=True))
+            live = Live(console=screen, auto_refresh=False, transient=True)
+            with suppress(OSError, ValueError):  # the terminal has gone
+                live.start()
+                self.live = live
         try:
             yield
         finally:
             self._stop()
 
     def on_report(self, run: Run, report: Report) -> None:
-        """Refresh the display, or say a line, if it is time."""
+        """Refresh the display, or log a line, if it is time."""
         now = time.monotonic()
-        if self.settled[1] == 0:
-            self.settled = (now, report.last)
+        if self.first_report[1] == 0:
+            self.first_report = (now, report.last)
         if self.live is not None and now - self.refreshed >= REFRESH_S:
             self.refreshed = now
-            self._draw(run, report)
-        if now - self.told >= self.config.line_every_s:
-            self.told = now
+            self._draw(self.live, run, report)
+        if now - self.logged >= self.config.line_every_s:
+            self.logged = now
             done = f"step {report.last:,}/{run.total_steps:,} ({report.last / run.total_steps:.0%})"
             facts = [done, *self._facts(run, report), f"{self._left(run, report)} left"]
             log.info("%s", " · ".join(facts), extra={"live": self.live is not None})
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        """Say what came out."""
+        """Log the metrics, the monitored one first."""
         metrics = {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()}
         monitored = run.monitor.removeprefix("val/")
-        first = [name for name in metrics if "/" not in name and name != monitored][:2]
-        names = [monitored, *first] if monitored in metrics else first
-        shown = [f"{name} {_short(metrics[name])}" for name in names]
+        others = [name for name in metrics if "/" not in name and name != monitored][:2]
+        names = [monitored, *others] if monitored in metrics else others
+        shown = ", ".join(f"{name} {_short(metrics[name])}" for name in names)
         best = " (best)" if evaluation.improved else ""
-        log.info(
-            "step %s: validation %s%s",
-            f"{evaluation.step:,}",
-            ", ".join(shown),
-            best,
-            extra={"live": self.live is not None},
-        )
+        text = f"step {evaluation.step:,}: validation {shown}{best}"
+        log.info("%s", text, extra={"live": self.live is not None})
         if monitored in metrics:
             self.result = f"{run.monitor} {_short(metrics[monitored])}{best}"
 
@@ -90,11 +89,11 @@ class Progress(Hook):
         loss = f"{sum(finite) / len(finite):.4f}" if finite else "not finite"
         facts = [f"loss {loss}", f"lr {report.lr:.2e}"]
         if report.seconds > 0:
-            rate = report.samples / report.seconds
-            unit = "samples"
-            if run.objective.unit == "tokens" and run.sizes.sequence:
-                rate, unit = rate * run.sizes.sequence, "tokens"
-            facts += [_per_step(report.seconds / len(report.loss)), f"{rate:,.0f} {unit}/s"]
+            tokens = run.sizes.sequence if run.objective.unit == "tokens" else None
+            rate = report.samples / report.seconds * (tokens or 1)
+            seconds = report.seconds / len(report.loss)
+            step = f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
+            facts += [step, f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"]
         if run.progress.skipped:
             facts.append(f"{run.progress.skipped} skipped")
         return facts
@@ -102,70 +101,41 @@ class Progress(Hook):
     def _left(self, run: Run, report: Report) -> str:
         """Time to the end, at the pace so far, validation and checkpoints included.
 
-        Without the first stretch as soon as there is another: something may be compiled in it.
+        Without the first stretch as soon as there is another: it may include compiling.
         """
-        now = time.monotonic()
-        first = self.settled[1] == report.last
-        since, step = (self.started, 0) if first else self.settled
+        first = self.first_report[1] == report.last
+        since, step = (self.started, 0) if first else self.first_report
         done = report.last - max(step, self.first_step)
         if done <= 0 or (first and (run.whole is not None or run.compilation is not None)):
             return "?"
-        return _clock((now - since) / done * (run.total_steps - report.last))
+        seconds = (time.monotonic() - since) / done * (run.total_steps - report.last)
+        return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
-    def _draw(self, run: Run, report: Report) -> None:
+    def _draw(self, live: Live, run: Run, report: Report) -> None:
+        epoch = f"epoch {report.last / run.train.steps_per_epoch:.1f}"
+        counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {self._left(run, report)} left"
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True)
-        epoch = f"epoch {report.last / run.train.steps_per_epoch:.1f}"
-        left = f"{self._left(run, report)} left"
-        counts = f"{report.last:,}/{run.total_steps:,} · {epoch} · {left}"
-        head.add_row(
-            ProgressBar(run.total_steps, report.last),
-            Text(counts, no_wrap=True, overflow="ellipsis"),
-        )
-        facts = Text(" · ".join(self._facts(run, report)), no_wrap=True, overflow="ellipsis")
-        lines: list[RenderableType] = [head, facts]
-        if self.result:
-            lines.append(
-                Text(
-                    escape_control_chars(self.result),
-                    style="green",
-                    no_wrap=True,
-                    overflow="ellipsis",
-                )
-            )
-        if self.live is not None:
-            try:
-                self.live.update(Group(*lines), refresh=True)
-            except (OSError, ValueError):  # the terminal has gone; the run goes on
-                self._stop()
-
-    def _start(self, live: Live) -> None:
+        bar = ProgressBar(run.total_steps, report.last)
+        head.add_row(bar, Text(counts, no_wrap=True, overflow="ellipsis"))
+        lines = [" · ".join(self._facts(run, report)), self.result]
+        texts = [
+            Text(escape_control_chars(line), no_wrap=True, overflow="ellipsis")
+            for line in lines
+            if line
+        ]
         try:
-            live.start()
-        except (OSError, ValueError) as error:
-            log.debug("no live display: %s", error)
-        else:
-            self.live = live
+            live.update(Group(head, *texts), refresh=True)
+        except (OSError, ValueError):  # the terminal has gone; the run goes on
+            self._stop()
 
     def _stop(self) -> None:
         live, self.live = self.live, None
         if live is not None:
-            try:
+            with suppress(OSError, ValueError):  # the terminal has gone
                 live.stop()
-            except (OSError, ValueError) as error:
-                log.debug("the terminal has gone: %s", error)
-
-
-def _per_step(seconds: float) -> str:
-    return f"{seconds:.3g} s/step" if seconds >= 1 else f"{seconds * 1e3:.3g} ms/step"
 
 
 def _short(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -14,7 +14,6 @@ from runner.checks.config import OutputsConfig
 from runner.device import memory
 from runner.device.resources import Machine
 from runner.errors import Interrupted
-from runner.hooks.epochs import Epochs
 from runner.hooks.predictions import Predictions
 from runner.record import hparams, hydra_files, markdown, provenance
 from runner.record.config import MonitoringConfig
@@ -54,8 +53,8 @@ class Recording(Hook):
         self.predictions = Predictions(outputs)
         self.seconds, self.samples, self.steps = 0.0, 0, 0  # since the last system row
         self.last_step = 0
-        self.epochs = Epochs(0, 1)
-        self.epoch_seconds: float | None = None  # of the latest that ended, until it is in a row
+        self.epoch = (0, 0.0)  # the number of the latest that ended, and when
+        self.epoch_seconds: float | None = None  # of that one, until it is in a row
         self.row_due = self.load_due = self.pictures_due = 0.0
         self.unseen: Evaluation | None = None  # an improvement that came too soon after the last
 
@@ -66,7 +65,8 @@ class Recording(Hook):
         now = time.monotonic()
         self.row_due, self.pictures_due = now + SYSTEM_ROW_S, now + PICTURES_S
         self._introduce(run)
-        self.epochs = Epochs(run.progress.step, run.train.steps_per_epoch)
+        epoch, steps = divmod(run.progress.step, run.train.steps_per_epoch)
+        self.epoch = (epoch, math.nan if steps else now)  # one that is under way is not timed
         status = "failed"
         try:
             yield
@@ -91,9 +91,17 @@ class Recording(Hook):
         self.samples += report.samples
         self.steps += len(report.loss)
         self.last_step = report.last
-        self.epoch_seconds = self.epochs.seconds(run, report) or self.epoch_seconds
+        self._time_epoch(report.last // run.train.steps_per_epoch)
         if time.monotonic() >= self.row_due:
             self._system(run)
+
+    def _time_epoch(self, epoch: int) -> None:
+        """Note the seconds of an epoch that ended in this stretch, validation included."""
+        before, since = self.epoch
+        if epoch > before:
+            self.epoch = epoch, time.monotonic()
+            seconds = (self.epoch[1] - since) / (epoch - before)
+            self.epoch_seconds = seconds if math.isfinite(seconds) else None
 
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """A row, and when it is the best so far, what the model makes of some samples."""

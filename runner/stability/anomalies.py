@@ -45,7 +45,7 @@ class Anomalies:
         return iter(self.rows)
 
     def add(self, row: Anomaly) -> None:
-        """Take note; nothing is written before `write`."""
+        """Keep a row; nothing is written before `write`."""
         self.count += 1
         self.rows.append(row)
         if len(self.rows) > FIRST + LAST:

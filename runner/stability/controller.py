@@ -14,7 +14,13 @@ from runner.checkpoint.sound import finite, is_statistic, masks
 from runner.errors import GaveUp
 from runner.stability.anomalies import Anomalies, Anomaly
 from runner.stability.config import Action, Kind, Rule, StabilityConfig
-from runner.stability.messages import Decision, last_words, remedy, taken_up, what
+from runner.stability.messages import (
+    Decision,
+    describe_fault,
+    describe_giving_up,
+    describe_remedy,
+    restore_decision,
+)
 from runner.stability.policy import Table
 from runner.stability.spike import Spikes
 from runner.training.hook import Report
@@ -70,19 +76,8 @@ class StabilityController:
             step, loss, norm = report.first + i, report.loss[i], report.grad_norm[i]
             limits = self.spikes.of(step)
             if kind is not None:
-                self._respond(
-                    run,
-                    kind,
-                    Anomaly(
-                        step,
-                        kind.name,
-                        loss,
-                        norm,
-                        limits.loss,
-                        limits.grad_norm,
-                        report.skipped[i],
-                    ),
-                )
+                numbers = (loss, norm, limits.loss, limits.grad_norm, report.skipped[i])
+                self._respond(run, kind, Anomaly(step, kind.name, *numbers))
             elif step > self.forgotten:
                 progress.consecutive_skips = self.streak = 0
             if step > self.forgotten:
@@ -124,7 +119,7 @@ class StabilityController:
             self.decision = None  # a run that goes on from here, under another table, may
             first = next((row for row in self.anomalies if row.capture), None)
             rollbacks = run.progress.rollbacks
-            raise GaveUp(last_words(decision, self.table, rollbacks, run.folder, first))
+            raise GaveUp(describe_giving_up(decision, self.table, rollbacks, run.folder, first))
         if rule.action is Action.rollback:
             return rule
         step = run.progress.step
@@ -169,7 +164,7 @@ class StabilityController:
         else:
             decision.row = self._fitting(run, Kind[decision.kind], decision.row + 1)
         if decision.row is not None:  # else the last words say so
-            then = remedy(self._rule(decision))
+            then = describe_remedy(self._rule(decision))
             log.warning("there is no good checkpoint to go back to; instead: %s", then)
 
     def sound(self) -> bool:
@@ -226,7 +221,7 @@ class StabilityController:
         if found.step > self.forgotten:
             run.progress.consecutive_skips += 1
             self.streak = self.streak or found.step
-        message = what(kind, found, self.spikes)
+        message = describe_fault(kind, found, self.spikes)
         if (cause := run.history.causes.get(found.step)) is not None:
             message += f", and it comes from the batch: {cause}"
         fatal = self.raises and kind in FATAL
@@ -248,7 +243,7 @@ class StabilityController:
                 self.decision = Decision(
                     row, kind.name, found.step, message, in_a_row=many, since=self.streak
                 )
-                action = remedy(rule)
+                action = describe_remedy(rule)
         # an overflow that is merely skipped is how a loss scale finds its place
         if run.captures is not None and not (kind is Kind.overflow and action == "skipped"):
             found.capture = run.captures.take(run, found.step, kind.name, message) or ""
@@ -329,7 +324,7 @@ class StabilityController:
         self.table.load(state["table"])
         self.anomalies.load(state["anomalies"])
         fatal = FATAL if self.raises else ()
-        self.decision = taken_up(state["decision"], self.anomalies, self.spikes, fatal)
+        self.decision = restore_decision(state["decision"], self.anomalies, self.spikes, fatal)
         if self.decision is not None and not (self.decision.raises or self.config.guard):
             self.decision = None
         self.settled, self.forgotten = state["settled"], state["forgotten"]

@@ -1,4 +1,4 @@
-"""What is wrong and what is done about it, for people."""
+"""Messages about a bad step: its fault, the remedy, and why a run gives up."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from runner.stability.spike import Spikes
 
 @dataclass
 class Decision:
-    """What is to be done, once the loop can."""
+    """The remedy for a bad step, until the loop carries it out."""
 
     row: int | None  # of the table; None: give up
-    kind: str  # of what was wrong, or `asked` by a hook
+    kind: str  # of the fault, or `asked` by a hook
     step: int
     message: str
     capture: str = ""
@@ -32,34 +32,30 @@ class Decision:
     outdated: bool = False  # a checkpoint's: `row` is still to be found, in the table of now
 
 
-def taken_up(
-    kept: Mapping[str, Any] | None,
+def restore_decision(
+    saved: Mapping[str, Any] | None,
     anomalies: Iterable[Anomaly],
     spikes: Spikes,
     fatal: Collection[Kind],
 ) -> Decision | None:
-    """What a checkpoint has to be decided, for the config of now; ValueError for one of no kind.
+    """The decision of a checkpoint, for the config of now; KeyError for an unknown kind.
 
-    Of the decision itself only the step counts that it is about. What is to be done is not taken
-    from it, and neither is a word: both come from the run of now and from the numbers of that
-    step. Without these it is let go of, as is what a hook asked for, which asks again if need be.
-    `fatal` are the kinds that end the run.
+    Remedy and message come from this run's table and from the recorded numbers of the step.
+    Without these there is no decision, and a hook that asked asks again. `fatal` kinds end the run.
     """
-    if kept is None or kept["kind"] == "asked":
+    if saved is None or saved["kind"] == "asked":
         return None
-    if kept["kind"] not in [kind.name for kind in Kind if kind is not Kind.any]:
-        raise ValueError(f"a decision about {kept['kind'][:40]!r}, which is no kind of fault")
-    kind, step = Kind[kept["kind"]], kept["step"]
-    many, since = kept.get("in_a_row", 1), kept.get("since", 0)
-    found = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
-    if found is None or not 1 <= many <= step or since > step:
+    kind, step = Kind[saved["kind"]], saved["step"]
+    many, since = saved.get("in_a_row", 1), saved.get("since", 0)
+    anomaly = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
+    if anomaly is None or not 1 <= many <= step or since > step:
         return None
     return Decision(
         None,
         kind.name,
         step,
-        what(kind, found, spikes),
-        found.capture,
+        describe_fault(kind, anomaly, spikes),
+        anomaly.capture,
         raises=kind in fatal,
         in_a_row=many,
         since=since,
@@ -67,8 +63,8 @@ def taken_up(
     )
 
 
-def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:
-    """What is wrong with the step."""
+def describe_fault(kind: Kind, anomaly: Anomaly, spikes: Spikes) -> str:
+    """The fault of a step, in words."""
     if kind is Kind.weights:
         return "the weights are not finite"
     if kind is Kind.buffers:
@@ -76,18 +72,18 @@ def what(kind: Kind, found: Anomaly, spikes: Spikes) -> str:
     if kind is Kind.overflow:
         return "a gradient times the loss scale overflowed"
     if kind is Kind.spike:
-        name = "loss" if found.loss > found.loss_limit else "grad_norm"
-        value = getattr(found, name)
+        name = "loss" if anomaly.loss > anomaly.loss_limit else "grad_norm"
+        value = getattr(anomaly, name)
         usual = spikes.usual[name].centre if name in spikes.usual else 0.0
         times = f", {value / usual:,.0f} times what is usual" if usual > 0 else ""
         return f"the {name.replace('grad_', 'gradient ')} was {value:.4g}{times}"
-    if not math.isfinite(found.loss):
-        return f"the loss was {found.loss}"
-    return f"a gradient was not finite: their norm was {found.grad_norm}"
+    if not math.isfinite(anomaly.loss):
+        return f"the loss was {anomaly.loss}"
+    return f"a gradient was not finite: their norm was {anomaly.grad_norm}"
 
 
-def remedy(rule: Rule | None) -> str:
-    """What will be done; None: nothing is left."""
+def describe_remedy(rule: Rule | None) -> str:
+    """The action of a row, in words; None: nothing is left."""
     if rule is None or rule.action is Action.stop:
         return "the run gives up"
     return {
@@ -99,56 +95,43 @@ def remedy(rule: Rule | None) -> str:
     }[rule.action]
 
 
-def last_words(
-    decision: Decision,
-    table: Table,
-    rollbacks: int,
-    folder: Path | None,
-    first: Anomaly | None = None,
+def describe_giving_up(
+    decision: Decision, table: Table, rollbacks: int, folder: Path | None, first: Anomaly | None
 ) -> str:
     """Why the run gives up, what was tried, and what to do now.
 
-    `first` is the first bad step of which there is a capture, if there is one.
+    `first` is the first bad step of which there is a capture.
     """
+    see = "look at the data of these steps"
+    for capture in (decision.capture, "" if first is None else first.capture):
+        if folder is not None and capture and os.path.isdir(folder / capture):
+            replay = shlex.quote(f"replay.path={folder / capture}")
+            see = f"to see where it comes from: python -m runner job=replay {replay}"
+            break
     if decision.raises:
-        replay = _replay(folder, decision.capture)
-        see = f"to see where it comes from: {replay}" if replay else "debug=anomaly says where"
         return f"step {decision.step}: {decision.message} (debug.on_anomaly=raise); {see}"
     many = f", {decision.in_a_row} bad steps in a row" if decision.in_a_row > 1 else ""
-    said = f"step {decision.step}: {decision.message}{many}"
-    look = "look at the data of these steps"
-    if own := _replay(folder, decision.capture):
-        look = f"see what made it: {own}"
-    elif first is not None and (earlier := _replay(folder, first.capture)):
-        look = f"see what made the first, step {first.step}: {earlier}"
+    fault = f"step {decision.step}: {decision.message}{many}"
     if decision.row is not None:
-        return f"{said}; row {decision.row + 1} of stability.recovery says stop; tried before: " + (
-            f"{table.tried()}; {look}"
-        )
+        row = f"row {decision.row + 1} of stability.recovery says stop"
+        return f"{fault}; {row}; tried before: {table.tried()}; {see}"
     return (
-        f"{said}; no row of stability.recovery is left for it; tried: {table.tried()}; {look}; "
-        f"then lower optimizer.lr{_otherwise(decision, table, rollbacks)}"
+        f"{fault}; no row of stability.recovery is left for it; tried: {table.tried()}; {see}; "
+        f"then lower optimizer.lr{_alternative(decision, table, rollbacks)}"
     )
 
 
-def _otherwise(decision: Decision, table: Table, rollbacks: int) -> str:
-    """What would have let the run go on, as far as the table says."""
-    for_it = decision.kind == "asked" or any(
+def _alternative(decision: Decision, table: Table, rollbacks: int) -> str:
+    """The setting that would have let the run go on, as far as the table says."""
+    rolls_back = any(
         rule.action is Action.rollback and rule.kind.name in ("any", decision.kind)
         for rule in table.rules
     )
-    if not for_it:
-        return f", or give stability.recovery another row for kind: {decision.kind}"
-    if not table.rolls_back:
-        return ", or give snapshot_every=, so that there is something to go back to"
-    if decision.stuck:
-        return ""
-    if rollbacks >= table.max_rollbacks:
-        return ", or raise stability.max_rollbacks"
+    if rolls_back or decision.kind == "asked":
+        if not table.rolls_back:
+            return ", or give snapshot_every=, so that there is something to go back to"
+        if decision.stuck:
+            return ""
+        if rollbacks >= table.max_rollbacks:
+            return ", or raise stability.max_rollbacks"
     return f", or give stability.recovery another row for kind: {decision.kind}"
-
-
-def _replay(folder: Path | None, capture: str) -> str:
-    if folder is None or not capture or not os.path.isdir(folder / capture):
-        return ""
-    return f"python -m runner job=replay {shlex.quote(f'replay.path={folder / capture}')}"

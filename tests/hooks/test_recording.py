@@ -87,7 +87,7 @@ def test_timings_and_load_are_in_rows_of_their_own(make_run: MakeRun, tmp_path: 
     assert row["step"] == 4
     assert row["samples_per_second"] == pytest.approx(80.0)
     assert row["step_ms"] == pytest.approx(250.0)
-    assert row["process_gib"] > 0
+    assert row["process_gib"] > 0 and row["epoch_seconds"] > 0  # of four steps
     assert {"cpu_percent", "ram_percent", "disk_free_gib"} <= row.keys()
 
 

@@ -56,18 +56,11 @@ def test_cleaning_happens_again_once_memory_has_grown(monkeypatch: pytest.Monkey
     assert summary.faults["memory_cleaned"] == 3
 
 
-@pytest.mark.parametrize("setting", ["null", "1"])
-def test_below_the_threshold_nothing_is_done(setting: str) -> None:
-    with build(compose([*QUICK, f"device.clean_above={setting}"])) as run:
-        assert "memory_cleaned" not in train(run).faults
-
-
-@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
-def test_a_threshold_is_a_share(share: float) -> None:
+def test_a_threshold_is_a_share() -> None:
     with pytest.raises(ConfigError, match=r"device\.clean_above"):
-        DeviceConfig(clean_above=share)
+        DeviceConfig(clean_above=1.5)
     with pytest.raises(ConfigError, match=r"stability\.watch\.stop_above"):
-        WatchConfig(stop_above=share)
+        WatchConfig(stop_above=float("nan"))
 
 
 # stopping and leaks, each in a process of its own: there the heap has no room left by others
@@ -132,8 +125,6 @@ def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Pa
     resumed = real(tmp_path, 0, 0, *on, f"checkpoint.resume={tmp_path}")
     assert resumed["began"] == step
     assert resumed["status"] == "done" and resumed["steps"] == step + 20
-    straight = real(tmp_path.with_name("straight"), 0, 0, *on)  # never stopped
-    assert resumed["weights"] == straight["weights"]
 
 
 def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:
@@ -147,17 +138,11 @@ def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_pat
     assert summary.status == "stopped"
 
 
-def test_null_never_stops(tmp_path: Path) -> None:
-    with build(compose([*QUICK, "stability.watch.stop_above=null"])) as run:
-        assert train(run).status == "done"
-
-
 # leaks
 
 
-@pytest.mark.parametrize("data", ["cancer", "digits"])
-def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(data: str, tmp_path: Path) -> None:
-    ended = real(tmp_path, 50_000, 0, f"data={data}", "training.steps=500")
+def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> None:
+    ended = real(tmp_path, 50_000, 0, "training.steps=500")
     assert ended["faults"]["leak"] == 1 and ended["status"] == "done"
     rows = json.loads((tmp_path / "debug/history.json").read_text())["faults"]
     leak = next(row for row in rows if row["kind"] == "leak")
@@ -170,12 +155,6 @@ def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(data: str, tmp_path: P
 def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
     ended = real(tmp_path, 0, 0, f"training.steps={steps}")
     assert ended["steps"] == steps and ended["faults"] == {}
-
-
-@pytest.mark.slow
-def test_a_healthy_cnn_raises_nothing(tmp_path: Path) -> None:
-    small = ["data=digits", "model=cnn", "model.width=4", "training.steps=500"]
-    assert real(tmp_path, 0, 0, *small)["faults"] == {}
 
 
 # the rest
