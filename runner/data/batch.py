@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from runner.techniques.base import Choice
 
 Inputs = Any
 """What a model is called with: a tensor, a tuple (positional) or a dict (by keyword)."""
@@ -61,34 +59,6 @@ class RowNames:
         """The name of that sample."""
         number = index if self.numbers is None else int(self.numbers[index])
         return f"{self.word} {number}"
-
-
-class Loader(Protocol):
-    """Batches as a pure function of the step, so resuming anywhere costs nothing."""
-
-    steps_per_epoch: int
-    choices: list[Choice]
-
-    def batches(self, start: int) -> Iterator[Batch]:
-        """Batches from step `start` (0 is the first) on, epoch after epoch, on the device."""
-
-    def peek(self) -> Batch:
-        """The first batch, fetched here, so that workers go on with what they are at."""
-
-    def at(self, step: int) -> Batch:
-        """The batch of that step, fetched here, so that workers go on with what they are at."""
-
-    def indices(self, step: int) -> list[int]:
-        """Which samples of the data set that batch holds."""
-
-    def samples(self, step: int) -> int:
-        """How many samples the batch of that step holds."""
-
-    def ready(self) -> tuple[int, int]:
-        """How many batches workers had fetched when they were asked for, and how many were."""
-
-    def close(self) -> None:
-        """End every worker, at once."""
 
 
 def call(forward: Callable[..., Any], inputs: Inputs) -> Any:

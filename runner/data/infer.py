@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from runner.data.batch import Sizes
@@ -40,23 +39,19 @@ def infer_sizes(dataset: Any, name: str, sample: Sample) -> tuple[Sizes, tuple[C
     x = main_leaf(inputs)
     task = _task(x, target, name)
     sizes = {**_input_sizes(x), **stated, "task": task}
-    counted = {"vocab"} if "sequence" in sizes and "vocab" not in sizes else set()
-    if task == "classification" and "classes" not in sizes:
-        counted.add("classes")
-    if task == "regression":
-        sizes.setdefault("classes", max(1, target.numel()))
+    counted = ["vocab"] * ("sequence" in sizes and "vocab" not in sizes)
+    counted += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices: tuple[Choice, ...] = ()
     if counted:
-        found, reason = _count(dataset, name, sample, counted, task)
-        sizes.update(found)
-        choices = tuple(Choice(f"data.{key}", value, reason) for key, value in found.items())
-    if task == "language_modelling":
-        sizes.setdefault("classes", sizes["vocab"])
+        largest, reason = _largest(dataset, name, sample, counted, task)
+        choices = tuple(Choice(f"data.{key}", n + 1, reason) for key, n in largest.items())
+        sizes.update({key: n + 1 for key, n in largest.items()})
+    if task != "classification":
+        sizes.setdefault("classes", sizes.get("vocab") or max(1, target.numel()))
     return Sizes(**sizes), choices
 
 
 def _stated(dataset: Any, name: str) -> dict[str, Any]:
-    known = {f.name for f in fields(Sizes)}
     stated: dict[str, Any] = {}
     classes, vocab = getattr(dataset, "classes", None), getattr(dataset, "vocab", None)
     if isinstance(classes, int):
@@ -67,9 +62,11 @@ def _stated(dataset: Any, name: str) -> dict[str, Any]:
         stated["vocab"] = vocab
     sizes = getattr(dataset, "sizes", None)
     stated.update(sizes if isinstance(sizes, dict) else {})
-    for key in stated.keys() - known:
-        near = suggestion(str(key), known, "there are")
-        raise DataError(f"data: the attribute `sizes` of {name} has an unknown {key!r}; {near}")
+    known = [f.name for f in fields(Sizes)]
+    for key in stated:
+        if key not in known:
+            near = suggestion(str(key), known, "there are")
+            raise DataError(f"data: the attribute `sizes` of {name} has an unknown {key!r}; {near}")
     if stated.get("task", TASKS[0]) not in TASKS:
         raise DataError(
             f"data: the attribute `sizes` of {name} has no task {stated['task']!r}; one of {TASKS}"
@@ -96,29 +93,26 @@ def _task(x: Tensor, target: Nest, name: str) -> str:
             return "classification"
         if not x.is_floating_point() and target.shape == x.shape:
             return "language_modelling"
-    described = (
-        f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else "no tensor"
-        for value in (x, target)
+    described = " and ".join(
+        f"{what} {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else what
+        for what, value in (("inputs", x), ("a target", target))
     )
     raise DataError(
-        "data: sample 0: no task follows from inputs of {} and a target of {}".format(*described)
-        + f"; give {name} an attribute sizes = {{'task': …, 'classes': …}}, and name an objective "
-        "if it is none of ours"
+        f"data: sample 0: no task follows from {described}; give {name} an attribute sizes = "
+        "{'task': …, 'classes': …}, and name an objective if none of ours fits"
     )
 
 
-def _count(
-    dataset: Any, name: str, sample: Sample, counted: set[str], task: str
+def _largest(
+    dataset: Any, name: str, sample: Sample, counted: list[str], task: str
 ) -> tuple[dict[str, int], str]:
-    """One more than the largest label or token id, and where it was found."""
-    if counted == {"classes"}:
-        for attribute in ("targets", "labels"):
-            labels = _whole_numbers(getattr(dataset, attribute, None), len(dataset))
-            if labels is not None:
-                _check_label(int(labels.min()), int(labels.argmin()), name)
-                reason = f"one more than the largest of {name}.{attribute}"
-                return {"classes": int(labels.max()) + 1}, reason
-    n, names = len(dataset), " and ".join(sorted(counted))
+    """The largest label or token id, and where it was found."""
+    n, names = len(dataset), " and ".join(counted)
+    for attribute in ("targets", "labels") if counted == ["classes"] else ():
+        labels = _whole_numbers(getattr(dataset, attribute, None), n)
+        if labels is not None:
+            _check_label(int(labels.min()), int(labels.argmin()), name)
+            return {"classes": int(labels.max())}, f"from the largest of {name}.{attribute}"
     read = np.unique(np.linspace(0, n - 1, min(n, MOST_SAMPLES)).astype(int)).tolist()
     largest = dict.fromkeys(counted, 1)
     deadline = time.monotonic() + MOST_SECONDS
@@ -137,10 +131,7 @@ def _count(
             _check_label(int(target), index, name)
             largest["classes"] = max(largest["classes"], int(target))
     whole = "all" if len(read) == n else f"{len(read):,} of"
-    reason = (
-        f"one more than the largest in {whole} {n:,} samples; an attribute of {name} goes first"
-    )
-    return {key: value + 1 for key, value in largest.items()}, reason
+    return largest, f"from the largest in {whole} {n:,} samples; attributes of {name} go first"
 
 
 def _check_label(label: int, index: int, name: str) -> None:
@@ -152,10 +143,10 @@ def _check_label(label: int, index: int, name: str) -> None:
 
 
 def _whole_numbers(values: Any, n: int) -> np.ndarray | None:
-    if not isinstance(values, list | tuple | np.ndarray | torch.Tensor) or len(values) != n:
+    if not isinstance(values, list | tuple | np.ndarray | Tensor) or len(values) != n:
         return None
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError):
+    except ValueError:  # of different lengths
         return None
     return array if array.ndim == 1 and array.dtype.kind in "iu" else None

@@ -61,8 +61,7 @@ def make_loader(
     n = len(indices)
     if n == 0:
         raise DataError(f"data: the {'training' if repeat else 'validation'} set is empty")
-    drop_last = config.drop_last and repeat
-    batches = n // batch_size if drop_last else -(-n // batch_size)
+    batches = n // batch_size if config.drop_last and repeat else -(-n // batch_size)
     if batches == 0:
         raise ConfigError(
             "training.batch_size",
@@ -80,23 +79,21 @@ def make_loader(
     workers, choices = _choose_workers(source, config, batch_size)
     pin = device.torch.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
-    persistent = workers > 0 and config.persistent_workers is not False
-    for key, asked, honoured, reason in (
-        ("pin_memory", config.pin_memory, pin, "pinned memory is for CUDA"),
-        ("device_prefetch", config.device_prefetch, aside, "needs CUDA and pinned memory"),
-        ("persistent_workers", config.persistent_workers, workers > 0, "there are no workers"),
-        ("prefetch", config.prefetch, workers > 0, "there are no workers"),
+    for key, honoured, reason in (
+        ("pin_memory", pin, "pinned memory is for CUDA"),
+        ("device_prefetch", aside, "needs CUDA and pinned memory"),
+        ("persistent_workers", workers > 0, "there are no workers"),
+        ("prefetch", workers > 0, "there are no workers"),
     ):
-        if asked and not honoured:
+        if getattr(config, key) and not honoured:
             choices.append(Choice(f"data.{key}", False, reason))
     fetch, move = Fetch(source, order), mover(device.torch, pin, aside)
     pool = Workers(fetch, workers, config.prefetch or PREFETCH, config.timeout_s)
     return BatchLoader(
         fetch,
-        n,
         repeat,
         pool if workers else None,
-        persistent,
+        config.persistent_workers is not False,
         [*([move] if move else []), *placements],
         [*source.choices, *choices],
     )
@@ -114,19 +111,18 @@ class Fetch:
 
 
 class BatchLoader:
-    """The batches of one part of a data set (see the protocol `runner.data.batch.Loader`)."""
+    """Batches of one part of a data set, as a pure function of the step: resuming costs nothing."""
 
     def __init__(
         self,
         fetch: Fetch,
-        n: int,
         repeat: bool,
         pool: Workers | None,
         persistent: bool,
         placements: list[Callable[[Batch], Batch]],
         choices: list[Choice],
     ) -> None:
-        self.fetch, self.n, self.repeat = fetch, n, repeat
+        self.fetch, self.repeat = fetch, repeat
         self.pool, self.persistent = pool, persistent
         self.placements, self.choices = placements, choices
         self.steps_per_epoch = fetch.order.batches
@@ -158,8 +154,9 @@ class BatchLoader:
 
     def samples(self, step: int) -> int:
         """How many samples the batch of that step holds."""
-        size = self.fetch.order.batch_size
-        return min(size, self.n - step % self.steps_per_epoch * size)
+        order = self.fetch.order
+        start = step % self.steps_per_epoch * order.batch_size
+        return min(order.batch_size, len(order.indices) - start)
 
     def ready(self) -> tuple[int, int]:
         """How many batches workers had fetched when they were asked for, and how many were."""
@@ -198,16 +195,16 @@ def _choose_workers(
     if config.workers is not None:
         return config.workers, []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    seconds = None if source.sample_seconds is None else source.sample_seconds * batch_size
-    workers = 0
+    workers, reason = (
+        min(MOST_WORKERS, cores or 1),
+        f"samples are fetched one by one, {cores} cores",
+    )
     if source.in_memory:
-        reason = "the data is in memory; workers would only copy it"
-    elif seconds is not None and seconds < QUICK_S:
-        reason = f"a batch is fetched in {1e3 * seconds:.1f} ms, faster than handed over"
-    else:
-        workers = min(MOST_WORKERS, cores or 1)
-        measured = "" if seconds is None else f", and a batch takes {1e3 * seconds:.0f} ms"
-        reason = f"samples are fetched one by one{measured}; this process has {cores} cores"
+        workers, reason = 0, "the data is in memory; workers would only copy it"
+    elif source.sample_seconds is not None:
+        seconds = source.sample_seconds * batch_size
+        workers = 0 if seconds < QUICK_S else workers
+        reason = f"a batch takes {1e3 * seconds:.3g} ms to fetch, on {cores} cores"
     return workers, [Choice("data.workers", workers, reason)]
 
 

@@ -30,7 +30,6 @@ def stdlib_text(config: StdlibText) -> TokenWindows:
         TokenStream(validation, "the standard library's validation files"),
         vocab=256,
         sequence=config.sequence,
-        checked=True,  # a byte is below 256
     )
 
 

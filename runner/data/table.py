@@ -74,6 +74,8 @@ def read_table(
     With `ignore`, every column but those, as numbers where it holds numbers. A row with a cell
     that cannot be used is a DataError, or is left out with `data.bad_samples=drop`.
     """
+    from pyarrow import ArrowException
+
     path = existing(config.path)
     if path.is_dir():
         raise ConfigError("data.path", f"{path} is a folder", "name the csv or parquet file in it")
@@ -95,7 +97,13 @@ def read_table(
     problems, values = dict(content.malformed), {}
     for name in list(content.columns):
         column = content.columns.pop(name)  # its memory is free once it is parsed
-        values[name], bad = _parse(column, share, all_texts=ignore is None)
+        try:
+            values[name], bad = _parse(column, share, all_texts=ignore is None)
+        except ArrowException:
+            raise DataError(
+                f"{path}: column {name!r} is of type {column.type}, neither numbers nor texts; "
+                f"convert it, or leave it out with data.ignore=[{name}]"
+            ) from None
         for row, problem in bad.items():
             problems.setdefault(int(content.numbers[row]), f", column {name!r}: {problem}")
     named = {number: f"{content.word} {number}{text}" for number, text in problems.items()}
@@ -211,7 +219,7 @@ def _warn_of_decimal_commas(path: Path, columns: dict[str, Values]) -> None:
 
 
 def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowInvalid, csv, string
 
     check_memory(path, 4 * path.stat().st_size, "its cells", "split it, or leave out columns")
     names, separator, lines, quotes = _scan(path)
@@ -223,17 +231,35 @@ def _read_csv(path: Path, select: Select, all_texts: bool) -> _Content:
         )
         return "skip"
 
+    forms = [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys(used, string()) if all_texts else {},
+        include_columns=used,
+        true_values=[],
+        false_values=[],
+        null_values=forms,  # pyarrow compares letter for letter
+    )
+    parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip)
+    # with threads pyarrow does not tell the numbers of rows
+    read = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1)
     try:
-        columns = _parse_csv(path, names, separator, used if all_texts else (), used, skip)
+        try:
+            table = csv.read_csv(path, read, parse, convert)
+        except ArrowInvalid as error:
+            if "straddling" not in str(error):  # a row longer than a block
+                raise
+            read.block_size = min(path.stat().st_size + 1, 2**31 - 1)
+            table = csv.read_csv(path, read, parse, convert)
     except ArrowInvalid as error:
         raise DataError(f"{path}: cannot be read as csv: {error}") from None
-    total = len(malformed) + len(columns[used[0]] if used else ())
+    total = len(malformed) + len(table)
     one_line_each = lines == total + 1
     if quotes % 2 and not one_line_each:
         raise DataError(f"{path}: a quote is not closed, so a cell holds all lines after it")
     first = 2 if one_line_each else 1
     numbers = np.delete(np.arange(total), list(malformed)) + first
     named = {record + first: problem for record, problem in malformed.items()}
+    columns = dict(zip(used, table.columns, strict=True))
     return _Content(columns, "line" if one_line_each else "row", numbers, named)
 
 
@@ -253,38 +279,6 @@ def _scan(path: Path) -> tuple[list[str], str, int, int]:
     separator = max(",;\t", key=text.count)  # a header names columns: what it has most of
     names = [name.strip() for name in next(csv.reader([text], delimiter=separator), [])]
     return names, separator, lines + (not part.endswith(b"\n")), quotes
-
-
-def _parse_csv(
-    path: Path,
-    names: list[str],
-    separator: str,
-    texts: Sequence[str],
-    used: list[str],
-    skip: Callable[[Any], str],
-) -> dict[str, Any]:
-    """The arrow columns `used`; `skip` is called for each row of a wrong length."""
-    from pyarrow import ArrowInvalid, csv, string
-
-    forms = [form for word in MISSING for form in {word, word.upper(), word.title(), "NaN", "Na"}]
-    convert = csv.ConvertOptions(
-        column_types=dict.fromkeys(texts, string()),
-        include_columns=used,
-        true_values=[],
-        false_values=[],
-        null_values=forms,  # pyarrow compares letter for letter
-    )
-    parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip)
-    # with threads pyarrow does not tell the numbers of rows
-    read = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1)
-    try:
-        table = csv.read_csv(path, read, parse, convert)
-    except ArrowInvalid as error:
-        if "straddling" not in str(error):  # a row longer than a block
-            raise
-        read.block_size = min(path.stat().st_size + 1, 2**31 - 1)
-        table = csv.read_csv(path, read, parse, convert)
-    return dict(zip(used, table.columns, strict=True))
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
@@ -309,7 +303,7 @@ def _read_parquet(path: Path, select: Select, all_texts: bool) -> _Content:
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
         used = select(schema.names)
-        texts = [name for name in used if _is_text(path, schema.field(name))]
+        texts = [name for name in used if "string" in str(schema.field(name).type)]
         check_memory(path, 8 * rows * len(used), f"{rows:,} rows", fix)  # as float64
         batches, decoded = [], 0
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
@@ -323,19 +317,3 @@ def _read_parquet(path: Path, select: Select, all_texts: bool) -> _Content:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from None
     columns = {name: table.column(name) for name in used}
     return _Content(columns, "row", np.arange(1, len(table) + 1), {})
-
-
-def _is_text(path: Path, column: Any) -> bool:
-    """Whether a column holds texts; a DataError where it holds neither texts nor numbers."""
-    from pyarrow import types
-
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    if types.is_string(kind) or types.is_large_string(kind):
-        return True
-    numeric = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-    if not any(check(kind) for check in numeric):
-        raise DataError(
-            f"{path}: column {column.name!r} is of type {kind}, neither numbers nor texts; convert "
-            f"it, or leave it out with data.ignore=[{column.name}]"
-        )
-    return False

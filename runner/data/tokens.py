@@ -15,6 +15,8 @@ from runner.data.paths import check_link, existing, suggestion
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
 
+DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+
 
 @dataclass(frozen=True)
 class TokenStream:
@@ -35,16 +37,10 @@ class TokenWindows(Dataset):
     augments = True  # the epoch's offset comes with the seeds
 
     def __init__(
-        self,
-        train: TokenStream,
-        validation: TokenStream,
-        *,
-        vocab: int,
-        sequence: int,
-        checked: bool,
+        self, train: TokenStream, validation: TokenStream, *, vocab: int, sequence: int
     ) -> None:
         self.streams = (train, validation)
-        self.vocab, self.sequence, self.checked = vocab, sequence, checked
+        self.vocab, self.sequence = vocab, sequence
         self.sizes = Sizes("language_modelling", classes=vocab, vocab=vocab, sequence=sequence)
         # up to `sequence - 1` ids before the first window are left out, for the offset
         counts = ((len(train.ids) - sequence) // sequence, (len(validation.ids) - 1) // sequence)
@@ -65,34 +61,24 @@ class TokenWindows(Dataset):
         if seeds is not None and not held_out:
             starts += int(seeds[0] >> np.uint64(32)) % self.sequence
         windows = stream.ids[starts[:, None] + np.arange(self.sequence + 1)].astype(np.int64)
-        if not self.checked:
-            self._check(windows, starts, stream)
+        if windows.max() >= self.vocab or windows.min() < 0:
+            row, column = np.argwhere((windows >= self.vocab) | (windows < 0))[0]
+            position = stream.start + int(starts[row] + column)
+            raise DataError(
+                f"{stream.name}: the id at position {position:,} is {windows[row, column]}, and "
+                f"data.vocab={self.vocab}; is it the right data.vocab, and the right data.dtype?"
+            )
         ids = torch.from_numpy(windows)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    def _check(self, windows: np.ndarray, starts: np.ndarray, stream: TokenStream) -> None:
-        if windows.max() < self.vocab and windows.min() >= 0:
-            return
-        row, column = np.argwhere((windows >= self.vocab) | (windows < 0))[0]
-        position = stream.start + int(starts[row] + column)
-        raise DataError(
-            f"{stream.name}: the id at position {position:,} is {windows[row, column]}, and "
-            f"data.vocab={self.vocab}; is it the right data.vocab, and the right data.dtype?"
-        )
 
 
 def tokens(config: Tokens, policy: Policy | None = None) -> TokenWindows:
     """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
     if config.vocab < 2:
         raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")
-    try:
-        kind = np.dtype(config.dtype)
-    except TypeError:
-        kind = np.dtype(np.float32)
-    if kind.kind not in "iu":
-        raise ConfigError(
-            "data.dtype", f"{config.dtype!r} is no integer type", "e.g. uint16 or int32"
-        )
+    if config.dtype not in DTYPES:
+        raise ConfigError("data.dtype", f"must be one of {', '.join(DTYPES)}, got {config.dtype}")
+    kind = np.dtype(config.dtype)
     path = existing(config.path)
     if path.is_dir():
         files = [check_link(_inside(path, name), path, policy) for name in ("train.bin", "val.bin")]
@@ -102,9 +88,7 @@ def tokens(config: Tokens, policy: Policy | None = None) -> TokenWindows:
         cut = len(ids) - round(len(ids) * config.validation)
         train = TokenStream(ids[:cut], str(path))
         validation = TokenStream(ids[cut:], str(path), cut)
-    return TokenWindows(
-        train, validation, vocab=config.vocab, sequence=config.sequence, checked=False
-    )
+    return TokenWindows(train, validation, vocab=config.vocab, sequence=config.sequence)
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -23,8 +23,8 @@ from runner.data.order import sample_seeds, split
 from runner.errors import ConfigError, DataError, RunnerError
 from runner.techniques.base import Choice
 
-MORE = 3  # samples that are timed besides the first
-SLOW_S = 0.5  # of a first sample, after which nobody waits for more
+TIMED = 4  # samples; the first one opens and imports
+SLOW_S = 0.5  # of a sample, after which no other is timed
 
 
 class UserDataset(Dataset):
@@ -55,18 +55,22 @@ class UserDataset(Dataset):
         self.dataset = dataset
         choices: tuple[Choice, ...] = ()
         if config is not None and drops_bad_samples(config):
-            self.dataset, choices = self._usable(dataset, target, config)
+            problems = self._find_problems()
+            choices = usable_samples(problems, len(dataset), config, target)
+            self.dataset = Subset(dataset, [i for i in range(len(dataset)) if i not in problems])
         self.train, self.validation = split(len(self.dataset), validation, split_seed, target)
         self.sizes, inferred = infer_sizes(self.dataset, target, self._timed_sample)
         self.choices = (*choices, *inferred)
-        self._time_more()
+        if self.sample_seconds is not None:  # infer_sizes read one
+            for index in range(1, min(TIMED, len(self.dataset))):
+                if self.sample_seconds < SLOW_S:
+                    with suppress(DataError):  # it is raised when its batch is fetched
+                        self._timed_sample(index)
 
-    def _usable(
-        self, dataset: Any, target: str, config: DataConfig
-    ) -> tuple[Subset, tuple[Choice, ...]]:
-        """The samples that can be fetched and are finite, each fetched once to see: one epoch."""
+    def _find_problems(self) -> dict[int, str]:
+        """Samples that raise or are not finite; each is fetched once, which takes an epoch."""
         problems: dict[int, str] = {}
-        for index in range(len(dataset)):
+        for index in range(len(self.dataset)):
             try:
                 sample = self._timed_sample(index)
             except DataError as error:
@@ -74,17 +78,7 @@ class UserDataset(Dataset):
                 continue
             if not all(bool(leaf.isfinite().all()) for leaf in tensors(sample)):
                 problems[index] = f"sample {index}: a value is not finite"
-        choices = usable_samples(problems, len(dataset), config, target)
-        return Subset(dataset, [i for i in range(len(dataset)) if i not in problems]), choices
-
-    def _time_more(self) -> None:
-        """How long a sample takes once the first one has opened, imported and begun everything."""
-        seconds = self.sample_seconds
-        for index in range(1, min(1 + MORE, len(self.dataset))):
-            if seconds is None or seconds > SLOW_S:
-                return
-            with suppress(DataError):  # its turn will come
-                self._timed_sample(index)
+        return problems
 
     def _timed_sample(self, index: int) -> tuple[Nest, Nest]:
         started = time.perf_counter()
@@ -103,7 +97,10 @@ class UserDataset(Dataset):
             samples = [self._sample(i, s) for i, s in zip(numbers, seeds.tolist(), strict=True)]
         inputs = stack([sample[0] for sample in samples], numbers, "inputs")
         target = stack([sample[1] for sample in samples], numbers, "target")
-        self._check(inputs, target, indices)
+        task, classes = self.sizes.task, self.sizes.classes
+        self._check(main_leaf(inputs), "inputs", "vocab", self.sizes.vocab, indices)
+        if task != "regression" and isinstance(target, torch.Tensor):
+            self._check(target, "target", "classes", classes, indices)
         return inputs, target
 
     def _sample(self, index: int, seed: int) -> tuple[Nest, Nest]:
@@ -121,23 +118,12 @@ class UserDataset(Dataset):
             ) from error
         return as_pair(sample, index)
 
-    def _check(self, inputs: Nest, target: Nest, indices: np.ndarray) -> None:
-        what, sizes = "data: target of sample", self.sizes
-        if sizes.task == "classification" and sizes.classes and isinstance(target, torch.Tensor):
-            if not target.is_floating_point():
-                check_range(target, sizes.classes, indices, what, self._fix("classes"))
-        if sizes.vocab is None:
-            return
-        ids = main_leaf(inputs)
-        if not ids.is_floating_point():
-            check_range(ids, sizes.vocab, indices, "data: inputs of sample", self._fix("vocab"))
-        if sizes.task == "language_modelling":
-            check_range(target, sizes.vocab, indices, what, self._fix("vocab"))
-
-    def _fix(self, name: str) -> str:
-        if getattr(self.dataset, name, None) is None:
-            return f"give the data set an attribute `{name}`"
-        return f"correct it, or what the data set's attribute `{name}` says"
+    def _check(
+        self, values: torch.Tensor, what: str, size: str, below: int | None, indices: np.ndarray
+    ) -> None:
+        if below is not None and not values.is_floating_point():
+            fix = f"correct it, or give the data set an attribute `{size}` that says what is right"
+            check_range(values, below, indices, f"data: {what} of sample", fix)
 
 
 class Subset:
@@ -153,7 +139,7 @@ class Subset:
         return self.dataset[self.indices[index]]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "indices"):  # not there yet, while one is unpickled
+        if name in ("dataset", "indices"):  # unset while one is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

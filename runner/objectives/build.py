@@ -36,15 +36,9 @@ def build_objective(
 
     Raises ConfigError when it does not fit the data.
     """
-    kind = "custom" if config._target_ is not None else config.kind
-    if kind == "auto":
-        kind = sizes.task
-    if kind not in ("custom", *KINDS[1:]):
-        raise ConfigError(
-            "objective",
-            f"the data's task is {sizes.task!r}, for which there is no objective",
-            f"use data for {', '.join(KINDS[1:])}, or name a loss by objective._target_",
-        )
+    kind = sizes.task if config.kind == "auto" else config.kind
+    if config._target_ is not None:
+        kind = "custom"
     for knob, kinds in KNOBS.items():
         if getattr(config, knob) != getattr(ObjectiveConfig, knob) and kind not in kinds:
             raise ConfigError(
@@ -57,54 +51,42 @@ def build_objective(
         raise ConfigError(
             f"objective.{name}", "there is no such key", "only objective._target_ takes others"
         )
-    if kind != sizes.task:
+    if kind not in KINDS or kind != sizes.task:
         labels = (kind, sizes.task) == ("classification", "regression")
         raise ConfigError(
             "objective.kind",
-            f"{kind} does not fit the data, which is for {sizes.task}",
+            f"{kind} does not fit the data, whose task is {sizes.task!r}",
             f"if the targets are classes, {AS_CLASSES}" * labels
-            or "use objective=auto, or other data",
-        )
-    if kind == "classification":
-        if sizes.classes is None:
-            raise ConfigError(
-                "objective",
-                "classification needs the number of classes, which the data does not state",
-                "give the data set a `classes`",
-            )
-        return Classification(
-            sizes.classes,
-            sizes.class_names,
-            config.label_smoothing,
-            config.top_k,
-            config.ignore_index,
+            or "use objective=auto, other data, or name a loss by objective._target_",
         )
     if kind == "language_modelling":
         return LanguageModelling(sizes.vocab, config.ignore_index)
-    return Regression(sizes.target_mean, sizes.target_deviation)
+    if kind == "regression":
+        return Regression(sizes.target_mean, sizes.target_deviation)
+    if sizes.classes is None:
+        raise ConfigError(
+            "objective",
+            "classification needs the number of classes, which the data does not state",
+            "give the data set a `classes`",
+        )
+    smoothing, top_k, ignored = config.label_smoothing, config.top_k, config.ignore_index
+    return Classification(sizes.classes, sizes.class_names, smoothing, top_k, ignored)
 
 
 def _foreign(
     config: ObjectiveConfig, target: str, sizes: Sizes, resolve: Callable[[str, str], Any]
 ) -> Objective:
-    found = resolve(target, "objective._target_")
-    if isinstance(found, type):
-        arguments = assembled(config.arguments, resolve, "objective")
-        loss = construct(found, arguments, sizes.for_constructor(), "objective")
-        if isinstance(loss, Objective):
-            return loss
-        if not callable(loss):
-            raise ConfigError(
-                "objective._target_",
-                f"{target} cannot be called",
-                "give it __call__(output, target)",
-            )
-        _check_call(loss, target, {})
-    else:
-        arguments = assembled(config.arguments, resolve, "objective")
-        _check_call(found, target, arguments)
-        loss = partial(found, **arguments) if arguments else found
-    return Custom(loss, target)
+    loss = resolve(target, "objective._target_")
+    arguments = assembled(config.arguments, resolve, "objective")
+    if isinstance(loss, type):
+        loss, arguments = construct(loss, arguments, sizes.for_constructor(), "objective"), {}
+    if isinstance(loss, Objective):
+        return loss
+    if not callable(loss):
+        fix = "give it __call__(output, target)"
+        raise ConfigError("objective._target_", f"{target} cannot be called", fix)
+    _check_call(loss, target, arguments)
+    return Custom(partial(loss, **arguments) if arguments else loss, target)
 
 
 def _check_call(loss: Callable[..., Any], target: str, arguments: dict[str, Any]) -> None:

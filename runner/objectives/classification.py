@@ -42,9 +42,7 @@ class Classification(Objective):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Mean cross-entropy, 0-d."""
-        logits = model_output.logits(output)
-        if logits.ndim > 1 and logits.shape[1] != self.classes:
-            raise self._miscounted(logits)
+        logits = self._logits(output)
         return self.loss.mean(logits, target)
 
     def weight(self, target: Tensor) -> Tensor | int:
@@ -53,9 +51,7 @@ class Classification(Objective):
 
     def tally(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums of the loss and of what was right, and the confusion matrix's counts."""
-        logits = model_output.logits(output)
-        if logits.ndim > 1 and logits.shape[1] != self.classes:
-            raise self._miscounted(logits)
+        logits = self._logits(output)
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         counts = self.loss.counts(target)
         predicted = logits.argmax(1)
@@ -88,11 +84,9 @@ class Classification(Objective):
         if self.top_k is not None:
             values[f"top{self.top_k}"] = int(totals["top_k_correct"]) / count
         if self.classes <= NAMED:
-            for name, row, i in zip(
-                self.class_names, totals["confusion"].tolist(), range(self.classes), strict=True
-            ):
+            for i, row in enumerate(totals["confusion"].tolist()):
                 if sum(row):
-                    values[f"accuracy/{name}"] = row[i] / sum(row)
+                    values[f"accuracy/{self.class_names[i]}"] = row[i] / sum(row)
         return values
 
     def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
@@ -100,9 +94,13 @@ class Classification(Objective):
         matrix = totals.get("confusion")
         return None if matrix is None else matrix.cpu()
 
-    def _miscounted(self, logits: Tensor) -> ConfigError:
-        return ConfigError(
-            "model",
-            f"returns {logits.shape[1]} outputs a sample, and the data has {self.classes} classes",
-            "name `classes` in its constructor and size the last layer by it",
-        )
+    def _logits(self, output: Any) -> Tensor:
+        logits = model_output.logits(output)
+        if logits.ndim > 1 and logits.shape[1] != self.classes:
+            raise ConfigError(
+                "model",
+                f"returns {logits.shape[1]} outputs a sample, and the data has {self.classes} "
+                "classes",
+                "name `classes` in its constructor and size the last layer by it",
+            )
+        return logits

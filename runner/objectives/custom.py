@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.data.nested import named_leaves
 from runner.errors import ConfigError
 from runner.objectives import model_output
 from runner.objectives.base import Objective
@@ -73,14 +74,7 @@ class Custom(Objective):
 
 def _first(value: Any, what: str) -> Tensor:
     """The first tensor in it; its first dimension is the samples."""
-    if isinstance(value, Tensor):
-        return value
-    items: list[Any] = []
-    if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, tuple | list):
-        items = list(value)
-    for item in items:
-        if isinstance(item, Tensor | dict | tuple | list):
-            return _first(item, what)
-    raise ConfigError("data", f"the {what} is a {type(value).__name__} without a tensor in it")
+    found = next((tensor for _, tensor in named_leaves(value)), None)
+    if found is None:
+        raise ConfigError("data", f"the {what} is a {type(value).__name__} without a tensor in it")
+    return found

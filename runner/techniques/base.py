@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from runner.data.batch import Batch, Loader, Sizes
+    from runner.data.batch import Batch, Sizes
     from runner.data.config import DataConfig
+    from runner.data.loader import BatchLoader
     from runner.device.device import Device
     from runner.objectives.base import Objective
     from runner.techniques.recompute import Recomputed
@@ -118,7 +119,7 @@ class RunBuilder(RunParts):
     sample: Callable[[int], Batch]  # so many training samples, not augmented, on the device
     data: DataConfig  # how batches are fetched; the loader decides where a field is None
     in_memory: bool  # a fetch is a copy and nothing more
-    loader: Callable[[DataConfig], Loader]  # of the training set, fetched that way
+    loader: Callable[[DataConfig], BatchLoader]  # of the training set, fetched that way
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]  # to see what state it keeps
     ema: bool = False  # a running average of the weights is kept
     optimizer_options: dict[str, Any] = field(default_factory=dict)

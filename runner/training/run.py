@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runner.captures.run_captures import Captures
     from runner.checkpoint.checkpointer import Checkpointer
     from runner.checks.batch_validator import BatchValidator
-    from runner.data.batch import Loader
+    from runner.data.loader import BatchLoader
     from runner.device.leaks import LeakDetector
     from runner.optim.optimizer_step import OptimizerStep
     from runner.optim.whole_step import WholeStep
@@ -65,8 +65,8 @@ class Run(RunParts):
     started: float  # time.monotonic() when the build began
 
     update: OptimizerStep
-    train: Loader
-    validation: Loader
+    train: BatchLoader
+    validation: BatchLoader
     validate_every: int
     checkpoint_every: int
     patience: int | None

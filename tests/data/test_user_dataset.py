@@ -253,7 +253,7 @@ def test_a_first_sample_that_sets_things_up_does_not_decide_on_workers() -> None
     source = opened(make, classes=2)
     assert begun == [0, 1, 2, 3]
     assert source.sample_seconds is not None and source.sample_seconds < 0.05
-    with pytest.raises(DataError, match="sample 4: .*what the data set's attribute `classes` says"):
+    with pytest.raises(DataError, match="sample 4: .*attribute `classes`"):
         opened(lambda i: (torch.zeros(3), 5), classes=2).fetch(np.array([4]), None)
 
 

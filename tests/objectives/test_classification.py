@@ -16,7 +16,7 @@ from runner.errors import ConfigError, DataError
 from runner.objectives.base import Objective
 from runner.objectives.classification import Classification
 
-CUTS = ([37], [16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples
+CUTS = ([16, 16, 5], [1, 30, 6])  # uneven batches of the same 37 samples
 
 
 @pytest.fixture(autouse=True)
@@ -89,16 +89,11 @@ def test_ignored_targets_count_nowhere(cuts: list[int], ignored: int) -> None:
     assert torch.equal(sums["confusion"], rest["confusion"])
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_weighted_parts_add_up_to_the_whole_batchs_loss(
-    cuts: list[int], masked: bool, smoothing: float
-) -> None:
+def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int]) -> None:
     logits, target = samples(6)
-    if masked:
-        target[3:20:4] = -100
-    objective = Classification(6, label_smoothing=smoothing)
+    target[3:20:4] = -100
+    objective = Classification(6, label_smoothing=0.1)
     parts = list(zip(logits.split(cuts), target.split(cuts), strict=True))
     summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
     assert float(summed / objective.weight(target)) == pytest.approx(
@@ -113,18 +108,9 @@ def test_with_nothing_ignored_the_weight_is_a_number_and_not_read_from_the_devic
     assert isinstance(Classification(6).weight(target), Tensor)
 
 
-def test_a_part_without_targets_gives_no_gradient_once_it_is_masked() -> None:
-    logits = torch.randn(4, 6, requires_grad=True)
-    for smoothing in (0.0, 0.1):
-        loss = Classification(6, label_smoothing=smoothing)(logits, torch.full((4,), -100))
-        torch.where(loss.isnan(), 0.0, loss).backward()
-        assert logits.grad is not None
-        assert logits.grad.tolist() == [[0.0] * 6] * 4
-
-
 @pytest.mark.parametrize(
     ("classes", "k", "there"),
-    [(10, 5, True), (6, 5, True), (5, 5, False), (2, 5, False), (6, 1, False)],
+    [(6, 5, True), (5, 5, False), (6, 1, False)],
 )
 def test_top_k_is_left_out_where_it_says_nothing(classes: int, k: int, there: bool) -> None:
     objective = Classification(classes, top_k=k)
@@ -132,24 +118,15 @@ def test_top_k_is_left_out_where_it_says_nothing(classes: int, k: int, there: bo
     assert (f"top{k}" in metrics) == there
 
 
-@pytest.mark.parametrize(("classes", "named"), [(20, True), (21, False)])
-def test_accuracy_per_class_is_told_up_to_20_classes(classes: int, named: bool) -> None:
-    objective = Classification(classes)
-    metrics = objective.metrics(objective.tally(*samples(classes)))
-    assert any(name.startswith("accuracy/") for name in metrics) == named
-
-
-@pytest.mark.parametrize(("classes", "there"), [(200, True), (201, False)])
-def test_the_confusion_matrix_is_kept_up_to_200_classes(classes: int, there: bool) -> None:
-    objective = Classification(classes)
-    sums = objective.tally(*samples(classes))
-    assert ("confusion" in sums) == there
-    assert (objective.confusion(sums) is not None) == there
-
-
-def test_the_best_checkpoint_is_the_most_accurate() -> None:
-    objective = Classification(3)
-    assert (objective.monitor, objective.higher_is_better) == ("val/accuracy", True)
+def test_accuracy_per_class_is_told_up_to_20_classes_and_pairs_are_counted_up_to_200() -> None:
+    for classes, named, counted in ((20, True, True), (200, False, True), (201, False, False)):
+        objective = Classification(classes)
+        sums = objective.tally(*samples(classes))
+        assert any(name.startswith("accuracy/") for name in objective.metrics(sums)) == named
+        assert (objective.confusion(sums) is not None) == counted
+    two = Classification(3, ("cat", "dog", "owl"))
+    metrics = two.metrics(two.tally(torch.eye(3)[:2], torch.tensor([0, 1])))
+    assert {k for k in metrics if "/" in k} == {"accuracy/cat", "accuracy/dog"}
 
 
 def test_a_row_of_logits_per_place_is_classified_place_by_place() -> None:
@@ -184,7 +161,7 @@ def test_logits_are_found_in_what_the_model_returns(wrap: Any) -> None:
     assert int(objective.tally(wrap(logits), target)["count"]) == 37
 
 
-@pytest.mark.parametrize("output", [None, {"scores": torch.zeros(2, 6)}, (), (1, 2), "logits"])
+@pytest.mark.parametrize("output", [None, {"scores": torch.zeros(2, 6)}, (1, 2)])
 def test_an_output_without_logits_is_an_error(output: Any) -> None:
     with pytest.raises(ConfigError, match="no logits; return a tensor"):
         Classification(6)(output, torch.zeros(2, dtype=torch.long))
@@ -204,8 +181,6 @@ def test_the_loss_of_16_bit_logits_is_taken_in_32_bits() -> None:
     [
         ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample, and the data has 6 classes"),
         ((4,), [0, 1, 2, 3], ConfigError, r"model: returns \[4\] for targets of \[4\]"),
-        ((3, 6), [0, 1, 2, 3], ConfigError, r"returns \[3, 6\] for targets of \[4\]"),
-        ((4, 6), [[0], [1], [2], [3]], ConfigError, r"\[4, 6\] for targets of \[4, 1\]"),
         ((4, 6), [0.0, 1.0, 2.0, 3.0], DataError, r"torch\.float32; classes are named by .*int64"),
         ((4, 6), [0, 1, 6, 3], DataError, r"target 6 is out of range: there are classes 0 to 5$"),
         ((4, 6), [0, -1, 2, 3], DataError, r"target -1 .*set objective\.ignore_index=-1"),
@@ -218,35 +193,9 @@ def test_what_torch_refuses_is_explained(
         Classification(6)(torch.randn(logits), torch.tensor(target))
 
 
-def test_minus_100_is_out_of_range_where_nothing_is_ignored() -> None:
-    with pytest.raises(DataError, match="target -100 is out of range"):
-        Classification(6, ignore_index=None)(torch.randn(2, 6), torch.tensor([0, -100]))
-
-
-def test_targets_in_32_bits_are_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"targets are torch\.int32; hand them over as int64"):
-        Classification(6)(torch.randn(2, 6), torch.tensor([0, 1], dtype=torch.int32))
-
-
-def test_a_wrong_number_of_outputs_is_an_error_in_validation_too() -> None:
-    with pytest.raises(ConfigError, match="7 outputs"):
-        Classification(6).tally(torch.randn(2, 7), torch.tensor([0, 1]))
-
-
 @pytest.mark.parametrize("ignored", [True, False])
 def test_metrics_of_nothing_are_an_error(ignored: bool) -> None:
     objective = Classification(6)
     sums = objective.tally(torch.randn(2, 6), torch.full((2,), -100)) if ignored else {}
     with pytest.raises(DataError, match="no targets to measure"):
         objective.metrics(sums)
-
-
-def test_a_class_that_did_not_occur_has_no_accuracy() -> None:
-    objective = Classification(3, ("cat", "dog", "owl"))
-    metrics = objective.metrics(objective.tally(torch.eye(3)[:2], torch.tensor([0, 1])))
-    assert {k for k in metrics if "/" in k} == {"accuracy/cat", "accuracy/dog"}
-
-
-def test_a_tally_holds_on_to_no_graph() -> None:
-    sums = Classification(6).tally(torch.randn(2, 6, requires_grad=True), torch.tensor([0, 1]))
-    assert not any(t.requires_grad for t in sums.values())
