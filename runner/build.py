@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -36,7 +36,6 @@ from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
 from runner.optim.user_optimizer import adopt_optimizer, sync_state
-from runner.optim.whole_step import WholeStep
 from runner.random_state import exclusive_random_state
 from runner.record.history import History
 from runner.record.recorder import Recorder
@@ -45,9 +44,9 @@ from runner.security.paths import own_trees
 from runner.security.registry import resolve
 from runner.stability.controller import StabilityController
 from runner.tables import check_data_table
+from runner.techniques.application import apply_techniques
 from runner.techniques.base import Choice, RunBuilder, Technique
-from runner.techniques.config import Optimization, apply_techniques
-from runner.techniques.whole_step import warn_kept_out
+from runner.techniques.config import Optimization
 from runner.training.hook import Hook
 from runner.training.length import micro_batch, resolve_batches, resolve_every, resolve_steps
 from runner.training.metrics import Reader
@@ -55,6 +54,9 @@ from runner.training.recovery import MICRO_BATCH, halve_micro_batch, translate_o
 from runner.training.resume import restore
 from runner.training.run import Run
 from runner.training.timing import Stopwatch
+
+if TYPE_CHECKING:
+    from runner.optim.whole_step import WholeStep
 
 log = logging.getLogger("runner")
 
@@ -133,7 +135,7 @@ class _Build:
         self.scope.callback(run.validation.close)
         self.scope.callback(run.train.close)
         _resume(run, self.config.checkpoint.resume)
-        warn_kept_out(run)
+        _warn_uncompiled(run)
         run.captures = self.make_captures()  # last: what a resume reads is no bad step
         return run
 
@@ -356,10 +358,19 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
         )
 
 
+def _warn_uncompiled(run: Run) -> None:
+    if run.whole is not None or run.compilation is not None:
+        from runner.techniques.compile import warn_kept_out
+
+        warn_kept_out(run)
+
+
 def _whole_step(draft: RunBuilder, update: OptimizerStep) -> WholeStep | None:
     """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
     if draft.whole_step is None:
         return None
+    from runner.optim.whole_step import WholeStep
+
     refused = WholeStep.refuses(update)
     if refused is None:
         return WholeStep(

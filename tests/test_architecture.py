@@ -37,11 +37,11 @@ training.signals optim.origin random_state data.seeds record.storage models.pres
 device record
 security
 checkpoint
-data.batch objectives.base
+data.batch data.nested objectives.base
 training.hook techniques.base
 training.run
 techniques.compiler techniques.memory_prediction techniques.blocks objectives.deferred_logits \
-models.modes data.nested training.metrics training.recovery training.resume training.summary \
+models.modes training.metrics training.recovery training.resume training.summary \
 stability
 checks.outputs
 captures

@@ -204,7 +204,7 @@ def predict_step(run: Run, samples: int | None = None) -> Prediction:
         contexts=list(run.contexts),
     )
     with torch.compiler.set_stance("force_eager"):
-        return predict(draft, samples, live=True)
+        return predict(draft, samples)
 
 
 def _similar_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:

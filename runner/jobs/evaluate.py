@@ -18,7 +18,7 @@ from runner.errors import ConfigError, RunnerError
 from runner.jobs.config import ExportKind
 from runner.jobs.export import check, export
 from runner.report import run as report
-from runner.techniques.quantization import Quantization
+from runner.techniques.config import Quantization
 from runner.training.evaluation import evaluate
 from runner.training.evidence import build_summary, collect_evidence, technique_statuses
 from runner.training.hook import Evaluation

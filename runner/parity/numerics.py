@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from runner.optim.optimizer_step import LossScaler
-from runner.techniques.amp import Amp
+from runner.techniques.config import Amp
 from runner.training.run import Run
 
 ROUNDOFF = {

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -127,8 +127,7 @@ class RunBuilder(RunParts):
     whole_step: dict[str, Any] | None = None  # torch.compile's options, to make steps in one graph
     index_limit: int | None = None  # targets lie below it, as far as the data show
     cuda_graphs: bool = False
-    sample_mflop: tuple[float, int] | None = None  # of a sample's forward, and in how many products
-    flops_unknown: str = ""  # why that is not known
+    forward_cost: ForwardCost | None = None  # once it was counted
     recorded: Mapping[str, Any] = field(default_factory=dict)  # choices of the run continued here
 
     def parts(self) -> dict[str, Any]:
@@ -146,6 +145,14 @@ class RunBuilder(RunParts):
             value, reason = decide()
         self.choices.append(Choice(key, value, reason))
         return value
+
+
+class ForwardCost(NamedTuple):
+    """Floating-point operations of a sample's forward."""
+
+    mflop: float  # infinite where the model must not be called
+    products: int  # of matrices, and convolutions
+    unknown: str = ""  # why it was not counted
 
 
 class Compilation(Protocol):

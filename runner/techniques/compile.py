@@ -3,102 +3,82 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+import os
+import shutil
+import sys
+from dataclasses import replace
+from typing import Any
 
-from runner.errors import ConfigError
-from runner.record.text import shorten
-from runner.techniques import compiler
-from runner.techniques.base import Evidence, RunBuilder, Technique
-from runner.techniques.cost import compile_break_even
-from runner.techniques.probe import dry_run_step, repeated_blocks
-from runner.techniques.whole_step import kept_out
+import torch
+from torch import nn
+
+from runner.device.device import Device
+from runner.techniques.base import Evidence, RunBuilder
+from runner.techniques.config import Compile
+from runner.training.hook import Hook
 from runner.training.run import Run
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from runner.device.device import Device
 
 log = logging.getLogger("runner")
 
 
-class CompileMode(Enum):
-    """torch.compile's own modes; `auto` is max-autotune on a GPU, and default on a CPU.
+def unavailable(knobs: Any, device: Device) -> str | None:
+    """Why nothing can be compiled for this device, or None."""
+    if device.kind == "mps":
+        return "torch.compile is experimental on MPS"
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if device.kind == "cpu" and not shutil.which(compiler):
+        return f"no C++ compiler on PATH (install {compiler}, or name one in CXX)"
+    return None
 
-    On a CPU max-autotune was measured 2 to 15 % slower than default.
+
+def apply(knobs: Compile, draft: RunBuilder) -> str | None:
+    """Compile in place, so that the model's keys stay as they are.
+
+    Where the whole step is one graph, the model's own would only be compiled twice; it waits
+    for the case that the step's graph cannot be made.
     """
+    from runner.techniques.cost import compile_break_even
 
-    auto = "auto"
-    default = "default"
-    reduce_overhead = "reduce-overhead"
-    max_autotune = "max-autotune"
+    reason = compile_break_even(knobs.min_steps, draft)
+    if reason is not None:
+        return reason
+    from runner.techniques import compiler
+    from runner.techniques.probe import repeated_blocks
+
+    parts: list[nn.Module] = repeated_blocks(draft.model) if knobs.regional else [draft.model]
+    if not parts:
+        return "the model has no repeated blocks to compile one by one"
+    compiler.prepare(draft.scope)
+    compiler.check_tokens(draft)
+    modes = compiler.modes(knobs.mode.value, draft)
+    draft.compilation = compilation = compiler.Compilation(parts, modes, knobs.dynamic)
+    draft.recoveries.append(compilation.recover)
+    draft.scope.callback(compilation.stop)
+    if draft.whole_step is None:
+        compilation.start()
+    return None
 
 
-@dataclass
-class Compile(Technique):
-    """Compiled graphs in place of operator after operator; pays back over many steps.
+def engaged(knobs: Compile, run: Run) -> Evidence:
+    """Graphs, graph breaks with their lines, recompiles and seconds, as dynamo counted them."""
+    from runner.record.text import shorten
+    from runner.techniques import compiler
 
-    Compiling takes from seconds to half a minute, a second run about a tenth of that: what was
-    compiled is kept in `$XDG_CACHE_HOME/runner` (or where TORCHINDUCTOR_CACHE_DIR says).
-    """
-
-    mode: CompileMode = CompileMode.auto
-    regional: bool = False  # each repeated block alone: compiles in a fraction of the time
-    dynamic: bool | None = None  # sizes that change; None: once one has changed
-    min_steps: int | None = 0  # shorter runs stay eager; null: below the break-even, from timing
-
-    def __post_init__(self) -> None:
-        if self.min_steps is not None and self.min_steps < 0:
-            raise ConfigError("optimization.compile.min_steps", "is negative", "use 0 or more")
-
-    def unavailable(self, device: Device) -> str | None:
-        """On a CPU the generated code needs a C++ compiler."""
-        return compiler.missing(device.kind)
-
-    def apply(self, draft: RunBuilder) -> str | None:
-        """Compile in place, so that the model's keys stay as they are.
-
-        Where the whole step is one graph, the model's own would only be compiled twice; it waits
-        for the case that the step's graph cannot be made.
-        """
-        reason = compile_break_even(self.min_steps, draft)
-        if reason is not None:
-            return reason
-        parts: list[nn.Module] = [draft.model]
-        if self.regional:
-            parts = repeated_blocks(draft.model)
-            if not parts:
-                return "the model has no repeated blocks to compile one by one"
-        compiler.prepare(draft.scope)
-        compiler.check_tokens(draft)
-        modes = compiler.modes(self.mode.value, draft)
-        draft.compilation = compilation = Compilation(parts, modes, self.dynamic)
-        draft.recoveries.append(compilation.recover)
-        draft.scope.callback(compilation.stop)
-        if draft.whole_step is None:
-            compilation.start()
-        return None
-
-    def engaged(self, run: Run) -> Evidence:
-        """Graphs, graph breaks with their lines, recompiles and seconds, as dynamo counted them."""
-        compilation = run.compilation
-        if run.whole is not None:
-            made = run.whole.steps > 0
-            reason = "" if made else kept_out(run) or "no step was made in one graph"
-            return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
-        if compilation is None or not compilation.mode:
-            return Evidence(False, run.fallen.get("compile", "nothing was compiled"))
-        facts = {"mode": compilation.mode, **compiler.compilation_facts()}
-        reason = run.fallen.get("compile", "")
-        if not facts["graphs"]:
-            why = facts.get("failed") or [told for told in [kept_out(run, eager=True)] if told]
-            return Evidence(False, shorten("; ".join(["no graph", *why]), 300), facts)
-        compiled, layers = _compiled_layers(run)
-        shown = Evidence.of_share(compiled, layers, "layers in compiled graphs", **facts)
-        return replace(shown, reason="; ".join(filter(None, (reason, shown.reason))))
+    compilation = run.compilation
+    if run.whole is not None:
+        made = run.whole.steps > 0
+        reason = "" if made else kept_out(run) or "no step was made in one graph"
+        return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
+    reason = run.fallen.get("compile", "")
+    if compilation is None or not compilation.mode:
+        return Evidence(False, reason or "nothing was compiled")
+    facts = {"mode": compilation.mode, **compiler.compilation_facts()}
+    if not facts["graphs"]:
+        causes = facts.get("failed") or list(filter(None, [kept_out(run, eager=True)]))
+        return Evidence(False, shorten("; ".join(["no graph", *causes]), 300), facts)
+    compiled, layers = _compiled_layers(run)
+    shown = Evidence.of_share(compiled, layers, "layers in compiled graphs", **facts)
+    return replace(shown, reason="; ".join(filter(None, (reason, shown.reason))))
 
 
 def _compiled_layers(run: Run) -> tuple[int, int]:
@@ -107,71 +87,43 @@ def _compiled_layers(run: Run) -> tuple[int, int]:
     Compiled code does not call the hooks that a module was given later; a layer that the compiler
     left out, or took to pieces at a graph break, does.
     """
-    import torch
+    from runner.techniques.probe import dry_run_step
 
     called: set[nn.Module] = set()
-
-    def note(module: nn.Module, inputs: Any) -> None:
-        called.add(module)
-
-    with ExitStack() as stack:
-        for module in run.model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                stack.callback(module.register_forward_pre_hook(note).remove)
+    layers = [m for m in run.model.modules() if next(m.parameters(recurse=False), None) is not None]
+    hooks = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in layers]
+    try:
         dry_run_step(run)
-        eager, called = called, set()
+        eager = set(called)
         with torch.compiler.set_stance("force_eager"):
             dry_run_step(run)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return len(called - eager), len(called)
 
 
-class Compilation:
-    """The model's parts, compiled; goes down the modes and at last to eager where one fails."""
+def kept_out(run: Run, eager: bool = False) -> str:
+    """What looks at every step, so that none is made in one graph; empty where nothing does.
 
-    def __init__(self, parts: list[nn.Module], modes: list[str], dynamic: bool | None) -> None:
-        self.parts, self.modes, self.dynamic = parts, modes, dynamic
-        self.mode = ""  # eager
-
-    def start(self) -> None:
-        """Compile at the next call, in the first mode that is left."""
-        compiler.reset_counters()
-        self.mode = self.modes.pop(0) if self.modes else ""
-        for part in self.parts:
-            part._compiled_call_impl = None
-            if self.mode:
-                _compile(part, mode=self.mode, dynamic=self.dynamic)
-
-    def stop(self) -> None:
-        """Back to eager."""
-        self.mode = ""
-        for part in self.parts:
-            part._compiled_call_impl = None
-
-    def recover(self, run: Run, error: Exception) -> bool:
-        """Go down a mode, if it is the compiler that failed."""
-        if not self.mode or not compiler.is_at_fault(error):
-            return False
-        failed = self.mode
-        self.start()
-        why = compiler.summarize_error(error)
-        reason = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
-        run.fallen["compile"] = reason
-        log.warning("optimization.compile: %s", reason)
-        return True
-
-
-def _compile(part: nn.Module, **options: Any) -> None:
-    """`part.compile()`, also for a class of torch's own, whose files the tracer does not look into.
-
-    A bare nn.Sequential would stay eager without a word (torch 2.13); here it is inlined.
+    With `eager`, what has every step made uncompiled.
     """
-    import torch
+    for hook in run.hooks:
+        events = ("around", "on_gradients")  # what a step in one graph has no place for
+        looks = any(getattr(type(hook), event) is not getattr(Hook, event) for event in events)
+        if hook.every == 1 and looks and (hook.eager or not eager):
+            tool = getattr(hook, "name", "")  # a debug tool has one, which is that of its key
+            name = f"debug={tool}" if tool else type(hook).__name__
+            slower = f"; debug.{tool}.every=50 leaves most of it" if tool else ""
+            how = "uncompiled" if hook.eager else "in more than one graph"
+            return f"{name} looks at every step, which is then made {how}{slower}"
+    return ""
 
-    if not type(part).forward.__module__.startswith("torch."):
-        part.compile(**options)
-        return
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    part._compiled_call_impl = torch.compile(call, **options)
+def warn_kept_out(run: Run) -> None:
+    """Say at the start that a hook keeps every step from being compiled."""
+    compiled = run.compilation is not None and run.compilation.mode
+    name = "whole_step" if run.whole is not None else "compile"
+    reason = kept_out(run, eager=run.whole is None)
+    if reason and (run.whole is not None or compiled):
+        log.warning("optimization.%s: %s", name, reason)

@@ -1,11 +1,11 @@
-"""What the techniques that compile share: the compiler, its cache, its faults and its counters."""
+"""The compiler that several techniques use: its cache, faults, messages and counters."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
-import shutil
 import stat
 import sys
 import tempfile
@@ -13,17 +13,25 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
+import torch
+from torch import nn
+
 from runner.data.batch import Batch
+from runner.device.capabilities import cpu_flags
 from runner.errors import DataError
 from runner.record.text import shorten
 from runner.techniques.base import RunBuilder
+from runner.training.run import Run
 
 log = logging.getLogger("runner")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+LOGGERS = ("torch", "torch._dynamo", "torch._inductor", "torch._functorch")
 CALLS = (
     re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(\s*aoti_torch_(?:cpu|cuda)_(\w+)\("),
     re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\("),
@@ -33,73 +41,67 @@ CALLS = (
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 FUNCTION = re.compile(r"function: '[^']*' \(([^()]+):(\d+)\)")
 """A line of the user's code in a message of the compiler."""
-OF_THE_TRACER = (
+TRACER_WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",
     ".*should not be instantiated",
 )
 """Warnings that torch causes itself, by what its tracer looks at (2.13)."""
 
 
-def missing(kind: str) -> str | None:
-    """Why nothing can be compiled for this kind of device, or None."""
-    if kind == "mps":
-        return "torch.compile is experimental on MPS"
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if kind == "cpu" and not shutil.which(compiler):
-        return f"no C++ compiler on PATH (install {compiler}, or name one in CXX)"
-    return None
+class Compilation:
+    """The model's parts, compiled; goes down the modes and at last to eager where one fails."""
+
+    def __init__(self, parts: list[nn.Module], modes: list[str], dynamic: bool | None) -> None:
+        self.parts, self.modes, self.dynamic = parts, modes, dynamic
+        self.mode = ""  # eager
+
+    def start(self) -> None:
+        """Compile at the next call, in the first mode that is left."""
+        reset_counters()
+        self.stop()
+        self.mode = self.modes.pop(0) if self.modes else ""
+        for part in self.parts if self.mode else ():
+            _compile(part, mode=self.mode, dynamic=self.dynamic)
+
+    def stop(self) -> None:
+        """Back to eager."""
+        self.mode = ""
+        for part in self.parts:
+            part._compiled_call_impl = None
+
+    def recover(self, run: Run, error: Exception) -> bool:
+        """Go down a mode, if it is the compiler that failed."""
+        if not self.mode or not is_at_fault(error):
+            return False
+        failed = self.mode
+        self.start()
+        why = summarize_error(error)
+        reason = f"mode {failed} failed, {self.mode or 'eager'} instead: {why}"
+        run.fallen["compile"] = reason
+        log.warning("optimization.compile: %s", reason)
+        return True
 
 
-def no_gradients_in_graphs() -> str | None:
-    """Why this torch cannot trace `torch.autograd.grad` into a graph, or None."""
-    import torch._dynamo.config as dynamo
+def _compile(part: nn.Module, **options: Any) -> None:
+    """`part.compile()`, also for a class of torch's own, whose files the tracer does not look into.
 
-    if hasattr(dynamo, "trace_autograd_ops"):
-        return None
-    import torch
+    A bare nn.Sequential would stay eager without a word (torch 2.13); here it is inlined.
+    """
+    if not type(part).forward.__module__.startswith("torch."):
+        part.compile(**options)
+        return
 
-    return f"torch {torch.__version__} cannot put a backward pass into a graph"
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-
-def allow_gradients_in_graphs(scope: ExitStack) -> None:
-    """Switch that on until the run closes."""
-    import torch._dynamo.config as dynamo
-
-    # a Python number that changes from step to step would else be frozen (torch 2.13)
-    for name in ("trace_autograd_ops", "specialize_float"):
-        scope.callback(setattr, dynamo, name, getattr(dynamo, name))
-        setattr(dynamo, name, True)
-
-
-def prepare(scope: ExitStack) -> None:
-    """Forget what other runs of this process compiled, and keep what is compiled on disk."""
-    import torch
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    condense_warnings(scope)  # before the context below, which puts `showwarning` back
-    scope.enter_context(warnings.catch_warnings())
-    for message in OF_THE_TRACER:
-        warnings.filterwarnings("ignore", message=message)
-    torch._dynamo.reset()
-    PyCodeCache.cache_clear()
-    reset_counters()
-    folder, default = cache_folder(os.environ), default_cache_dir()
-    if str(folder) != os.environ.get(CACHE):  # not the user's choice
-        scope.callback(os.environ.__setitem__, CACHE, default)
-        os.environ[CACHE] = str(_make_cache(folder, scope))
-
-
-def reset_counters() -> None:
-    """Let `facts` be about what is compiled from here on."""
-    import torch
-
-    torch._dynamo.utils.counters.clear()
-    torch._dynamo.utils.clear_compilation_metrics()
+    part._compiled_call_impl = torch.compile(call, **options)
 
 
 def modes(asked: str, draft: RunBuilder) -> list[str]:
-    """The mode to start with, and those to go down to."""
+    """The mode to start with, and those to go down to.
+
+    On a CPU max-autotune was measured 2 to 15 % slower than default.
+    """
     first = asked
     if draft.cuda_graphs and asked in ("auto", "default"):
         first = "reduce-overhead"
@@ -108,26 +110,39 @@ def modes(asked: str, draft: RunBuilder) -> list[str]:
     return list(dict.fromkeys([first, "default"]))
 
 
-def options(draft: RunBuilder, cpp_wrapper: bool) -> dict[str, Any]:
-    """What the compiler is to do for the whole step."""
-    if draft.device.kind == "cpu":
-        return {"cpp_wrapper": cpp_wrapper}
-    import torch
+def prepare(scope: ExitStack) -> None:
+    """Reset the compiler for this run, shorten its messages, keep what it compiles on disk."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    first = modes("auto", draft)[0]
-    return dict(torch._inductor.list_mode_options(first))
+    _shorten_messages(scope)
+    scope.enter_context(warnings.catch_warnings())
+    for message in TRACER_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    torch._dynamo.reset()
+    PyCodeCache.cache_clear()
+    reset_counters()
+    folder = cache_folder(os.environ)
+    if str(folder) != os.environ.get(CACHE):  # not the user's choice
+        scope.callback(os.environ.__setitem__, CACHE, default_cache_dir())
+        os.environ[CACHE] = str(_make_cache(folder, scope))
+
+
+def reset_counters() -> None:
+    """Let `compilation_facts` be about what is compiled from here on."""
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+
+
+# -- faults and messages ---------------------------------------------------------------------------
 
 
 def is_at_fault(error: Exception) -> bool:
     """Whether it is the compiler that failed, and not what it compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
-    trail = error.__traceback__
-    while trail is not None:
-        path = trail.tb_frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}_inductor{os.sep}" in path and "codecache" in path:
-            return True
-        trail = trail.tb_next
+    if any("codecache" in path for path in _trail(error, f"torch{os.sep}_inductor{os.sep}")):
+        return True
     # some of its errors are no TorchDynamoException, such as that of too many recompiles
     theirs = type(error).__module__ == TorchDynamoException.__module__
     return theirs or isinstance(error, TorchDynamoException)
@@ -135,20 +150,17 @@ def is_at_fault(error: Exception) -> bool:
 
 def was_running(error: Exception) -> bool:
     """Whether compiled code had begun to run when it was raised."""
-    trail = error.__traceback__
-    while trail is not None:
-        code = trail.tb_frame.f_code
-        if code.co_filename.endswith(f"_inductor{os.sep}output_code.py"):
-            return True
-        trail = trail.tb_next
-    return False
+    return bool(_trail(error, f"_inductor{os.sep}output_code.py"))
+
+
+def _trail(error: Exception, part: str) -> list[str]:
+    """The files with this in their paths that the error came through."""
+    paths = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return [path for path in paths if part in path]
 
 
 def summarize_error(error: Exception) -> str:
-    """The gist of a compiler's message, which goes on for pages, and the user's line it is about.
-
-    The whole of it is written to run.log.
-    """
+    """The gist of a compiler's error, and the user's line it is about; all of it in run.log."""
     log.info("the compiler's message", exc_info=error, extra={"live": True})  # not on the screen
     return f"{type(error).__name__}: {summarize_message(str(error))}"
 
@@ -165,57 +177,29 @@ def summarize_message(text: str) -> str:
     return f"{shorten(first, 200)}{where}"
 
 
-_condensed = ExitStack()  # undoes it
-_condensing = 0  # runs that are open, which may close in any order
+def _shorten_messages(scope: ExitStack) -> None:
+    """Until the run closes: one line on the screen of each message, all of it in run.log.
 
-
-def condense_warnings(scope: ExitStack) -> None:
-    """Until the run closes: one line on the screen of what the compiler warns of, all in run.log.
-
-    TORCH_LOGS, which asks for its messages as they are, leaves them so.
+    TORCH_LOGS, which asks for the messages as they are, leaves them so.
     """
-    global _condensing
     if "TORCH_LOGS" in os.environ:
         return
-    _condensing += 1
-    scope.callback(_stop_condensing)
-    if _condensing == 1:
-        _start_condensing(_condensed)
+    for handler in {h for name in LOGGERS for h in logging.getLogger(name).handlers}:
+        shortened = partial(_log_shortened)  # of this run: another may be open
+        handler.addFilter(shortened)
+        scope.callback(handler.removeFilter, shortened)
 
 
-def _stop_condensing() -> None:
-    global _condensing
-    _condensing -= 1
-    if not _condensing:
-        _condensed.close()
-
-
-def _start_condensing(scope: ExitStack) -> None:
-    before, theirs = warnings.showwarning, f"{os.sep}torch{os.sep}_dynamo{os.sep}"
-
-    def show(message: Any, category: Any, filename: str, *rest: Any, **more: Any) -> None:
-        if theirs in filename:
-            _condense(logging.WARNING, str(message))
-        else:
-            before(message, category, filename, *rest, **more)
-
-    scope.callback(setattr, warnings, "showwarning", before)
-    warnings.showwarning = show
-    for name in ("torch", "torch._dynamo", "torch._inductor", "torch._functorch"):
-        logger = logging.getLogger(name)
-        scope.callback(setattr, logger, "handlers", logger.handlers)
-        # one that propagates is shown by the logger above it
-        logger.handlers = [] if logger.propagate and name != "torch" else [_Condensed()]
-
-
-class _Condensed(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _condense(record.levelno, record.getMessage())
-
-
-def _condense(level: int, text: str) -> None:
-    log.log(level, "torch.compile: %s", summarize_message(text))
+def _log_shortened(record: logging.LogRecord) -> bool:
+    if not record.name.startswith("torch"):  # by a handler that other loggers have, too
+        return True
+    text = record.getMessage()
+    log.log(record.levelno, "torch.compile: %s", summarize_message(text))
     log.info("torch.compile: %s", text, extra={"live": True})  # not on the screen
+    return False
+
+
+# -- counters --------------------------------------------------------------------------------------
 
 
 def kernels() -> dict[str, int]:
@@ -225,47 +209,46 @@ def kernels() -> dict[str, int]:
     """
     from torch._inductor.codecache import PyCodeCache
 
-    found: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for module in PyCodeCache.modules:
         source = Path(str(module.__file__)).read_text(errors="replace")
         for pattern in CALLS:
-            found.update(f"aten::{name.removesuffix('_out')}" for name in pattern.findall(source))
-    return dict(found)
+            calls.update(f"aten::{name.removesuffix('_out')}" for name in pattern.findall(source))
+    return dict(calls)
 
 
 def compilation_facts() -> dict[str, Any]:
     """What was compiled since `prepare`: graphs, breaks, recompiles, seconds, cold or warm."""
-    import torch
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters, get_compilation_metrics
 
-    compiled = torch._dynamo.utils.get_compilation_metrics()
-    forward = [c for c in compiled if c.co_name]
-    failed = [c for c in forward if c.fail_reason]
+    compiled = get_compilation_metrics()
+    forward = [one for one in compiled if one.co_name]
+    again = [one for one in forward if one.recompile_reason]
     breaks = [
-        f"{c.co_filename}:{c.co_firstlineno}"
-        for c in forward
-        if str(c.co_name).startswith("torch_dynamo_resume_in_") and not c.recompile_reason
+        f"{one.co_filename}:{one.co_firstlineno}"
+        for one in forward
+        if str(one.co_name).startswith("torch_dynamo_resume_in_") and one not in again
     ]
-    hits = (
-        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-    )
-    found: dict[str, Any] = {
-        "graphs": int(counters["stats"]["unique_graphs"]),
-        "seconds": round(sum((c.duration_us or 0) for c in compiled) / 1e6, 2),  # of compiling
-        "cache": "warm" if hits and not counters["inductor"]["fxgraph_cache_miss"] else "cold",
-        "graph_breaks": len(breaks),
-        "recompiles": sum(1 for c in forward if c.recompile_reason),
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
+    reasons = [*counters["unimplemented"], *counters["graph_break"]] if breaks else []
+    details = {
+        "broken_at": breaks[:10],
+        "why_broken": [summarize_message(reason) for reason in reasons[:10]],
+        "failed": [summarize_message(str(o.fail_reason)) for o in forward if o.fail_reason][:5],
+        "why_recompiled": [shorten(str(one.recompile_reason), 200) for one in again[:5]],
     }
-    if breaks:
-        found["broken_at"] = breaks[:10]
-        reasons = [*counters["unimplemented"], *counters["graph_break"]]
-        found["why_broken"] = [summarize_message(reason) for reason in reasons[:10]]
-    if failed:
-        found["failed"] = [summarize_message(str(c.fail_reason)) for c in failed[:5]]
-    again = [shorten(str(c.recompile_reason), 200) for c in forward if c.recompile_reason]
-    if again:
-        found["why_recompiled"] = again[:5]
-    return found
+    return {
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "seconds": round(sum((one.duration_us or 0) for one in compiled) / 1e6, 2),
+        "cache": "warm" if hits and not inductor["fxgraph_cache_miss"] else "cold",
+        "graph_breaks": len(breaks),
+        "recompiles": len(again),
+        **{name: texts for name, texts in details.items() if texts},
+    }
+
+
+# -- indices that would end the process ------------------------------------------------------------
 
 
 def check_tokens(draft: RunBuilder) -> None:
@@ -295,8 +278,6 @@ def check_tokens(draft: RunBuilder) -> None:
 
 def out_of_range(indices: Any, limit: int) -> bool:
     """Whether any of them is below 0 or not below `limit`; 2 µs, and on a GPU the host waits."""
-    import torch
-
     if not isinstance(indices, torch.Tensor) or not indices.numel():
         return False
     if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
@@ -305,15 +286,22 @@ def out_of_range(indices: Any, limit: int) -> bool:
     return bool(low.item() < 0 or high.item() >= limit)
 
 
+# -- cache -----------------------------------------------------------------------------------------
+
+
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where runs keep compiled code: the user's TORCHINDUCTOR_CACHE_DIR, else a folder of ours."""
+    """Where runs keep compiled code: the user's TORCHINDUCTOR_CACHE_DIR, else a folder of ours.
+
+    One for each torch and kind of CPU: code compiled for another CPU's instructions may crash.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     named = environ.get(CACHE)
     if named and named != default_cache_dir():  # torch writes its default there by itself
         return Path(named)
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "runner" / "compiled"
+    flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
+    return home / "runner" / "compiled" / f"torch-{torch.__version__}-cpu-{flags}"
 
 
 def cache_problem(folder: Path, environ: Mapping[str, str]) -> str | None:

@@ -1,52 +1,233 @@
-"""The `optimization` group, and applying what it asks for to a run that is being built.
+"""The `optimization` group: the knobs of every technique, in order of application.
 
-The fields of `Optimization` are the registry of techniques and the order of application; every
-other list of them is derived from these fields.
+The fields of `Optimization` are the registry of techniques; every other list of them is derived
+from these fields. The code of a technique is in the module of its name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
-from runner.techniques.accumulation import Accumulation
-from runner.techniques.amp import Amp
-from runner.techniques.attention import Attention
-from runner.techniques.base import RunBuilder, Technique, TechniqueStatus
-from runner.techniques.channels_last import ChannelsLast
-from runner.techniques.chunked_loss import ChunkedLoss
-from runner.techniques.compile import Compile
-from runner.techniques.cuda_graphs import CudaGraphs
-from runner.techniques.fused_optimizer import FusedOptimizer
-from runner.techniques.pipeline import Pipeline
-from runner.techniques.quantization import Quantization
-from runner.techniques.recompute import Recompute
-from runner.techniques.system import System
-from runner.techniques.tf32 import Tf32
-from runner.techniques.whole_step import WholeStep
+from runner.techniques.base import Evidence, RunBuilder, Technique
 
-EXTRA = "optimization.extra"
+if TYPE_CHECKING:
+    from runner.device.device import Device
+    from runner.training.run import Run
+
+
+@dataclass
+class BuiltIn(Technique):
+    """A technique of ours; its module is imported when it is first used."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"optimization.{self.module_name()}")
+
+    @classmethod
+    def module_name(cls) -> str:
+        """The class's name in snake case: the module's, and the field's in `Optimization`."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+    def _module(self) -> Any:
+        return import_module(f"runner.techniques.{self.module_name()}")
+
+    def unavailable(self, device: Device) -> str | None:
+        """Why it cannot run on this device, or None."""
+        check: Callable[..., str | None] | None = getattr(self._module(), "unavailable", None)
+        return check(self, device) if check else None
+
+    def apply(self, draft: RunBuilder) -> str | None:
+        """Change the draft, or say why nothing in it can take the technique."""
+        reason: str | None = self._module().apply(self, draft)
+        return reason
+
+    def engaged(self, run: Run) -> Evidence:
+        """What shows, after a few steps, that it took hold."""
+        evidence: Evidence = self._module().engaged(self, run)
+        return evidence
+
+
+@dataclass
+class System(BuiltIn):
+    """Settings of the process and of the device's libraries that cost nothing.
+
+    The keys of the `device` group outrank it.
+    """
+
+    small_mflop: float = bounded(30.0, min=0)  # a forward below this gets one thread
+    neighbours: bool = True  # leave cores that other processes keep busy to them
+    flush_denormals: bool = True  # numbers below 1e-38 are zero
+    keep_memory: bool = True  # freed memory is not given back to the system at each step
+    cudnn_benchmark: bool = True
+    expandable_segments: bool = True
+
+
+@dataclass
+class Tf32(BuiltIn):
+    """fp32 matrix products with a 10-bit mantissa: several times faster on Ampere and later."""
+
+
+@dataclass
+class ChannelsLast(BuiltIn):
+    """Convolutions over memory in NHWC order, for which their kernels are written."""
+
+
+class Precision(Enum):
+    """The type of matrix products; auto takes bf16 where it is fast, else fp16 on a GPU."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@dataclass
+class Amp(BuiltIn):
+    """Matrix products in 16 bits; weights, reductions and the loss stay in fp32."""
+
+    dtype: Precision = Precision.auto
+    pure: bool = False  # all in bf16 but the weights that are updated and the optimizer's state
+    min_mflop: float = bounded(0.0, min=0)  # a smaller product loses more by casting than it gains
+    initial_scale: float = bounded(65536.0, above=0)  # of the loss in fp16, torch's; it adapts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pure and self.dtype is Precision.fp16:
+            raise ConfigError(
+                "optimization.amp.pure", "in fp16 would overflow", "use optimization.amp.dtype=bf16"
+            )
+
+
+class Kernel(Enum):
+    """Ways to compute attention; `auto` times those that run here."""
+
+    auto = "auto"
+    flash = "flash"  # never holds the matrix [query, key]
+    efficient = "efficient"  # the same for more masks and older GPUs
+    cudnn = "cudnn"  # NVIDIA's own, for Hopper and later
+    math = "math"  # in steps, of which 16-bit ones run in fp32
+    plain = "plain"  # matmul, softmax, matmul
+
+
+@dataclass
+class Attention(BuiltIn):
+    """The kernel behind torch's scaled_dot_product_attention, for any model that calls it."""
+
+    kernel: Kernel = Kernel.auto
+    matrix_mb: int = bounded(1024, min=0)  # auto: limit of the matrices [query, key] of all layers
+
+
+@dataclass
+class ChunkedLoss(BuiltIn):
+    """Cross-entropy over a large vocabulary, some tokens' logits at a time."""
+
+    chunk: int | None = bounded(None, min=1)  # tokens; null: 256 on a CPU, 2,048 elsewhere
+    min_mb: int = bounded(64, min=0)  # smaller logits of a micro-batch (in fp32) stay whole
+
+
+@dataclass
+class Accumulation(BuiltIn):
+    """Micro-batches whose gradients add up to the batch's (BatchNorm apart), in less memory."""
+
+    micro_batch: int | None = bounded(None, min=1)  # samples; null: as many as fit the memory
+    share: float = bounded(0.8, above=0, max=1)  # of the free memory that a step may take
+
+
+class RecomputePolicy(Enum):
+    """What is computed again; auto is as little as fits the memory, and nothing if all does."""
+
+    auto = "auto"
+    none = "none"
+    full = "full"  # every block: the least memory, a forward more of work
+    every = "every"  # each n-th block
+    selective = "selective"  # all but products of matrices, convolutions and attention
+
+
+@dataclass
+class Recompute(BuiltIn):
+    """Activations of repeated blocks computed again in the backward instead of held until then."""
+
+    what: RecomputePolicy = RecomputePolicy.auto
+    every: int = bounded(2, min=1)  # what=every: each so manyth block
+    share: float = bounded(0.8, above=0, max=1)  # what=auto: of the free memory
+
+
+@dataclass
+class CudaGraphs(BuiltIn):
+    """A step's kernels launched as one graph, where the host launches slower than the GPU runs."""
+
+
+@dataclass
+class WholeStep(BuiltIn):
+    """Forward, backward, clip, guard and update of a full batch as one compiled graph."""
+
+    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: the break-even
+    cpp_wrapper: bool = True  # CPU: also what calls the kernels is compiled
+
+
+class CompileMode(Enum):
+    """torch.compile's own modes; `auto` is max-autotune on a GPU, and default on a CPU."""
+
+    auto = "auto"
+    default = "default"
+    reduce_overhead = "reduce-overhead"
+    max_autotune = "max-autotune"
+
+
+@dataclass
+class Compile(BuiltIn):
+    """The model compiled by torch.compile; pays back over many steps."""
+
+    mode: CompileMode = CompileMode.auto
+    regional: bool = False  # each repeated block alone: compiles in a fraction of the time
+    dynamic: bool | None = None  # sizes that change; null: once one has changed
+    min_steps: int | None = bounded(0, min=0)  # shorter runs stay eager; null: the break-even
+
+
+@dataclass
+class FusedOptimizer(BuiltIn):
+    """Fused where the optimizer has it, else foreach; guard and clipping are in the kernel."""
+
+
+@dataclass
+class Pipeline(BuiltIn):
+    """Loader workers and prefetching, as far as measuring says that they pay."""
+
+    budget_s: float = bounded(1.0, above=0)  # for the measuring
+
+
+class QuantizationMode(Enum):
+    """What is in int8: weights and the inputs as they come, or weights alone."""
+
+    dynamic = "dynamic"
+    weight_only = "weight_only"
+
+
+@dataclass
+class Quantization(BuiltIn):
+    """An int8 copy of the trained model's large linear layers; training never sees it."""
+
+    mode: QuantizationMode = QuantizationMode.dynamic
+    max_drop: float = bounded(0.01, min=0)  # share of the monitored metric that may be lost
+    min_features: int = bounded(64, min=1)  # layers with fewer inputs or outputs stay float
 
 
 @dataclass
 class AutoConfig:
-    """How long `optimization=auto` may look for what to use, and what it has to keep to."""
+    """The search of `optimization=auto`, and its limits."""
 
-    budget_s: float = 180.0  # of all of it; a run of less than twice that is not searched for
-    memory_budget_mb: float | None = None  # peak of the device, or on a CPU of the process
+    budget_s: float = bounded(180.0, above=0)  # a run of less than twice that is not searched for
+    memory_budget_mb: float | None = bounded(None, above=0)  # peak of the device, or the process
     without: list[str] = field(default_factory=list)  # techniques that are not to be tried
-    cache: bool = True  # a choice made for the same model, data and machine is taken again
+    cache: bool = True  # reuse a choice made for the same model, data and machine
 
     def __post_init__(self) -> None:
-        for key in ("budget_s", "memory_budget_mb"):
-            value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(
-                    f"optimization.auto.{key}", f"{value} is not possible", "use more than 0"
-                )
+        check_bounds(self, "optimization.auto")
         known = [name for name, _ in Optimization().techniques()] if self.without else []
         for name in self.without:
             if name not in known:
@@ -84,73 +265,3 @@ class Optimization:
         """Every technique by its name, in order of application."""
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return [(name, value) for name, value in named if isinstance(value, Technique)]
-
-
-def apply_techniques(
-    asked: Optimization,
-    draft: RunBuilder,
-    given: Mapping[str, Technique],
-    look_up: Callable[[str, str], Any],
-) -> tuple[list[tuple[str, Technique]], list[TechniqueStatus]]:
-    """Those that were applied, by name, and a row for each of the others.
-
-    `given` are those of `optimization.extra` that the caller has made; `look_up` finds the class of
-    another by its name. ConfigError under `optimization.strict` for what cannot take hold.
-    """
-    from runner.models.preserved_state import NotRestorable  # which needs torch
-
-    applied: list[tuple[str, Technique]] = []
-    others: list[TechniqueStatus] = []
-    for name, technique in [*asked.techniques(), *_extra(asked, given, look_up)]:
-        if not technique.enabled:
-            others.append(TechniqueStatus(name, False, False, "not asked for"))
-            continue
-        status = "not applicable"
-        try:
-            reason = technique.unavailable(draft.device)
-            if reason is None:
-                status, reason = "skipped", technique.apply(draft)
-        except NotRestorable as error:
-            reason = f"it would call the model before training, and cannot: {error}"
-        if reason is None:
-            applied.append((name, technique))
-        else:
-            others.append(TechniqueStatus(name, True, False, reason, status=status))
-    if asked.strict:
-        _refuse([row for row in others if row.requested])
-    return applied, others
-
-
-def _extra(
-    asked: Optimization, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
-) -> list[tuple[str, Technique]]:
-    """The user's own, after ours."""
-    from runner.security.registry import construct
-
-    found: list[tuple[str, Technique]] = []
-    for target in asked.extra:
-        technique = given.get(target)
-        if technique is None:
-            technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
-        if not isinstance(technique, Technique):
-            raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")
-        if technique.enabled and not type(technique).__module__.startswith("runner."):
-            from runner.techniques.fingerprint import MeasuredTechnique
-
-            technique = MeasuredTechnique(True, technique=technique)
-        found.append((target.rpartition(".")[2], technique))
-    return found
-
-
-def _refuse(rows: list[TechniqueStatus]) -> None:
-    """Say of all that cannot take hold why, at once."""
-    if not rows:
-        return
-    first, *more = rows
-    reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
-    off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
-    raise ConfigError(
-        f"optimization.{first.name}",
-        f"cannot take hold: {reason}",
-        f"set {off}, or optimization.strict=false",
-    )

@@ -1,15 +1,20 @@
-"""What a step costs: operations of a forward, and how many steps pay compiling back."""
+"""What a step costs: operations of a forward, time of a step, steps that pay compiling back."""
 
 from __future__ import annotations
 
 from functools import partial
 from math import inf, isfinite
 from time import perf_counter
-from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from runner.data.batch import call, count
 from runner.models import modes
-from runner.techniques.base import RunBuilder
+from runner.models.preserved_state import NotRestorable
+from runner.techniques import probe
+from runner.techniques.base import ForwardCost, RunBuilder
+from runner.training.recovery import is_out_of_memory, release_references
 
 COLD_S = 30.0  # what compiling a small transformer takes the first time
 GAIN = 0.15  # of a step, that compiling saves on a CPU when 16 bits and fused kernels are there
@@ -24,12 +29,12 @@ def forward_mflop(draft: RunBuilder) -> float:
     A rule on this number repeats, where a race would come out differently from run to run. A
     model that must not be called before training counts as large.
     """
-    return _counted(draft)[0] * draft.micro_batch
+    return forward_cost(draft).mflop * draft.micro_batch
 
 
 def product_mflop(draft: RunBuilder) -> float:
     """The same for one of its products or convolutions, on average."""
-    return forward_mflop(draft) / max(1, _counted(draft)[1])
+    return forward_mflop(draft) / max(1, forward_cost(draft).products)
 
 
 def describe_forward(draft: RunBuilder) -> str:
@@ -37,44 +42,34 @@ def describe_forward(draft: RunBuilder) -> str:
     mflop = forward_mflop(draft)
     if isfinite(mflop):
         return f"a forward takes {mflop:,.1f} MFLOP"
-    return f"a forward is not counted, {draft.flops_unknown}"
+    return f"a forward is not counted, {forward_cost(draft).unknown}"
 
 
-def _counted(draft: RunBuilder) -> tuple[float, int]:
-    from runner.techniques import trial
-
-    if draft.sample_mflop is None:
+def forward_cost(draft: RunBuilder) -> ForwardCost:
+    """The operations of a sample's forward."""
+    if draft.forward_cost is None:
         try:
-            draft.sample_mflop = _count(draft, SAMPLES)
-        except trial.NotRestorable as error:
-            draft.sample_mflop, draft.flops_unknown = (inf, 1), str(error)
+            draft.forward_cost = _count(draft, SAMPLES)
+        except NotRestorable as error:
+            draft.forward_cost = ForwardCost(inf, 1, str(error))
         except Exception:  # such as a model that knows its batch size
-            draft.sample_mflop = _count(draft, draft.micro_batch)
-    return draft.sample_mflop
+            draft.forward_cost = _count(draft, draft.micro_batch)
+    return draft.forward_cost
 
 
-def _count(draft: RunBuilder, samples: int) -> tuple[float, int]:
-    """For a sample, and how many products and convolutions there are."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-    from runner.techniques import trial
-
-    class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        seen = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.seen += func._overloadpacket in flop_registry
-            return func(*args, **(kwargs or {}))
-
-    inputs, target = trial.batch(draft, samples)
-    with trial.untouched(draft), modes.evaluation_mode(draft.model), torch.no_grad():
-        with Products() as products, FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
-            call(draft.model, inputs)
-    return float(counter.get_total_flops()) / count(target) / 1e6, products.seen
+def _count(draft: RunBuilder, samples: int) -> ForwardCost:
+    products: list[object] = []
+    inputs, target = probe.sample_batch(draft, samples)
+    with (
+        probe.untouched(draft),
+        modes.evaluation_mode(draft.model),
+        torch.no_grad(),
+        probe.OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
+        FlopCounterMode(display=False) as counter,
+    ):
+        call(draft.model, inputs)
+    flops = float(counter.get_total_flops())
+    return ForwardCost(flops / count(target) / 1e6, sum(one in flop_registry for one in products))
 
 
 def compile_break_even(min_steps: int | None, draft: RunBuilder) -> str | None:
@@ -94,46 +89,35 @@ def compile_break_even(min_steps: int | None, draft: RunBuilder) -> str | None:
 
 def _break_even(draft: RunBuilder) -> tuple[int, str]:
     """The number of steps, and what it rests on."""
-    from runner.techniques import trial
-
     try:
-        seconds = _step_seconds(draft)
-        measured = f"forward and backward take {1e3 * seconds:.3g} ms"
-    except trial.NotRestorable as error:
+        seconds = step_seconds(draft)
+        measured = f"forward and backward take some {1e3 * seconds:.3g} ms"
+    except NotRestorable as error:
         seconds = ASSUMED_S
         measured = f"the model is not timed, {error}; taken for {1e3 * seconds:.3g} ms a step"
-    reason = f"{measured}; compiling takes up to {COLD_S:.0f} s and saves some {GAIN:.0%}"
-    return _rounded(COLD_S / GAIN / seconds), reason
+    steps = int(float(f"{COLD_S / GAIN / seconds:.1e}"))  # two digits: the timing is no better
+    return steps, f"{measured}; compiling takes up to {COLD_S:.0f} s and saves some {GAIN:.0%}"
 
 
-def _rounded(steps: float) -> int:
-    """To two digits: the timing is no better."""
-    return int(float(f"{steps:.1e}"))
+def step_seconds(draft: RunBuilder) -> float:
+    """About what forward and backward over a micro-batch take: three times a forward.
 
-
-def _step_seconds(draft: RunBuilder) -> float:
-    """The fastest of PASSES forward and backward passes of a copy over a micro-batch.
-
-    What is not the run's own (cold caches, neighbours on the machine) only ever adds: the fastest
-    is about the same each time.
+    The fastest of PASSES: what is not the run's own (cold caches, neighbours on the machine) only
+    ever adds. Raises NotRestorable.
     """
-    import torch
-
-    from runner.techniques import trial
-
-    inputs, target = trial.batch(draft, draft.micro_batch)
+    inputs, _ = probe.sample_batch(draft, draft.micro_batch)
     seconds: list[float] = []
-    with trial.model_copy(draft) as copy:
+    with probe.untouched(draft), torch.no_grad():
+        draft.model.train()
         for _ in range(PASSES):
             start = perf_counter()
             try:
-                with trial.entered(copy):
-                    loss = copy.objective(call(copy.forward, inputs), target)
-                torch.autograd.backward(loss)
-            except Exception:
-                if seconds:  # training will meet it, and say where
-                    break
-                raise
+                probe.forward(draft, inputs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                release_references(error)
+                raise NotRestorable("a forward does not fit in memory") from None
             draft.device.synchronize()
             seconds.append(perf_counter() - start)
-    return min(seconds)
+    return 3 * min(seconds)

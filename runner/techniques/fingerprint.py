@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from runner.data.batch import call
 from runner.data.nested import tensors
 from runner.device import denormals
-from runner.techniques import trial
 from runner.techniques.base import Evidence, RunBuilder, Technique
-from runner.techniques.operators import OperatorObserver
+from runner.techniques.probe import OperatorObserver, entered, sample_batch, untouched
 from runner.training.run import Run
 
 if TYPE_CHECKING:
@@ -25,59 +23,94 @@ if TYPE_CHECKING:
 
 CLAIM = "claimed by the technique itself"
 SAMPLES = 8  # of the step whose operators are compared
-PLAIN = bool | int | float | str | None
-Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
+COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")  # attributes of what torch.compile returns
+MEASURED_OTHERWISE = {"model", "forward", "contexts", "placements", "remarks", "choices", "scope"}
+"""Fields of a draft whose change says nothing by itself: it shows in a step, or nowhere."""
 
 
 def fingerprint(draft: RunBuilder) -> dict[str, Any]:
     """What can be observed of a draft, by the name that a change of it is reported under."""
+    names = {one.name for one in fields(draft)} - MEASURED_OTHERWISE
     return {
-        **state(draft.model, draft.contexts, draft.device.kind),
+        **_state(draft.model, draft.contexts, draft.device.kind),
         **_step(draft),
-        "optimizer": (draft.optimizer_class, dict(draft.optimizer_options), draft.make_optimizer),
-        "loss scale": draft.loss_scale,
-        "objective": _attributes(draft.objective),
-        "data loading": (draft.data, draft.loader),
-        "batch sizes and steps": (draft.batch_size, draft.micro_batch, draft.total_steps),
-        "average of the weights": draft.ema,
-        "recoveries": list(draft.recoveries),
-        "compiler": (
-            draft.whole_step,
-            draft.compilation is None,
-            draft.cuda_graphs,
-            hasattr(draft.forward, "_orig_mod"),
-            hasattr(draft.forward, "_torchdynamo_orig_callable"),
-            draft.index_limit,
-        ),
-        "compiled modules": {
-            path: module._compiled_call_impl is None for path, module in draft.model.named_modules()
-        },
+        **{name: _copied(getattr(draft, name)) for name in names},
+        "compiled forward": [hasattr(draft.forward, name) for name in COMPILED],
     }
 
 
-def state(model: nn.Module, contexts: Contexts, kind: str) -> dict[str, Any]:
+def _state(model: nn.Module, contexts: Sequence[Callable[[], Any]], kind: str) -> dict[str, Any]:
     """The part of it that can be observed in a run, too."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        switches = _switches(kind)
+    with entered(contexts):
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return {
         "types and layout of weights": {
             name: (weight.dtype, weight.device, weight.stride(), weight.requires_grad)
             for name, weight in weights.items()
         },
-        "modules": {
-            (path, name): value
-            for path, module in model.named_modules()
-            for name, value in _attributes(module).items()
-        },
-        "hooks on gradients": {
-            name: tuple(getattr(p, "_post_accumulate_grad_hooks", None) or ())
-            for name, p in model.named_parameters()
-        },
-        "switches of the process": switches,
+        "compiled modules": [module._compiled_call_impl is None for module in model.modules()],
+        "switches of the process": [
+            autocast,
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            *(cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.enabled, cudnn.benchmark),
+            (torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()),
+            torch.backends.mkldnn.enabled,
+            denormals.flushed(),
+        ],
     }
+
+
+def _step(draft: RunBuilder) -> dict[str, Any]:
+    """Operators, numbers and memory of a forward and backward over a few samples, uncompiled."""
+    operators: Counter[tuple[str, Any]] = Counter()
+    held: Counter[int] = Counter()
+
+    def note(operator: Any, output: Any) -> None:
+        operators[str(operator), getattr(output, "dtype", None)] += 1
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.nbytes] += 1
+        return tensor
+
+    inputs, target = sample_batch(draft, min(SAMPLES, draft.micro_batch))
+    weights = [p for p in draft.model.parameters() if p.requires_grad]
+    try:
+        with (
+            untouched(draft),
+            torch.compiler.set_stance("force_eager"),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
+            OperatorObserver(note),
+        ):
+            with entered(draft.contexts):
+                loss = draft.objective(call(draft.forward, inputs), target)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    except Exception as error:  # such as of a model that knows its batch size
+        return {"operators of a step": type(error)}
+    return {
+        "operators of a step": operators,
+        "numbers of a step": [
+            float(loss.detach()),
+            *(float(g.double().sum()) for g in gradients if g is not None),
+        ],
+        "memory for the backward": held,
+        "layout of batches": [(t.dtype, t.shape, t.stride()) for t in tensors((inputs, target))],
+    }
+
+
+def _copied(value: Any) -> Any:
+    return copy(value) if isinstance(value, dict | list) else value
+
+
+def _differ(before: Any, after: Any) -> bool:
+    try:
+        return bool(before != after)
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays have no one answer
+        return before is not after
 
 
 @dataclass
@@ -99,7 +132,7 @@ class MeasuredTechnique(Technique):
         self.changes = {
             name: value
             for name, value in before.items()
-            if first[name] == value and _differ(value, after[name])
+            if not _differ(first[name], value) and _differ(value, after[name])
         }
         return reason
 
@@ -108,7 +141,7 @@ class MeasuredTechnique(Technique):
         evidence = self.technique.engaged(run)
         if not evidence.engaged:
             return evidence
-        now = state(run.model, run.contexts, run.device.kind)
+        now = _state(run.model, run.contexts, run.device.kind)
         measured = [
             name
             for name, before in self.changes.items()
@@ -120,90 +153,3 @@ class MeasuredTechnique(Technique):
             return replace(evidence, reason=reason, facts=facts)
         what = "its changes were undone" if self.changes else "nothing measurable changed"
         return Evidence(False, f"claims to be engaged; {what}", facts)
-
-
-def _step(draft: RunBuilder) -> dict[str, Any]:
-    """Operators, numbers and memory of a forward and backward over a few samples, uncompiled."""
-    for samples in dict.fromkeys((min(SAMPLES, draft.micro_batch), draft.micro_batch)):
-        try:
-            return _measured_step(draft, samples)
-        except Exception as error:  # such as of a model that knows its batch size
-            problem = {"operators of a step": type(error)}
-    return problem
-
-
-def _measured_step(draft: RunBuilder, samples: int) -> dict[str, Any]:
-    operators: Counter[tuple[str, Any]] = Counter()
-    held: Counter[int] = Counter()
-
-    def note(operator: Any, output: Any) -> None:
-        operators[str(operator), getattr(output, "dtype", None)] += 1
-
-    def pack(tensor: Tensor) -> Tensor:
-        held[tensor.nbytes] += 1
-        return tensor
-
-    inputs, target = trial.batch(draft, samples)
-    with ExitStack() as stack:
-        stack.enter_context(trial.untouched(draft))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved))
-        stack.enter_context(OperatorObserver(note))
-        with trial.entered(draft):
-            loss = draft.objective(call(draft.forward, inputs), target)
-        weights = [p for p in draft.model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-    return {
-        "operators of a step": set(operators.items()),
-        "numbers of a step": [
-            draft.objective.weight(target),
-            float(loss.detach()),
-            *(float(g.double().sum()) for g in gradients if g is not None),
-        ],
-        "memory for the backward": set(held.items()),
-        "layout of batches": [(t.dtype, t.shape, t.stride()) for t in tensors((inputs, target))],
-    }
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    """Its class and plain attributes."""
-    own = {name: value for name, value in vars(owner).items() if isinstance(value, PLAIN)}
-    return {**own, "class": type(owner)}
-
-
-def _differ(before: Any, after: Any) -> bool:
-    """Whether a value is another; of a table only entries of before count: more have no effect."""
-    if isinstance(before, dict):
-        return any(
-            name not in after or _differ(value, after[name]) for name, value in before.items()
-        )
-    try:
-        return bool(before != after)
-    except (RuntimeError, TypeError, ValueError):  # tensors and arrays have no one answer
-        return before is not after
-
-
-def _switches(kind: str) -> dict[str, Any]:
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return {
-        "autocast": torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "precision": (
-            torch.get_float32_matmul_precision(),
-            cuda.matmul.allow_tf32,
-            cuda.matmul.allow_fp16_reduced_precision_reduction,
-            cudnn.allow_tf32,
-        ),
-        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "attention": (
-            torch._C._get_flash_sdp_enabled(),
-            torch._C._get_math_sdp_enabled(),
-            torch._C._get_mem_efficient_sdp_enabled(),
-            torch._C._get_cudnn_sdp_enabled(),
-        ),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "denormals": denormals.flushed(),
-        "garbage collection": (gc.isenabled(), gc.get_threshold()),
-    }

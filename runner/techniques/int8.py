@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,10 +116,4 @@ def replace_layers(model: nn.Module, layers: dict[nn.Module, Tensor], dynamic: b
 def model_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers, each counted once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(_bytes(t) for t in tensors.values())
-
-
-def _bytes(tensor: Any) -> int:
-    if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
-        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return int(tensor.numel() * tensor.element_size())
+    return sum(tensor.nbytes for tensor in tensors.values())

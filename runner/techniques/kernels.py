@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from importlib import import_module
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,8 +30,10 @@ HOLDING_MATRICES = ("math", "plain")  # [query, key] for each head, kept for the
 BUDGET_S = 0.8  # for timing
 ROUNDS = 3, 12  # at least, at most
 LAP_S = 1e-3  # what is shorter is repeated, the clock and the machine are not that exact
-HOPELESS = 2.5  # times slower than the fastest at first sight: not timed any further
 SHAPES = 4  # kinds of calls that are timed; a model has one or two
+ARGUMENTS = (
+    *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+)
 
 DISPATCHED = torch.nn.functional.scaled_dot_product_attention
 
@@ -46,13 +48,10 @@ class Call:
     options: dict[str, Any]
     times: int = 1
 
-    def matrices(self) -> int:
-        """Bytes of the attention matrices of these calls."""
-        *heads, queries, _ = self.query.shape
-        size = queries * self.key.shape[-2] * self.query.element_size()
-        for n in heads:
-            size *= n
-        return size * self.times
+    def matrix_bytes(self) -> int:
+        """Of the attention matrices of these calls."""
+        element = self.query.element_size() * self.times
+        return prod(self.query.shape[:-1]) * self.key.shape[-2] * element
 
     def run(self) -> None:
         """Forward and backward."""
@@ -61,52 +60,34 @@ class Call:
         torch.autograd.grad(out, wanted, torch.ones_like(out))
 
 
-@dataclass
 class _Recorder(TorchFunctionMode):
     """Notes every call of scaled_dot_product_attention, however the model got hold of it."""
 
-    calls: dict[tuple[Any, ...], Call] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.calls: dict[str, Call] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DISPATCHED:
-            self._note(*args, **(kwargs or {}))
+            self._note(dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _note(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        mask = None
-        if attn_mask is not None:
-            mask = attn_mask.detach().requires_grad_(attn_mask.requires_grad)
-        options = {
-            "attn_mask": mask,
-            "dropout_p": dropout_p,
-            "is_causal": bool(is_causal),
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-        }
-        looks = [
-            (t.shape, t.stride(), t.dtype, t.requires_grad)
-            for t in (query, key, value, mask)
-            if t is not None
-        ]
-        kind = (*looks, mask is None, dropout_p, bool(is_causal), scale, enable_gqa)
+    def _note(self, given: dict[str, Any]) -> None:
+        kind = str(
+            {
+                name: (v.shape, v.stride(), v.dtype, v.requires_grad)
+                if isinstance(v, Tensor)
+                else v
+                for name, v in given.items()
+            }
+        )
         if kind in self.calls:
             self.calls[kind].times += 1
-        else:
-            q, k, v = (t.detach().requires_grad_() for t in (query, key, value))
-            self.calls[kind] = Call(q, k, v, options)
+            return
+        if (mask := given.get("attn_mask")) is not None:
+            given["attn_mask"] = mask.detach().requires_grad_(mask.requires_grad)
+        q, k, v = (given.pop(name).detach().requires_grad_() for name in ARGUMENTS[:3])
+        self.calls[kind] = Call(q, k, v, given)
 
 
 def calls_of(run: Callable[[], object]) -> list[Call]:
@@ -119,19 +100,20 @@ def calls_of(run: Callable[[], object]) -> list[Call]:
 
 def default_of(calls: Sequence[Call]) -> str:
     """The kernel that torch takes by itself for these, or `default` where it takes several."""
-    found = {_dispatch(call) for call in calls}
-    return found.pop() if len(found) == 1 else "default"
+    names = {_dispatch(call) for call in calls}
+    return names.pop() if len(names) == 1 else "default"
 
 
 def _dispatch(call: Call) -> str:
     kind = call.query.device.type
 
-    def cast(tensor: Tensor) -> Tensor:  # as autocast does, before the choice is made
-        low = torch.is_autocast_enabled(kind) and tensor.dtype not in (torch.bool, torch.float64)
-        return tensor.to(torch.get_autocast_dtype(kind)) if low else tensor
+    def cast(value: Any) -> Any:  # as autocast does, before the choice is made
+        low = torch.is_autocast_enabled(kind) and isinstance(value, Tensor)
+        if not low or value.dtype in (torch.bool, torch.float64):
+            return value
+        return value.to(torch.get_autocast_dtype(kind))
 
-    mask = call.options["attn_mask"]
-    options = {**call.options, "attn_mask": mask if mask is None else cast(mask)}
+    options = {name: cast(value) for name, value in call.options.items()}
     chosen = torch._fused_sdp_choice(cast(call.query), cast(call.key), cast(call.value), **options)
     backend = SDPBackend(chosen)
     return next((name for name, b in BACKENDS.items() if b == backend), "default")
@@ -175,117 +157,67 @@ def plain(
     return out if seen is None else out.masked_fill(~seen, 0.0)  # as torch's own
 
 
-def xformers(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The memory-efficient kernel of xFormers, which has the heads last but one."""
-    ops = import_module("xformers.ops")
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    bias: Any = ops.LowerTriangularMask() if is_causal else None
-    if attn_mask is not None:
-        full = (*query.shape[:-1], key.shape[-2])
-        if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
-                ~attn_mask, float("-inf")
-            )
-        bias = attn_mask.to(query.dtype).expand(full)
-    out: Tensor = ops.memory_efficient_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_bias=bias,
-        p=dropout_p,
-        scale=scale,
-    )
-    return out.transpose(1, 2)
-
-
-WRITTEN = {"plain": plain, "xformers": xformers}
-
-
-def use(name: str, model: nn.Module, strictly: bool) -> AbstractContextManager[Any]:
+@contextmanager
+def use(name: str, model: nn.Module, strictly: bool) -> Iterator[None]:
     """While it is open, attention is computed this way, wherever it is called.
 
     Also in a backward that recomputes, which no context around the forward would reach. Strictly:
     nothing else may be taken, so a call that the kernel cannot take is an error; otherwise math
     takes it.
     """
-    if name in WRITTEN:
-        return _replaced(WRITTEN[name], model)
-    return _chosen(name, [BACKENDS[name], *([] if strictly else [SDPBackend.MATH])])
-
-
-@contextmanager
-def _chosen(name: str, backends: list[SDPBackend]) -> Iterator[None]:
-    # What was compiled for another choice of kernels would be taken from the cache: its key knows
-    # nothing of them.
-    config: Any = torch.compiler.config
-    before = config.cache_key_tag
-    config.cache_key_tag = f"{before}attention={name}"
-    try:
-        with sdpa_kernel(backends):
-            yield
-    finally:
-        config.cache_key_tag = before
-
-
-@contextmanager
-def _replaced(form: Callable[..., Tensor], model: nn.Module) -> Iterator[None]:
-    """In torch, and in modules of the model's classes that imported the function by name."""
-    modules = {sys.modules[type(m).__module__] for m in model.modules()} | {F}
     with ExitStack() as stack:
-        for module in modules:
-            for name, value in list(vars(module).items()):
-                if value is DISPATCHED:
-                    stack.callback(setattr, module, name, value)
-                    setattr(module, name, form)
+        if name == "plain":
+            _replace(model, stack)
+        else:
+            config: Any = torch.compiler.config  # whose cache's key knows nothing of kernels
+            stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
+            config.cache_key_tag = f"{config.cache_key_tag}attention={name}"
+            others = [] if strictly else [SDPBackend.MATH]
+            stack.enter_context(sdpa_kernel([BACKENDS[name], *others]))
         yield
+
+
+def _replace(model: nn.Module, scope: ExitStack) -> None:
+    """Put `plain` in torch, and in modules of the model's classes that imported torch's by name."""
+    for module in {sys.modules[type(m).__module__] for m in model.modules()} | {F}:
+        for name, value in list(vars(module).items()):
+            if value is DISPATCHED:
+                scope.callback(setattr, module, name, value)
+                setattr(module, name, plain)
 
 
 def refusal(name: str, calls: Iterable[Call], model: nn.Module) -> str | None:
     """Why this kernel cannot take these calls, or None; found out by trying."""
     for call in calls:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 with use(name, model, strictly=True):
                     call.run()
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-                shape = list(call.query.shape)
                 dtype = str(call.query.dtype).removeprefix("torch.")
-                why = [str(w.message).partition(" (Triggered")[0] for w in said]
+                why = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
                 gist = shorten(" ".join([*why, str(error).splitlines()[0]]), 300)
+                shape = list(call.query.shape)
                 return f"{name} does not take queries of {shape} in {dtype} here: {gist}"
     return None
 
 
 def race(
-    names: Sequence[str],
-    first: str,
-    calls: Sequence[Call],
-    model: nn.Module,
-    wait: Callable[[], None],
-) -> dict[str, list[float]]:
-    """Seconds of forward and backward relative to those of `first`, a number a round.
+    names: Sequence[str], calls: Sequence[Call], model: nn.Module, wait: Callable[[], None]
+) -> dict[str, float]:
+    """Seconds of a forward and backward of the calls by each kernel, medians of rounds.
 
-    The rounds are interleaved and every other one runs backwards, so that a machine which slows
-    down slows all of them. `first` of `default` is what torch does by itself.
+    Every other round runs backwards, so that a machine which slows down slows all of them.
+    `default` is what torch does by itself.
     """
+    repeats = 1
 
-    def lap(name: str, repeats: int) -> float:
+    def lap(name: str) -> float:
+        total = 0.0
         with ExitStack() as stack:
             if name != "default":
                 stack.enter_context(use(name, model, strictly=True))
-            total = 0.0
             for call in calls:
                 start = perf_counter()
                 for _ in range(repeats):
@@ -295,28 +227,13 @@ def race(
         return total
 
     began = perf_counter()
-    for name in names:  # the first time is never the usual time
-        lap(name, 1)
-    sight = {name: lap(name, 1) for name in names}
-    fastest = min(sight.values())
-    left = [name for name in names if sight[name] <= HOPELESS * fastest or name == first]
+    for _ in range(2):  # the first time is never the usual time
+        fastest = min(lap(name) for name in names)
     repeats = max(1, min(50, round(LAP_S / fastest)))
-    ratios: dict[str, list[float]] = {
-        n: [] if n in left else [sight[n] / sight[first]] for n in names
-    }
+    laps: dict[str, list[float]] = {name: [] for name in names}
     for number in range(ROUNDS[1]):
         if number >= ROUNDS[0] and perf_counter() - began > BUDGET_S:
             break
-        order = left if number % 2 else left[::-1]
-        seconds = {name: lap(name, repeats) for name in order}
-        for name in left:
-            ratios[name].append(seconds[name] / seconds[first])
-    return ratios
-
-
-def faster(ratios: dict[str, list[float]], first: str, margin: float) -> str:
-    """The fastest, if it beats `first` by the margin in the middle and in most rounds."""
-    best = min(ratios, key=lambda name: median(ratios[name]))
-    laps = ratios[best]
-    wins = sum(ratio < 1 for ratio in laps)
-    return best if median(laps) < 1 - margin and wins >= 0.75 * len(laps) else first
+        for name in names if number % 2 else reversed(names):
+            laps[name].append(lap(name))
+    return {name: median(times) for name, times in laps.items()}

@@ -1,44 +1,92 @@
-"""What a model and a run do: repeated blocks, layer outputs, operators and kernels of a step."""
+"""What a model does when it is called: while a run is built, and in a step of a finished run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
-from runner.data.batch import call, rows
-from runner.models import modes
-from runner.techniques import compiler
+import torch
+from torch import nn
+from torch.autograd import profiler_legacy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.data.batch import Batch, Inputs, call, rows
+from runner.models.preserved_state import large_parameters, preserve_state
+from runner.techniques.base import RunBuilder
 from runner.training.run import Run
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+
+class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `note` with each operator below autocast and autograd, and its output."""
+
+    def __init__(self, note: Callable[[Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.note(func, output)
+        return output
 
 
-def outputs(run: Run, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The first output of each layer that ran, in the order they ran.
+@contextmanager
+def forward_hooks(
+    modules: Iterable[nn.Module],
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> Iterator[None]:
+    """Call `before(module, args, kwargs)` and `after(module, args, output)` around each forward.
 
-    One validation batch through the run's own forward; uncompiled, since hooks would break the
-    compiled graph, in eval mode and without gradients, so nothing of the run changes.
+    Uncompiled, since compiled code does not call hooks.
     """
-    import torch
-
-    seen: dict[nn.Module, Tensor] = {}
-
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor):
-            seen.setdefault(module, output)
-
     with ExitStack() as stack:
-        stack.enter_context(modes.evaluation_mode(run.model))
-        stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(look).remove)
-        for context in run.contexts:
+        for module in modules:
+            if before is not None:
+                hook = module.register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(hook.remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def entered(contexts: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    """The contexts that are around forward and loss."""
+    with ExitStack() as stack:
+        for context in contexts:
             stack.enter_context(context())
-        call(run.forward, run.validation.peek()[0])
-    return list(seen.values())
+        yield
+
+
+def sample_batch(draft: RunBuilder, samples: int) -> Batch:
+    """So many training samples, laid out as the run's batches will be."""
+    batch = draft.sample(samples)
+    for place in draft.placements:
+        batch = place(batch)
+    return batch
+
+
+def untouched(draft: RunBuilder) -> AbstractContextManager[None]:
+    """Restore model, objective and random state at the end; for a fixed number of calls.
+
+    Raises NotRestorable before any call where that is not possible.
+    """
+    return preserve_state(
+        draft.model,
+        draft.forward,
+        draft.objective,
+        device=draft.device.torch,
+        safe=large_parameters(draft.model),
+        complete=True,
+    )
+
+
+def forward(draft: RunBuilder, inputs: Inputs) -> Any:
+    """What the model puts out, under the run's contexts."""
+    with entered(draft.contexts):
+        return call(draft.forward, inputs)
 
 
 def operators(run: Run) -> Mapping[str, int]:
@@ -47,26 +95,25 @@ def operators(run: Run) -> Mapping[str, int]:
     Forward, loss and backward over a training batch, compiled if the run is; the update is not
     made, so nothing of the run changes. Profiled once and kept; 10 ms and a step.
     """
-    import torch
-    from torch.autograd import profiler_legacy
-
     if run.operators is None:
+        profiler: Any
         if run.device.kind == "cuda":
-            profiler: Any = torch.profiler.profile(acc_events=True)
+            profiler = torch.profiler.profile(acc_events=True)
         else:  # starting the newer one takes a second
             profiler = profiler_legacy.profile()  # type: ignore[no-untyped-call]
         with profiler:
             dry_run_step(run)
             run.device.synchronize()
-        seen = {event.key: event.count for event in profiler.key_averages()}
-        run.operators = {**seen, **compiler.kernels()} if run.whole is not None else seen
+        run.operators = {event.key: event.count for event in profiler.key_averages()}
+        if run.whole is not None:
+            from runner.techniques import compiler
+
+            run.operators |= compiler.kernels()
     return run.operators
 
 
 def dry_run_step(run: Run) -> None:
     """A step over the first training batch, and no update: forward and backward, or one graph."""
-    import torch
-
     gradients = [parameter.grad for parameter in run.model.parameters()]
     try:
         batch = run.train.peek()
@@ -75,9 +122,7 @@ def dry_run_step(run: Run) -> None:
             return
         batch = rows(batch, slice(run.micro_batch))
         run.update.begin()
-        with ExitStack() as stack:
-            for context in run.contexts:
-                stack.enter_context(context())
+        with entered(run.contexts):
             loss = run.objective(call(run.forward, batch[0]), batch[1])
         torch.autograd.backward(loss)
     finally:

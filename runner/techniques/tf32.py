@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runner.techniques.base import Evidence, RunBuilder, Technique
-from runner.techniques.probe import operators
+import torch
+
+from runner.device.device import Device
+from runner.device.numerics import set_tf32
+from runner.techniques.base import Evidence, RunBuilder
+from runner.techniques.config import Tf32
 from runner.training.run import Run
-
-if TYPE_CHECKING:
-    import torch
-
-    from runner.device.device import Device
 
 KERNELS = ("tf32", "s1688")  # cuBLAS and cuDNN, and CUTLASS, which names the instruction's shape
 
 
-@dataclass
-class Tf32(Technique):
-    """fp32 matrix products with a 10-bit mantissa: several times faster on Ampere and later."""
+def unavailable(knobs: Tf32, device: Device) -> str | None:
+    """Only NVIDIA's Ampere and later have it."""
+    return None if device.capabilities.tf32 else f"{device.name} has no TF32"
 
-    def unavailable(self, device: Device) -> str | None:
-        """Only NVIDIA's Ampere and later have it."""
-        return None if device.capabilities.tf32 else f"{device.name} has no TF32"
 
-    def apply(self, draft: RunBuilder) -> str | None:
-        """Allow TF32 in matmul and cuDNN, until the run closes."""
-        from runner.device.numerics import set_tf32
+def apply(knobs: Tf32, draft: RunBuilder) -> str | None:
+    """Allow TF32 in matmul and cuDNN, until the run closes."""
+    if draft.tf32_asked is not None:
+        return f"device.tf32={str(draft.tf32_asked).lower()} decides"
+    set_tf32(True, draft.scope)
+    return None
 
-        if draft.tf32_asked is not None:
-            return f"device.tf32={str(draft.tf32_asked).lower()} decides"
-        set_tf32(True, draft.scope)
-        return None
 
-    def engaged(self, run: Run) -> Evidence:
-        """The flags, how a product of fp32 matrices is rounded, and the kernels of a step.
+def engaged(knobs: Tf32, run: Run) -> Evidence:
+    """The flags, how a product of fp32 matrices is rounded, and the kernels of a step.
 
-        Under mixed precision the step's products are in 16 bits, and few kernels are of TF32.
-        """
-        import torch
+    Under mixed precision the step's products are in 16 bits, and few kernels are of TF32.
+    """
+    from runner.techniques.probe import operators
 
-        rounded = rounds_to_tf32(run.device.torch)
-        facts: dict[str, Any] = {
-            "matmul": torch.backends.cuda.matmul.allow_tf32,
-            "cudnn": torch.backends.cudnn.allow_tf32,
-            "products_are_rounded": rounded,
-            "kernels": [name[:80] for name in operators(run) if any(k in name for k in KERNELS)],
-        }
-        took = facts["matmul"] and facts["cudnn"] and rounded
-        return Evidence(took, "" if took else "fp32 products keep their whole mantissa", facts)
+    rounded = rounds_to_tf32(run.device.torch)
+    facts: dict[str, Any] = {
+        "matmul": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn": torch.backends.cudnn.allow_tf32,
+        "products_are_rounded": rounded,
+        "kernels": [name[:80] for name in operators(run) if any(k in name for k in KERNELS)],
+    }
+    took = facts["matmul"] and facts["cudnn"] and rounded
+    return Evidence(took, "" if took else "fp32 products keep their whole mantissa", facts)
 
 
 def rounds_to_tf32(device: torch.device) -> bool:
     """Whether a product of fp32 matrices drops the 12th bit of the mantissa: TF32 keeps 10."""
-    import torch
-
     value = torch.full((256, 256), 1 + 2**-12, device=device)
     product = value @ torch.eye(256, device=device)
     return bool((product != value).any())  # waits for the device

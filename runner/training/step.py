@@ -14,7 +14,6 @@ from torch import Tensor
 from runner.data.batch import Batch, call, count, rows, split
 from runner.data.seeds import mix
 from runner.errors import UsageError
-from runner.techniques import compiler
 from runner.training.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.training.run import Run
 
@@ -110,6 +109,8 @@ def _graph_step(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
     try:
         loss, norm, skipped = whole(batch, None if run.inputs is None else run.inputs.veto)
     except Exception as error:
+        from runner.techniques import compiler
+
         if not compiler.is_at_fault(error) and (whole.steps or compiler.was_running(error)):
             raise  # some weights may have changed already
         run.whole = None

@@ -104,6 +104,7 @@ def test_plain_shares_keys_among_groups_of_queries() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
     leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
 
@@ -133,6 +134,7 @@ def test_a_kernel_asked_for_by_name_is_the_one_that_ran(kernel: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_was_compiled_for_one_kernel_is_not_taken_from_the_cache_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,29 +153,15 @@ def test_what_was_compiled_for_one_kernel_is_not_taken_from_the_cache_for_anothe
 
 
 def test_auto_says_what_it_measured_and_takes_hold() -> None:
-    with build(compose(GPT)) as run:
+    bf16 = ["optimization.amp.dtype=bf16", "optimization.amp.min_mflop=0"]
+    with build(compose([*GPT, *bf16])) as run:
         choice = next(c for c in run.choices if c.key == "optimization.attention.kernel")
         summary = train(run)
     assert choice.value in ("flash", "math", "plain")
     assert "plain" in choice.reason
-    assert "torch's flash at 4x2x32x16 (float32)" in choice.reason
+    assert "torch's flash at 4x2x32x16 (bfloat16)" in choice.reason
     row = next(row for row in summary.techniques if row.name == "attention")
     assert row.engaged, row.reason
-
-
-def test_auto_looks_at_the_type_that_mixed_precision_computes_in() -> None:
-    with build(
-        compose(
-            [
-                "optimization=basic",
-                *GPT,
-                "optimization.amp.enabled=true",
-                "optimization.amp.dtype=bf16",
-            ]
-        )
-    ) as run:
-        choice = next(c for c in run.choices if c.key == "optimization.attention.kernel")
-    assert "(bfloat16)" in choice.reason
 
 
 def test_auto_leaves_out_what_would_hold_large_matrices() -> None:
@@ -190,16 +178,6 @@ def test_a_resumed_run_keeps_the_kernel_that_was_chosen(tmp_path: Path) -> None:
     with build(compose([*GPT, "checkpoint.resume=auto"]), tmp_path) as run:
         again = next(c for c in run.choices if c.key == "optimization.attention.kernel")
     assert (again.value, again.reason) == (first.value, "as before the run was resumed")
-
-
-def test_a_kernel_must_win_clearly_and_mostly() -> None:
-    def pick(*laps: float) -> str:
-        return kernels.faster({"flash": [1.0] * len(laps), "plain": list(laps)}, "flash", 0.05)
-
-    assert pick(0.8, 0.9, 0.85, 0.8) == "plain"
-    assert pick(0.97, 0.96, 0.98, 0.97) == "flash"  # no clear win
-    assert pick(0.5, 0.5, 1.2, 1.3) == "flash"  # as often slower
-    assert pick(1.5) == "flash"
 
 
 def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
@@ -221,25 +199,8 @@ def test_a_closed_run_leaves_torchs_attention_as_it_was() -> None:
         assert switches() == before
 
 
-def test_a_model_without_attention_says_so() -> None:
-    with build(compose([*QUICK, "optimization.attention.enabled=true"])) as run:
-        row = next(row for row in run.engagements if row.name == "attention")
-    assert not row.engaged
-    assert row.reason == "the model does not call scaled_dot_product_attention"
-
-
-@pytest.mark.parametrize(
-    ("kernel", "says"),
-    [
-        ("cudnn", "NVIDIA GPUs only"),
-        ("efficient", "NVIDIA GPUs only"),
-        ("xformers", "pip install xformers"),
-    ],
-)
-def test_a_kernel_that_cannot_be_had_here_is_a_reason_and_an_error_under_strict(
-    kernel: str, says: str
-) -> None:
-    asked = [*GPT, f"optimization.attention.kernel={kernel}"]
+def test_a_kernel_that_cannot_be_had_here_is_a_reason_and_an_error_under_strict() -> None:
+    asked, says = [*GPT, "optimization.attention.kernel=cudnn"], "NVIDIA GPUs only"
     with build(compose(asked)) as run:
         row = next(row for row in run.engagements if row.name == "attention")
     assert says in row.reason
@@ -311,27 +272,8 @@ def test_hugging_faces_bert_gives_the_same_with_padding(name: str) -> None:
         assert not fused(ran(forward))
 
 
-def test_looking_at_the_calls_changes_nothing_of_the_model() -> None:
-    with build(compose([*GPT, "optimization.attention.enabled=false"])) as run:
-        expected = run.model.state_dict()
-        mode = run.model.training
-    with build(compose(GPT)) as run:
-        torch.testing.assert_close(run.model.state_dict(), expected, rtol=0, atol=0)
-        assert run.model.training is mode
-
-
 def test_plain_drops_shares_and_keeps_their_mean() -> None:
     query, key = heads(8, 4, 32, 8), heads(8, 4, 32, 8)
     out = kernels.plain(query, key, torch.ones(8, 4, 32, 1), dropout_p=0.5).detach()
     assert float(out.mean()) == pytest.approx(1.0, abs=0.05)
     assert float(out.std()) > 0.05
-
-
-def test_plain_in_16_bits_is_as_near_to_double_as_16_bits_allow() -> None:
-    leaves = [heads(2, 4, 64, 32, dtype=torch.float64) for _ in range(3)]
-    exact = F.scaled_dot_product_attention(*leaves, is_causal=True)
-    found = kernels.plain(*(t.bfloat16() for t in leaves), is_causal=True)
-    assert found.dtype is torch.bfloat16
-    assert float((found - exact).abs().max().detach()) < 4 * 2**-8 * float(
-        exact.abs().max().detach()
-    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
 import sys
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -130,14 +128,6 @@ def test_where_the_compiler_fails_the_run_goes_on_without_and_says_why(
         assert "CppCompileError" in done.stdout or "C++ compile" in done.stdout
 
 
-def test_no_compiler_on_the_path_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    assert "no C++ compiler" in row(trained(*TINY, "optimization=compile")).reason
-
-
 @needs_compiler
 def test_the_second_run_finds_what_the_first_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,26 +167,3 @@ def test_a_token_that_is_not_in_the_vocabulary_is_an_error_and_not_the_end_of_th
         with pytest.raises(DataError, match="token id is out of range"):
             for place in run.train.placements:  # type: ignore[attr-defined]
                 place((wrong, target))
-
-
-def test_messages_are_shown_as_before_once_the_last_of_two_runs_has_closed() -> None:
-    loggers = [logging.getLogger(name) for name in ("torch", "torch._dynamo")]
-
-    def shown_by() -> list[object]:
-        return [warnings.showwarning, *(logger.handlers for logger in loggers)]
-
-    before, first, second = shown_by(), ExitStack(), ExitStack()
-    compiler.condense_warnings(first)
-    compiler.condense_warnings(second)
-    during = shown_by()
-    assert during != before
-    first.close()
-    assert shown_by() == during
-    second.close()
-    assert shown_by() == before
-
-
-def test_timing_a_step_changes_no_number() -> None:
-    timed = trained(*TINY, "optimization=compile", "optimization.compile.min_steps=null")
-    plain = trained(*TINY, "optimization=none")
-    assert timed.metrics == plain.metrics

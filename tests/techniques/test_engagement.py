@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,12 +27,6 @@ def trained(*overrides: str) -> Summary:
 
 def row(summary: Summary, name: str) -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == name)
-
-
-def test_nothing_is_engaged_under_none() -> None:
-    summary = trained("optimization=none")
-    assert summary.techniques
-    assert not any(row.requested or row.engaged for row in summary.techniques)
 
 
 def test_amp_puts_layer_outputs_in_bf16() -> None:
@@ -83,22 +76,6 @@ def test_accumulation_counts_its_backward_passes() -> None:
     assert cut.evidence == {"micro_batch": 8, "backward_per_update": 4}
 
 
-def test_a_run_too_short_to_pay_back_stays_eager() -> None:
-    stays = row(trained("optimization=compile", "optimization.compile.min_steps=5"), "compile")
-    assert not stays.engaged
-    assert "min_steps" in stays.reason
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
-def test_compile_counts_its_graphs_and_leaves_the_models_keys_alone() -> None:
-    with build(compose([*QUICK, "optimization=compile", "model.width=16"])) as run:
-        compiled = row(train(run), "compile")
-    assert compiled.engaged
-    assert compiled.evidence["graphs"] >= 1
-    assert compiled.evidence["graph_breaks"] == 0
-    assert not any("_orig_mod" in key for key in run.model.state_dict())
-
-
 def test_tf32_is_refused_on_a_cpu_with_the_reason_and_is_an_error_under_strict() -> None:
     refused = row(trained("optimization.tf32.enabled=true"), "tf32")
     assert refused.requested
@@ -122,15 +99,6 @@ def test_a_closed_run_leaves_no_global_switch_behind(tmp_path: Path) -> None:
     before = switches()
     trained("debug=anomaly", "optimization=amp", "device.deterministic=true", "device.threads=1")
     assert switches() == before
-
-
-def test_looking_while_training_leaves_the_workers_at_what_they_do() -> None:
-    looks = ["optimization=custom", "optimization.system.enabled=true", "optimization.strict=true"]
-    run_on = ["data.workers=2", "training.steps=40", "device.threads=1"]
-    plain, watched = trained("optimization=custom", *run_on), trained(*looks, *run_on)
-    assert row(watched, "system").engaged  # looked at after the first report, strictly
-    assert watched.steps == 40
-    assert watched.metrics == plain.metrics
 
 
 def test_what_a_failed_run_never_looked_at_is_not_called_a_fall_back() -> None:

@@ -80,24 +80,6 @@ def test_workers_are_chosen_from_what_was_measured(pictures: str) -> None:
     assert 0 <= found.evidence["wait_share"] <= 1
 
 
-def test_the_batches_are_those_of_a_run_without_it(pictures: str) -> None:
-    with build(compose(images(pictures, "training.steps=1"))) as tuned:
-        mine = some(tuned)
-    without = images(pictures, "optimization.pipeline.enabled=false", "data.workers=0")
-    with build(compose(without)) as plain:
-        others = some(plain)
-    for (x, y), (a, b) in zip(mine, others, strict=True):
-        assert torch.equal(x, a)
-        assert torch.equal(y, b)
-
-
-def test_a_batch_too_slow_to_race_with_gets_workers_at_once(pictures: str) -> None:
-    with build(compose(images(pictures, "optimization.pipeline.budget_s=0.0001"))) as run:
-        choice = next(c for c in run.choices if c.key == "data.workers")
-    assert choice.value >= 1 or run.device.cores == 1
-    assert "too long to try" in choice.reason
-
-
 def test_data_in_memory_needs_no_worker_and_says_so() -> None:
     with build(compose([*PIPELINE, "device=cpu"])) as run:
         found = row(run)
@@ -138,27 +120,6 @@ def test_batches_copied_aside_are_those_copied_in_line() -> None:
         assert x.is_cuda
         assert torch.equal(x, a)
         assert torch.equal(y, b)
-
-
-@pytest.mark.gpu
-def test_memory_of_a_batch_is_not_taken_while_a_step_still_reads_it() -> None:
-    cuda = [
-        *PIPELINE,
-        "device=cuda",
-        "data=synthetic",
-        "data.samples=4096",
-        "training.batch_size=512",
-    ]
-    with build(compose(cuda)) as run:
-        weight = torch.randn(4096, 4096, device="cuda")
-        sums = []
-        for x, _ in islice(run.train.batches(0), 8):
-            for _ in range(5):  # the device falls behind the host
-                weight @ weight
-            sums.append(x.double().sum())
-        run.train.close()
-        expected = [x.double().sum().item() for x, _ in some(run, 8)]
-    assert [s.item() for s in sums] == pytest.approx(expected)
 
 
 class Losses(Hook):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from copy import deepcopy
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from runner import build, compose, train
-from runner.errors import ConfigError
 from runner.techniques.base import TechniqueStatus
+from runner.techniques.config import Quantization
 from runner.techniques.int8 import Int8Linear, candidates, model_bytes, replace_layers
-from runner.techniques.quantization import Quantization
 from runner.training.evaluation import evaluate, standalone
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -41,9 +39,9 @@ def off(ours: Tensor, exact: Tensor) -> float:
     return float((ours.float() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5,), (1,), (2, 3)])
+@pytest.mark.parametrize(
+    ("dynamic", "bias", "shape"), [(True, True, (5,)), (True, False, (2, 3)), (False, True, (1,))]
+)
 def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
     dynamic: bool, bias: bool, shape: tuple[int, ...]
 ) -> None:
@@ -219,45 +217,6 @@ def test_a_model_without_a_large_linear_layer_says_so() -> None:
         assert [name for name, _ in run.techniques] == ["quantization"]
 
 
-@pytest.mark.parametrize(
-    ("knob", "says"),
-    [
-        ("max_drop=-1", r"max_drop: -1"),
-        ("max_drop=nan", r"max_drop: nan"),
-        ("min_features=0", r"min_features: 0 is no count"),
-        ("mode=int4", r"optimization\.quantization\.mode"),
-        ("backend=own", r"optimization\.quantization\.backend"),
-    ],
-)
-def test_knobs_are_checked_by_name(knob: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        compose(f"{ON} optimization.quantization.{knob}".split())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is there")
-def test_torchao_asked_for_by_name_and_missing_is_a_reason_and_under_strict_an_error() -> None:
-    ask = "optimization.quantization.backend=torchao"
-    with built(ask) as run:
-        found = next(e for e in run.engagements if e.name == "quantization")
-        assert "pip install 'runner[quantization]'" in found.reason
-    with pytest.raises(ConfigError, match=r"optimization\.quantization: .*torchao"):
-        built(ask, "optimization.strict=true")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-@pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
-def test_torchao_quantises_the_same_layers(mode: str) -> None:
-    with built(
-        "optimization.quantization.backend=torchao",
-        "optimization.quantization.max_drop=1",
-        f"optimization.quantization.mode={mode}",
-    ) as run:
-        found = row(train(run))
-    assert found.engaged
-    assert sum(found.evidence["layers"].values()) == 2
-    assert found.evidence["int8_bytes"] < 0.3 * found.evidence["float_bytes"]
-
-
 def test_gpt2_of_transformers_is_quantised_though_its_layers_are_no_linear_ones() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -276,15 +235,6 @@ def test_gpt2_of_transformers_is_quantised_though_its_layers_are_no_linear_ones(
         assert off(quantised(ids).logits, model(ids).logits) < 0.05
     assert sum(isinstance(m, Int8Linear) for m in quantised.modules()) == 4
     assert quantised.lm_head.weight is quantised.transformer.wte.weight
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
-def test_it_runs_on_a_gpu(mode: str) -> None:
-    with built("device=cuda", f"optimization.quantization.mode={mode}") as run:
-        found = row(train(run))
-    assert found.engaged
-    assert found.evidence["backend"] == "torch"
 
 
 def test_a_forward_that_the_user_replaced_stays_in_the_copy() -> None:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner import build, compose, train
-from runner.errors import ConfigError
 from runner.models.transformer import Block
+from runner.techniques import recompute
 from runner.techniques.base import RunBuilder, TechniqueStatus
+from runner.techniques.config import RecomputePolicy
 from runner.techniques.memory_prediction import HOLES, predict
-from runner.techniques.recompute import Recompute, Recomputed, RecomputePolicy
+from runner.techniques.recompute import Recomputed
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
@@ -69,7 +70,7 @@ def row(overrides: list[str]) -> TechniqueStatus:
         return next(row for row in train(run).techniques if row.name == "recompute")
 
 
-@pytest.mark.parametrize("what", ["full", "every", "selective", "budget"])
+@pytest.mark.parametrize("what", ["full", "every", "selective"])
 @pytest.mark.parametrize("data", [GPT, CNN, CLASSIFIER], ids=["gpt", "cnn", "classifier"])
 def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what: str) -> None:
     plain, without = step(data)
@@ -80,12 +81,6 @@ def test_gradients_and_buffers_are_bit_equal_and_keys_stay(data: list[str], what
     assert run.model.state_dict().keys() == without.model.state_dict().keys()
 
 
-def test_full_holds_a_seventh_of_what_a_gpt_holds_between_forward_and_backward() -> None:
-    _, run = step([*GPT, "model.dropout=0", *recomputing("full")])
-    assert run.recompute is not None
-    assert run.recompute.held <= 0.15 * run.recompute.held_without
-
-
 def test_evidence_counts_the_blocks_that_ran_again() -> None:
     full = row([*GPT, *recomputing("full")])
     assert full.engaged and full.evidence["recomputed_blocks"] == 4
@@ -93,19 +88,6 @@ def test_evidence_counts_the_blocks_that_ran_again() -> None:
     assert (every.evidence["blocks"], every.evidence["recomputed_blocks"]) == (2, 2)
     assert full.evidence["held_bytes"] < every.evidence["held_bytes"]
     assert every.evidence["held_bytes"] < every.evidence["held_bytes_without"]
-
-
-@pytest.mark.parametrize("budget", [0.3, 0.6])
-def test_a_budget_takes_the_fewest_blocks_that_meet_it(budget: float) -> None:
-    met = row([*GPT, *recomputing("budget", f"optimization.recompute.budget={budget}")]).evidence
-    assert met["held_bytes"] <= budget * met["held_bytes_without"]
-    saved_a_block = (met["held_bytes_without"] - met["held_bytes"]) / met["blocks"]
-    assert met["held_bytes"] + saved_a_block > budget * met["held_bytes_without"]
-
-
-def test_a_budget_of_all_asks_for_nothing() -> None:
-    idle = row([*GPT, *recomputing("budget", "optimization.recompute.budget=1")])
-    assert not idle.engaged and "nothing has to be" in idle.reason
 
 
 def test_flops_of_none_selective_and_full() -> None:
@@ -153,8 +135,7 @@ class Own(nn.Module):
         return given["x"]
 
 
-@pytest.mark.parametrize("what", [RecomputePolicy.full, RecomputePolicy.selective])
-def test_a_model_of_anybodys_is_bit_equal_too(what: RecomputePolicy) -> None:
+def test_a_model_of_anybodys_is_bit_equal_too() -> None:
     def run(chosen: RecomputePolicy | None) -> list[Tensor]:
         torch.manual_seed(0)
         model, x = Own(), torch.randn(16, 8)
@@ -167,7 +148,7 @@ def test_a_model_of_anybodys_is_bit_equal_too(what: RecomputePolicy) -> None:
         assert "forward" not in vars(model.first)
         return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
-    for a, b in zip(run(None), run(what), strict=True):
+    for a, b in zip(run(None), run(RecomputePolicy.full), strict=True):
         assert torch.equal(a, b)
 
 
@@ -180,7 +161,7 @@ def test_auto_leaves_alone_what_fits_and_takes_as_little_as_does_not(
 
     drafts: list[RunBuilder] = []
     monkeypatch.setattr(
-        Recompute, "_decide", lambda *a, f=Recompute._decide: drafts.append(a[1]) or f(*a)
+        recompute, "_decide", lambda *a, f=recompute._decide: drafts.append(a[1]) or f(*a)
     )
     with build(compose([*GPT, *recomputing("auto")])):
         needed = predict(drafts[0]).needed
@@ -190,11 +171,6 @@ def test_auto_leaves_alone_what_fits_and_takes_as_little_as_does_not(
         with build(compose([*GPT, *recomputing("auto")])) as run:
             choice = next(c for c in run.choices if c.key == "optimization.recompute.what")
             assert (choice.value, run.recompute and run.recompute.what.value) == (what, what)
-
-
-def test_a_model_without_blocks_says_so() -> None:
-    plain = row([*QUICK, "data=cancer", "model=mlp", *recomputing("full")])
-    assert not plain.engaged and "no repeated blocks" in plain.reason
 
 
 def test_blocks_that_can_run_only_once_are_left_as_they_are(
@@ -254,7 +230,7 @@ def test_a_third_partys_gpt_is_bit_equal(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
-@pytest.mark.parametrize("what", ["full", "selective", "budget"])
+@pytest.mark.parametrize("what", ["full", "selective"])
 def test_a_compiled_graph_holds_less_and_counts_batchnorm_once(what: str) -> None:
     def trained(*more: str) -> tuple[dict[str, Tensor], Any]:
         with build(compose([*CNN, "optimization.compile.enabled=true", *more])) as run:
@@ -268,17 +244,3 @@ def test_a_compiled_graph_holds_less_and_counts_batchnorm_once(what: str) -> Non
     assert took.evidence["compiled_held_bytes"] < took.evidence["held_bytes_without"]
     for name, buffer in plain.items():
         assert torch.allclose(buffer, same[name], atol=1e-5), name
-
-
-@pytest.mark.parametrize(
-    ("knobs", "key"),
-    [
-        ({"every": 0}, "every"),
-        ({"budget": 1.5}, "budget"),
-        ({"budget": float("nan")}, "budget"),
-        ({"share": 0.0}, "share"),
-    ],
-)
-def test_knobs_are_checked(knobs: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"optimization\.recompute\.{key}"):
-        Recompute(**knobs)

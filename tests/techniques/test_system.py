@@ -91,29 +91,6 @@ def test_a_core_that_a_neighbour_keeps_busy_is_left_to_him() -> None:
 
 
 @linux
-def test_what_this_process_does_itself_is_no_neighbour() -> None:
-    core = min(os.sched_getaffinity(0))
-    with neighbour(core):
-        code = (
-            "import threading\nfrom runner.device import process\n"
-            "def spin():\n    while not done: pass\n"
-            "done = []\nspinning = threading.Thread(target=spin)\n"
-            "def busy(seconds):\n"
-            "    return process.busy_cores(seconds)\n"
-            "quiet = busy(0.6)\nspinning.start()\nown = busy(0.6)\n"
-            "done.append(1)\nspinning.join()\nprint(own - quiet)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, [core]),
-        )
-    assert float(done.stdout) < 0.3  # one core: what it takes itself, the neighbour does without
-
-
-@linux
 def test_denormals_are_zero_while_a_run_lasts() -> None:
     seen = evidence("device.threads=2")
     assert seen.engaged
@@ -149,15 +126,6 @@ def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() 
     assert seen["true"] < seen["false"] / 4
 
 
-def test_all_of_it_is_read_back() -> None:
-    facts = evidence("device.threads=2").facts
-    assert facts["threads"] == 2
-    assert facts["interop_threads"] == torch.get_num_interop_threads()
-    assert facts["priority"] == os.getpriority(os.PRIO_PROCESS, 0)
-    assert facts["allocator"]
-    assert "waiting" in facts
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_segments_grow_and_cudnn_tries_its_kernels_unless_deterministic() -> None:
     cnn = ["model=cnn", "device=cuda", "training.batch_size=64"]
@@ -183,15 +151,3 @@ def test_the_command_line_has_threads_sleep_soon_unless_told_otherwise(
     summary = Summary.read(tmp_path / "outputs" / "run")
     found = next(row for row in summary.techniques if row.name == "system")
     assert found.evidence["waiting"] == (own or {"GOMP_SPINCOUNT": "10000"})
-
-
-def test_one_thread_is_a_choice_with_the_same_reason_on_any_machine() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with prepared("optimization.system.small_mflop=0") as run:
-            value, reason = chosen(run)["device.threads"]
-    finally:
-        torch.set_num_threads(before)
-    assert value == 1
-    assert "MFLOP, enough to share out, but torch has only one thread" in reason

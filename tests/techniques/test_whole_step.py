@@ -249,20 +249,6 @@ def test_options_of_the_optimizer_that_change_are_seen() -> None:
         torch.testing.assert_close(whole[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_frozen_on_the_way_is_frozen() -> None:
-    class Freezes(Hook):
-        def on_step(self, run: Run, step: Step) -> None:
-            if step.number == 3:
-                run.model.layers[0].weight.requires_grad_(False)  # type: ignore[index,union-attr]
-                self.then = run.model.layers[0].weight.clone()  # type: ignore[index,union-attr]
-
-    freezes = Freezes()
-    with build(compose([*TINY, "training.steps=8", *WHOLE])) as run:
-        run.hooks.append(freezes)
-        train(run)
-        assert torch.equal(run.model.layers[0].weight, freezes.then)  # type: ignore[index,union-attr]
-
-
 def test_a_loss_of_ones_own_may_ignore_what_it_likes_and_is_told_what_is_no_class() -> None:
     from torch.nn import functional as F
 

@@ -1,0 +1,80 @@
+"""Applying the techniques that a config asks for to a run that is being built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from runner.errors import ConfigError
+from runner.models.preserved_state import NotRestorable
+from runner.security.registry import construct
+from runner.techniques.base import RunBuilder, Technique, TechniqueStatus
+from runner.techniques.config import Optimization
+
+EXTRA = "optimization.extra"
+Named = list[tuple[str, Technique]]
+
+
+def apply_techniques(
+    asked: Optimization,
+    draft: RunBuilder,
+    given: Mapping[str, Technique],
+    look_up: Callable[[str, str], Any],
+) -> tuple[Named, list[TechniqueStatus]]:
+    """Those that were applied, by name, and a row for each of the others.
+
+    `given` are those of `optimization.extra` that the caller has made; `look_up` finds the class of
+    another by its name. ConfigError under `optimization.strict` for what cannot take hold.
+    """
+    applied: Named = []
+    others: list[TechniqueStatus] = []
+    for name, technique in [*asked.techniques(), *_extra(asked, given, look_up)]:
+        if not technique.enabled:
+            others.append(TechniqueStatus(name, False, False, "not asked for"))
+            continue
+        status, reason = "not applicable", technique.unavailable(draft.device)
+        try:
+            if reason is None:
+                status, reason = "skipped", technique.apply(draft)
+        except NotRestorable as error:
+            reason = f"it would call the model before training, and cannot: {error}"
+        if reason is None:
+            applied.append((name, technique))
+        else:
+            others.append(TechniqueStatus(name, True, False, reason, status=status))
+    if asked.strict:
+        _refuse([row for row in others if row.requested])
+    return applied, others
+
+
+def _extra(
+    asked: Optimization, given: Mapping[str, Technique], look_up: Callable[[str, str], Any]
+) -> Named:
+    """The user's own, after ours."""
+    extra: Named = []
+    for target in asked.extra:
+        technique = given.get(target)
+        if technique is None:
+            technique = construct(look_up(target, EXTRA), {"enabled": True}, {}, EXTRA)
+        if not isinstance(technique, Technique):
+            raise ConfigError(EXTRA, f"{target} is no Technique", "inherit from runner.Technique")
+        if technique.enabled and not type(technique).__module__.startswith("runner."):
+            from runner.techniques.fingerprint import MeasuredTechnique
+
+            technique = MeasuredTechnique(True, technique=technique)
+        extra.append((target.rpartition(".")[2], technique))
+    return extra
+
+
+def _refuse(rows: list[TechniqueStatus]) -> None:
+    """Raise ConfigError with the reasons of all that cannot take hold, at once."""
+    if not rows:
+        return
+    first, *more = rows
+    reason = first.reason + "".join(f"; nor can {row.name}: {row.reason}" for row in more)
+    off = " ".join(f"optimization.{row.name}.enabled=false" for row in rows)
+    raise ConfigError(
+        f"optimization.{first.name}",
+        f"cannot take hold: {reason}",
+        f"set {off}, or optimization.strict=false",
+    )
