@@ -35,7 +35,6 @@ from runner.objectives.build import build_objective
 from runner.optim.optimizer import Optimizer, build_optimizer, optimizer_class
 from runner.optim.optimizer_step import OptimizerStep
 from runner.optim.schedule import factors
-from runner.optim.user_optimizer import adopt_optimizer, sync_state
 from runner.random_state import exclusive_random_state
 from runner.record.history import History
 from runner.record.recorder import Recorder
@@ -249,11 +248,12 @@ class _Build:
     def make_update(self) -> None:
         """The guarded update, around the optimizer that was made here or handed in."""
         config, draft, given = self.config, self.draft, self.given.optimizer
-        optimizer = (
-            self.build_optimizer(self.model, draft.optimizer_options)
-            if given is None
-            else adopt_optimizer(given, draft.optimizer_options, self.scope)
-        )
+        if given is None:
+            optimizer = self.build_optimizer(self.model, draft.optimizer_options)
+        else:
+            from runner.optim.user_optimizer import adopt_optimizer, sync_state
+
+            optimizer = adopt_optimizer(given, draft.optimizer_options, self.scope)
         self.update = OptimizerStep(
             self.model,
             optimizer,

@@ -18,6 +18,7 @@ from runner.optim.optimizer_state import fill_momentum
 Optimizer = torch.optim.Optimizer
 IMPLEMENTATION = frozenset({"fused", "foreach", "differentiable"})
 """Options that choose how an update is computed; at most one of them may be on."""
+OWN_KEYS = ("lr", "weight_decay")
 log = logging.getLogger("runner")
 
 
@@ -32,11 +33,8 @@ def optimizer_class(
         key = "optimizer._target_"
         cls = resolve(config._target_, key)
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-            raise ConfigError(
-                key,
-                f"{config._target_} is no optimizer",
-                "name a class that is made from torch.optim.Optimizer",
-            )
+            fix = "name a class that is made from torch.optim.Optimizer"
+            raise ConfigError(key, f"{config._target_} is no optimizer", fix)
     if why := unfit(cls, model):
         raise ConfigError(key, why, "use AdamW")
     return cls
@@ -86,22 +84,10 @@ def build_optimizer(
     He et al. 2019, arXiv:1812.01187, section 3.1).
     """
     accepted = _accepted(cls)
+    _check_options(config, cls.__name__, accepted)
     if config.options.keys() & IMPLEMENTATION:
         options = {}  # the config has chosen
-    for name in ("lr", "weight_decay"):
-        if name in config.options:
-            raise ConfigError(
-                f"optimizer.options.{name}", "has a key of its own", f"optimizer.{name}"
-            )
     arguments = {"lr": config.lr, **config.options, **options}
-    for name in config.options:
-        if name not in accepted:
-            choices = ", ".join(n for n in accepted if n not in ("params", "lr", "weight_decay"))
-            raise ConfigError(
-                f"optimizer.options.{name}",
-                f"{cls.__name__} has no such option",
-                f"it has {choices}",
-            )
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError("model", "has no parameter that requires a gradient", "nothing to train")
@@ -117,19 +103,28 @@ def build_optimizer(
     try:
         optimizer = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "optimizer", f"{cls.__name__} refuses: {error}", "check its options"
-        ) from error
+        problem = f"{cls.__name__} refuses: {error}"
+        raise ConfigError("optimizer", problem, "check its options") from error
     fill_momentum(optimizer)
     return optimizer
+
+
+def _check_options(config: OptimizerConfig, name: str, accepted: list[str]) -> None:
+    choices = [n for n in accepted if n not in ("params", *OWN_KEYS)]
+    for option in config.options:
+        key = f"optimizer.options.{option}"
+        if option in OWN_KEYS:
+            raise ConfigError(key, "has a key of its own", f"optimizer.{option}")
+        if option not in accepted:
+            raise ConfigError(key, f"{name} has no such option", f"it has {', '.join(choices)}")
 
 
 def _accepted(cls: type[Optimizer]) -> list[str]:
     """What its constructor can be called with, and where it hands the rest on, that of its base."""
     names: dict[str, None] = {}
     for base in cls.__mro__:
-        found = inspect.signature(base).parameters.values()
-        names |= dict.fromkeys(p.name for p in found if p.kind is not p.VAR_KEYWORD)
-        if all(p.kind is not p.VAR_KEYWORD for p in found):
+        parameters = inspect.signature(base).parameters.values()
+        names |= dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
     return list(names)

@@ -185,7 +185,7 @@ class OptimizerStep:
             self.updates.add_(skipped == 0)
         if self.average:
             self._follow((1 - skipped) * self.following)
-        self.buffers.put_back_if(skipped)
+        self.buffers.put_back(skipped)
 
     def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
         if skipped.item():  # waits for the device

@@ -184,15 +184,14 @@ def _shorten_messages(scope: ExitStack) -> None:
     """
     if "TORCH_LOGS" in os.environ:
         return
-    for handler in {h for name in LOGGERS for h in logging.getLogger(name).handlers}:
+    handlers = [h for name in LOGGERS for h in logging.getLogger(name).handlers]
+    for handler in [h for h in handlers if type(h) is logging.StreamHandler]:  # torch's own
         shortened = partial(_log_shortened)  # of this run: another may be open
         handler.addFilter(shortened)
         scope.callback(handler.removeFilter, shortened)
 
 
 def _log_shortened(record: logging.LogRecord) -> bool:
-    if not record.name.startswith("torch"):  # by a handler that other loggers have, too
-        return True
     text = record.getMessage()
     log.log(record.levelno, "torch.compile: %s", summarize_message(text))
     log.info("torch.compile: %s", text, extra={"live": True})  # not on the screen

@@ -8,7 +8,6 @@ its kernels (unless device.deterministic), and segments of memory grow.
 from __future__ import annotations
 
 import os
-import resource
 from typing import Any
 
 import torch
@@ -113,18 +112,7 @@ def _cpu_states(knobs: System, run: Run, facts: dict[str, Any]) -> dict[str, str
             problems["denormals"] = "" if zero else "denormals are not zero in every thread"
     if knobs.keep_memory and "allocator_left_alone" not in facts:
         problems["memory"] = ""
-    facts["page_faults_per_step"] = _page_faults(run)
     return problems
-
-
-def _page_faults(run: Run) -> int:
-    from runner.techniques.probe import dry_run_step
-
-    for _ in range(2):  # what is kept settles
-        dry_run_step(run)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    dry_run_step(run)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def _gpu_states(knobs: System, run: Run, facts: dict[str, Any]) -> dict[str, str]:

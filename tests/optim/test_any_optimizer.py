@@ -24,6 +24,7 @@ from runner.library.guarded_optimizer import train_step
 from runner.training.step import make_step
 
 from .my_training import Net
+from .steps import assert_same
 
 TORCHS = [
     "AdamW",
@@ -117,21 +118,6 @@ def config(name: str, level: str, lr: float = 0.02, **stability: Any) -> RunConf
     base = deepcopy(composed(level, "Bag" if name == "SparseAdam" else "Net"))
     optimizer = replace(base.optimizer, lr=lr, weight_decay=0.0, **OPTIMIZERS[name])
     return replace(base, optimizer=optimizer, stability=replace(base.stability, **stability))
-
-
-def flat(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [x for key in tree for x in flat(tree[key])]
-    if isinstance(tree, list | tuple):
-        return [x for item in tree for x in flat(item)]
-    return [tree.to_dense() if isinstance(tree, Tensor) else tree]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    ones, others = flat(one), flat(other)
-    assert len(ones) == len(others)
-    for a, b in zip(ones, others, strict=True):
-        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -229,8 +215,15 @@ def global_hook(optimizer: Optimizer, scope: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "between steps"])
-@pytest.mark.parametrize("change", [patched_instance, patched_class, hook, global_hook])
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("change", "cls"),
+    [
+        (patched_instance, torch.optim.AdamW),
+        (patched_class, torch.optim.SGD),
+        (hook, torch.optim.Adagrad),
+        (global_hook, torch.optim.AdamW),
+    ],
+)
 def test_code_put_around_a_step_is_not_run_where_the_step_is_skipped(
     cls: type[Optimizer], change: Callable[[Optimizer, ExitStack], None], late: bool
 ) -> None:
@@ -267,10 +260,7 @@ def test_code_put_around_a_step_is_not_run_where_the_step_is_skipped(
     [
         ("AdamW", {}, True, "in the kernel"),
         ("AdamW", {"fused": False}, False, "host reads a flag"),
-        ("AdamW", {"foreach": True}, False, "host reads a flag"),
         ("SignedAdamW", {}, False, None),
-        ("SignedAdamW", {"fused": True}, False, None),
-        ("FromScratch", {}, False, None),
     ],
 )
 def test_the_summary_says_what_makes_the_update(
@@ -289,7 +279,7 @@ def test_the_summary_says_what_makes_the_update(
     assert guard or f"the step() of {name} is not torch's own" in row.reason
 
 
-@pytest.mark.parametrize("name", ["SignedAdamW", "ShrunkAdam", "FromScratch"])
+@pytest.mark.parametrize("name", ["ShrunkAdam", "FromScratch"])
 def test_a_run_with_an_optimizer_of_ones_own_can_be_resumed(name: str, tmp_path: Path) -> None:
     settings = config(name, "basic")
     checkpoint = replace(settings.checkpoint, resume="auto")

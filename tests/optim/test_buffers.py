@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner import build, compose
 from runner.build import Components
-from runner.checkpoint.sound import finite, masks
+from runner.checkpoint.sound import masks
 from runner.errors import ConfigError
 from runner.optim.buffers import Buffers
 from runner.optim.config import OptimizerConfig
@@ -137,12 +137,6 @@ def test_the_callers_own_step_after_ours_is_as_ever(kind: type[torch.optim.Optim
         model(torch.ones(4, 6)).square().mean().backward()
         mine.step()
     assert torch.equal(net.layer.weight, other.layer.weight)
-
-
-def test_numbers_of_one_byte_are_looked_at() -> None:
-    good = torch.ones(4).to(torch.float8_e4m3fn)
-    assert finite([good])
-    assert not finite([torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn), good])
 
 
 def test_a_lazy_model_is_refused_in_words(tmp_path: Path) -> None:

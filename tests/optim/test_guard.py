@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner import build, compose, train
 from runner.data.batch import Batch
-from runner.optim.buffers import LARGEST
-from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
+from runner.optim.config import OptimizerConfig
 from runner.optim.fused_kernel import RevertibleStep
 from runner.optim.optimizer import build_optimizer, find_optimizer
 from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.schedule import factors
 from runner.stability.config import StabilityConfig
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
 from runner.training.step import make_step
+
+from .steps import assert_same, batches, make, model, step
 
 FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
 MOMENTUM = {"momentum": 0.9, "nesterov": True}
@@ -42,68 +41,6 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *[("RMSprop", {"momentum": 0.9, "centered": True}, how) for how in (LISTS, LOOP)],
     ("Muon", {}, {}),
 ]
-
-
-def model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    plain = name != "Muon"  # which is for matrices only
-    return nn.Sequential(
-        nn.Linear(6, 8, bias=plain),
-        nn.BatchNorm1d(8, affine=plain),
-        nn.ReLU(),
-        nn.Linear(8, 3, bias=plain),
-    )
-
-
-def batches(count: int) -> list[Batch]:
-    noise = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(16, 6, generator=noise), torch.randint(0, 3, (16,), generator=noise))
-        for _ in range(count)
-    ]
-
-
-def make(
-    net: nn.Module, name: str, options: Any, how: Any, steady: bool, **more: Any
-) -> OptimizerStep:
-    config = OptimizerConfig(name=name, lr=0.02, options=options)
-    optimizer = build_optimizer(config, find_optimizer(name), net, how)
-    rates = [1.0] * 20 if steady else factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 20)
-    return OptimizerStep(net, optimizer, StabilityConfig(), 0.02, rates, **more)
-
-
-def step(
-    net: Callable[..., Tensor],
-    update: OptimizerStep,
-    batch: Batch,
-    beside: float = 0.0,
-    parts: int = 1,
-) -> tuple[float, bool]:
-    """A step whose loss has `beside` added to it, which gradients know nothing of."""
-    update.begin()
-    total = torch.zeros(())
-    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
-        loss = nn.functional.cross_entropy(net(x), y) / parts
-        (loss if update.scale is None else loss * update.scale.value).backward()
-        total += loss.detach()
-    norm, skipped = update.measure(total + beside)
-    update.apply(norm, skipped)
-    return float(norm), bool(skipped)
-
-
-def flat(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [x for key in tree for x in flat(tree[key])]
-    if isinstance(tree, list | tuple):
-        return [x for item in tree for x in flat(item)]
-    return [tree.to_dense() if isinstance(tree, Tensor) else tree]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    ones, others = flat(one), flat(other)
-    assert len(ones) == len(others)
-    for a, b in zip(ones, others, strict=True):
-        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def bad_ones(like: Batch) -> dict[str, tuple[Batch, float]]:
@@ -137,7 +74,7 @@ def test_a_skipped_step_is_bit_equal_to_a_batch_never_seen(
     good = batches(5)
     results = []
     for bad in (False, True):
-        net = model(name)
+        net = model(name != "Muon")
         update = make(net, name, options, how, "scheduled" not in way, ema=0.9)
         if "undone" in way:  # as on an accelerator
             update.undo = RevertibleStep(update.optimizer)
@@ -288,7 +225,7 @@ def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_inf
 
 def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> None:
     for name, how in (("AdamW", FUSED), ("RAdam", LISTS), ("SGD", LISTS)):
-        net = model(name)
+        net = model(name != "Muon")
         update = make(net, name, {}, how, True, loss_scale=1024.0)
         if name == "SGD":
             update.undo = RevertibleStep(update.optimizer)
@@ -305,24 +242,11 @@ def test_a_loss_scale_shrinks_for_what_is_not_finite_and_not_for_a_spike() -> No
         assert not step(net, update, batch)[1]
 
 
-def test_an_update_that_is_taken_back_is_the_one_that_the_host_would_let_be() -> None:
-    data, results = batches(4), []
-    for undone in (False, True):
-        net = model("NAdam")
-        update = make(net, "NAdam", {}, LISTS, True)
-        if undone:
-            update.undo = RevertibleStep(update.optimizer)
-        for batch in data:
-            step(net, update, batch)
-        results.append([net.state_dict(), copy.deepcopy(update.state())])
-    assert_same(*results)
-
-
 def test_what_makes_the_host_wait_is_known() -> None:
     def fits(
         name: str, scheduled: bool = False, net: nn.Module | None = None, **options: Any
     ) -> bool:
-        net = net or model(name)
+        net = net or model(name != "Muon")
         kind = find_optimizer(name)
         return RevertibleStep.fits(kind(net.parameters(), **options), net, scheduled)  # type: ignore[call-arg]
 
@@ -337,7 +261,7 @@ def test_what_makes_the_host_wait_is_known() -> None:
     class Own(torch.optim.SGD):
         pass
 
-    net = model("SGD")
+    net = model()
     assert not RevertibleStep.fits(Own(net.parameters(), lr=0.1), net, False)
 
 
@@ -461,41 +385,8 @@ def test_cuda_raises_nothing_between_reports(optimizer: str) -> None:
     assert summary.status == "done"
 
 
-def test_a_buffer_that_is_infinite_from_the_start_is_left_alone() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-            self.register_buffer("mask", torch.tensor([0.0, -math.inf, 0.0]))
-            self.register_buffer("nothing", torch.zeros(0))
-            self.register_buffer("seen", torch.zeros(2, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.seen + x.square().mean()  # not in place, and it has a graph
-            return self.layer(x * self.seen.mean().detach().clamp(max=1.0))
-
-    net = Masked()
-    update = make(net, "AdamW", {}, FUSED, True)
-    batch = batches(1)[0]
-    batch = (batch[0], batch[1])
-    assert not step(net, update, batch)[1]
-    assert float(net.seen.sum()) > 0  # type: ignore[operator,arg-type]
-    before = net.seen.clone()  # type: ignore[operator]
-    assert step(net, update, (batch[0] * 1e19 * 3, batch[1]))[1]
-    assert torch.equal(net.seen, before)  # type: ignore[arg-type]
-
-
-def test_no_limit_is_the_largest_number_there_is() -> None:
-    update = make(model("AdamW"), "AdamW", {}, FUSED, True)
-    assert update.limits.tolist() == [LARGEST, LARGEST]
-    update.set_limits(3.0, 4.0)
-    assert update.limits.tolist() == [3.0, 4.0]
-    update.set_limits(math.inf, math.nan)
-    assert update.limits.tolist() == [LARGEST, LARGEST]
-
-
 def test_without_the_guard_limits_are_for_nothing() -> None:
-    net = model("AdamW")
+    net = model()
     update = make(net, "AdamW", {}, FUSED, True)
     update.set_limits(0.0, 0.0)
     assert step(net, update, batches(1)[0])[1]

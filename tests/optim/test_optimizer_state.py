@@ -101,11 +101,8 @@ def test_an_option_may_be_switched_off_and_what_is_made_when_missed_on(
     ("theirs", "ours", "says"),
     [
         (("AdamW", {}), ("Adafactor", {}), "another optimizer: Adafactor has no .*betas"),
-        (("Adafactor", {}), ("AdamW", {}), "another optimizer: AdamW has no .*beta2_decay"),
-        (("AdamW", {}), ("SGD", {}), "another optimizer: SGD has no .*betas"),
         (("SGD", {"momentum": 0.9}), ("Adam", {}), "another optimizer: Adam has no .*momentum"),
         (("AdamW", {}), ("AdamW", {"amsgrad": True}), "max_exp_avg_sq is missing"),
-        (("RMSprop", {}), ("RMSprop", {"centered": True}), "grad_avg is missing"),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused(
@@ -134,11 +131,8 @@ def by_text(state: dict[Any, Any]) -> None:
         ("AdamW", put("exp_avg", torch.zeros(1)), r"exp_avg has not its weight's shape, \[3\]"),
         ("AdamW", put("exp_avg", torch.zeros(3).to_sparse()), "exp_avg is no dense tensor"),
         ("AdamW", put("exp_avg", torch.zeros(3, dtype=torch.int8)), "exp_avg is of torch.int8"),
-        ("AdamW", put("exp_avg", torch.zeros(3) * 1j), "exp_avg is of torch.complex64"),
         ("AdamW", put("step", "2"), "step is no dense tensor"),
-        ("AdamW", put("step", torch.tensor(-1.0)), "step must be one number ≥ 0"),
         ("AdamW", put("step", torch.tensor(float("nan"))), "step must be one number ≥ 0"),
-        ("RMSprop", put("square_avg", torch.zeros(2)), "square_avg has not its weight's shape"),
         ("AdamW", by_text, "keyed by the numbers of its weights"),
         ("AdamW", lambda state: state.update({1: [1, 2]}), "the state of a weight is a list"),
         ("AdamW", lambda state: state.update({99: {}}), "keyed by the numbers of its weights"),
@@ -150,14 +144,6 @@ def test_what_no_update_leaves_is_refused_by_name(name: str, change: Change, say
     change(saved["state"])
     with pytest.raises(ValueError, match=says):
         compatible_state(optimizer, saved)
-
-
-def test_what_a_class_of_the_users_keeps_is_taken_at_its_word() -> None:
-    class Mine(torch.optim.SGD):
-        pass
-
-    saved = updated("AdamW")[0].state_dict()
-    assert compatible_state(Mine(weights()), saved) == saved
 
 
 def test_moments_of_a_class_made_from_torchs_have_their_weights_shape() -> None:

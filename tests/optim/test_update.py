@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.optim.config import OptimizerConfig, ScheduleConfig, ScheduleKind
-from runner.optim.optimizer import build_optimizer, find_optimizer, optimizer_class
-from runner.optim.optimizer_step import OptimizerStep
-from runner.optim.schedule import factors
+from runner.optim.config import OptimizerConfig
+from runner.optim.optimizer import build_optimizer, optimizer_class
 from runner.security.registry import resolve
 from runner.stability.config import StabilityConfig
+
+from .steps import assert_same, batches, make, model, step
 
 OPTIMIZERS = [
     ("AdamW", {}, {"fused": True}),
@@ -33,74 +33,6 @@ OPTIMIZERS = [
 ]
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    noise = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(16, 6, generator=noise), torch.randint(0, 3, (16,), generator=noise))
-        for _ in range(count)
-    ]
-
-
-def make(
-    net: nn.Module, name: str = "AdamW", options: Any = None, how: Any = None, **more: Any
-) -> OptimizerStep:
-    config = OptimizerConfig(name=name, lr=0.05, options=options or {})
-    optimizer = build_optimizer(config, find_optimizer(name), net, how or {})
-    schedule = factors(ScheduleConfig(ScheduleKind.cosine, warmup=2), 12)
-    return OptimizerStep(
-        net, optimizer, more.pop("stability", StabilityConfig()), 0.05, schedule, **more
-    )
-
-
-def one_step(
-    net: nn.Module, update: OptimizerStep, batch: tuple[Tensor, Tensor]
-) -> tuple[float, bool]:
-    update.begin()
-    loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
-    (loss * update.scale.value if update.scale else loss).backward()
-    norm, skipped = update.measure(loss.detach())
-    update.apply(norm, skipped)
-    return float(norm), bool(skipped)
-
-
-def flat(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [x for key in tree for x in flat(tree[key])]
-    if isinstance(tree, list | tuple):
-        return [x for item in tree for x in flat(item)]
-    return [tree]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    ones, others = flat(one), flat(other)
-    assert len(ones) == len(others)
-    for a, b in zip(ones, others, strict=True):
-        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-
-
-@pytest.mark.parametrize(("name", "options", "how"), OPTIMIZERS)
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("first", [0, 2])
-def test_a_skipped_step_leaves_all_as_if_the_batch_was_never_seen(
-    name: str, options: Any, how: Any, poison: float, first: int
-) -> None:
-    good = batches(5)
-    bad = (torch.full((16, 6), poison), good[0][1])
-    results = []
-    for sequence in (good, good[:first] + [bad] + good[first:]):
-        net = model()
-        update = make(net, name, options, how, ema=0.9)
-        skips = [one_step(net, update, batch)[1] for batch in sequence]
-        assert sum(skips) == len(sequence) - len(good)
-        results.append([net.state_dict(), update.state()])
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("how", [{"fused": True}, {}])
 def test_the_schedule_follows_updates_not_batches(how: Any) -> None:
     net = model()
@@ -108,7 +40,7 @@ def test_the_schedule_follows_updates_not_batches(how: Any) -> None:
     rates = []
     good = batches(3)
     for batch in [good[0], (torch.full((16, 6), math.nan), good[0][1]), good[1], good[2]]:
-        one_step(net, update, batch)
+        step(net, update, batch)
         rates.append(float(update.optimizer.param_groups[0]["lr"]))
     # the skipped batch met the rate that the next one gets (a host-side skip does not set it)
     expected = [update.lr_at(0), update.lr_at(1), update.lr_at(2)]
@@ -122,12 +54,12 @@ def test_a_loss_scale_halves_on_overflow_and_the_update_is_unscaled() -> None:
     first = make(plain, "AdamW", {}, {"fused": True})
     second = make(scaled, "AdamW", {}, {"fused": True}, loss_scale=1024.0)
     for batch in data:
-        norm, _ = one_step(plain, first, batch)
-        assert one_step(scaled, second, batch)[0] == pytest.approx(norm, rel=1e-5)
+        norm, _ = step(plain, first, batch)
+        assert step(scaled, second, batch)[0] == pytest.approx(norm, rel=1e-5)
     for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
     assert second.scale is not None
-    assert one_step(scaled, second, (torch.full((16, 6), math.inf), data[0][1]))[1]
+    assert step(scaled, second, (torch.full((16, 6), math.inf), data[0][1]))[1]
     assert float(second.scale.value) == 512.0
 
 
@@ -137,15 +69,15 @@ def test_state_continues_an_update_bit_for_bit() -> None:
         straight, resumed = model(), model()
         one = make(straight, name, options, how, ema=0.9, loss_scale=8.0)
         for batch in data[:3]:
-            one_step(straight, one, batch)
+            step(straight, one, batch)
         weights, state = copy.deepcopy([straight.state_dict(), one.state()])
         for batch in data[3:]:
-            one_step(straight, one, batch)
+            step(straight, one, batch)
         other = make(resumed, name, options, how, ema=0.9, loss_scale=8.0)
         resumed.load_state_dict(weights)
         other.load(state)
         for batch in data[3:]:
-            one_step(resumed, other, batch)
+            step(resumed, other, batch)
         assert_same([straight.state_dict(), one.state()], [resumed.state_dict(), other.state()])
 
 
@@ -154,7 +86,7 @@ def test_the_average_is_an_exponential_moving_average() -> None:
     update = make(net, "AdamW", {}, {"fused": True}, ema=0.75)
     expected = [p.detach().clone() for p in net.parameters()]
     for batch in batches(4):
-        one_step(net, update, batch)
+        step(net, update, batch)
         weights = {id(p): p.detach() for p in net.parameters()}
         expected = [
             0.75 * e + 0.25 * weights[id(p)]
@@ -220,41 +152,28 @@ def test_an_unknown_optimizer_option_is_named() -> None:
         build_optimizer(config, torch.optim.AdamW, model(), {})
 
 
-def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are() -> None:
-    net = model()
-    update = make(net, how={"fused": True})
-    before = copy.deepcopy(net.state_dict())
-    update.begin()
-    loss = net(batches(1)[0][0]).sum()
-    loss.backward()
-    norm, skipped = update.measure(loss.detach() + math.inf)
-    update.apply(norm, skipped)
-    assert bool(skipped)
-    assert_same(net.state_dict(), before)
-
-
 def test_a_parameter_without_gradients_at_times_updates_as_torch_does_also_after_a_resume() -> None:
-    def sometimes(net: nn.Module, batch: tuple[Tensor, Tensor], step: int) -> Tensor:
-        x = net[0](batch[0]) if step % 2 else torch.cat([batch[0], batch[0][:, :2]], 1)
+    def sometimes(net: nn.Module, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        x = net[0](batch[0]) if number % 2 else torch.cat([batch[0], batch[0][:, :2]], 1)
         return nn.functional.cross_entropy(net[3](x.relu()), batch[1])
 
     data = batches(8)
     ours, theirs = model(), model()
     update = make(ours, how={"fused": True}, stability=StabilityConfig(clip_norm=None))
     reference = make(theirs, how={"fused": True}).optimizer
-    for step, batch in enumerate(data):
-        if step == 4:  # a fresh process
+    for number, batch in enumerate(data):
+        if number == 4:  # a fresh process
             state = copy.deepcopy(update.state())
             update = make(ours, how={"fused": True}, stability=StabilityConfig(clip_norm=None))
             update.load(state)
         update.begin()
-        loss = sometimes(ours, batch, step)
+        loss = sometimes(ours, batch, number)
         loss.backward()
         update.apply(*update.measure(loss.detach()))
         reference.zero_grad()
-        sometimes(theirs, batch, step).backward()
+        sometimes(theirs, batch, number).backward()
         for group in reference.param_groups:
-            group["lr"] = update.lr_at(step)
+            group["lr"] = update.lr_at(number)
         reference.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
@@ -264,11 +183,11 @@ def test_what_the_config_says_of_the_optimizer_wins_over_the_state_that_is_loade
     net = model()
     state = copy.deepcopy(make(net, how={}).state())
     update = make(net, options={"eps": 1e-3}, how={"fused": True})
-    one_step(net, update, batches(1)[0])
+    step(net, update, batches(1)[0])
     update.load(state)
     assert update.optimizer.param_groups[0]["eps"] == 1e-3
     assert update.optimizer.param_groups[0]["fused"]
-    one_step(net, update, batches(1)[0])
+    step(net, update, batches(1)[0])
 
 
 def test_moments_follow_weights_into_another_memory_order() -> None:
@@ -277,12 +196,12 @@ def test_moments_follow_weights_into_another_memory_order() -> None:
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
         x, y = torch.randn(8, 3, 3, 3), torch.randint(0, 3, (8,))
         update = make(net, how={"fused": True})
-        one_step(net, update, (x, y))
+        step(net, update, (x, y))
         state = copy.deepcopy(update.state())
         net.to(memory_format=after)  # type: ignore[call-overload]
         update = make(net, how={"fused": True})
         update.load(state)
-        one_step(net, update, (x, y))
+        step(net, update, (x, y))
         return [p.detach().contiguous() for p in net.parameters()]
 
     for a, b in zip(trained(torch.contiguous_format), trained(torch.channels_last), strict=True):
@@ -296,62 +215,7 @@ def test_sgd_with_dampening_is_not_guarded_in_the_kernel() -> None:
         net = model()
         update = make(net, "SGD", {"momentum": 0.9, "dampening": 0.5}, how)
         assert not update.in_kernel
-        one_step(net, update, batches(1)[0])
+        step(net, update, batches(1)[0])
         results.append([p.detach().clone() for p in net.parameters()])
     for fused, plain in zip(*results, strict=True):
         assert torch.allclose(fused, plain, atol=1e-7)
-
-
-def test_a_buffer_that_the_model_replaces_goes_back_with_a_skipped_step() -> None:
-    class Tracks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-            return self.layer(x)
-
-    for how in ({"fused": True}, {}):
-        net = Tracks()
-        update = make(net, how=how)
-        one_step(net, update, batches(1)[0])
-        before = net.mean.clone()
-        assert one_step(net, update, (torch.full((16, 6), math.nan), batches(1)[0][1]))[1]
-        assert torch.equal(net.mean, before)
-
-
-@pytest.mark.parametrize("how", [{"fused": True}, {}])
-def test_clipping_matches_torchs_clip_grad_norm(how: Any) -> None:
-    data = batches(6)
-    ours, theirs = model(), model()
-    # not Adam: it would blow up the rounding noise of biases ahead of BatchNorm
-    update = make(ours, "SGD", {}, how, stability=StabilityConfig(clip_norm=0.2))
-    optimizer = make(theirs, "SGD", {}, how).optimizer
-    for i, (x, y) in enumerate(data):
-        norm, _ = one_step(ours, update, (x, y))
-        for group in optimizer.param_groups:
-            group["lr"] = update.lr_at(i)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(theirs(x), y).backward()
-        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)
-        optimizer.step()
-        assert norm == pytest.approx(float(expected), rel=1e-4)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_sparse_gradients_are_guarded_and_clipped() -> None:
-    table = nn.Embedding(10, 4, sparse=True)
-    config = OptimizerConfig(name="SGD", lr=1.0, weight_decay=0.0)
-    optimizer = build_optimizer(config, torch.optim.SGD, table, {})
-    update = OptimizerStep(table, optimizer, StabilityConfig(clip_norm=1.0), 1.0, [1.0])
-    before = table.weight.detach().clone()
-    update.begin()
-    loss = table(torch.tensor([1, 1, 2])).sum() * 10
-    loss.backward()
-    norm, skipped = update.measure(loss.detach())
-    update.apply(norm, skipped)
-    assert float(norm) == pytest.approx(math.sqrt(4 * 20**2 + 4 * 10**2))
-    assert float((table.weight.detach() - before).norm()) == pytest.approx(1.0, rel=1e-5)

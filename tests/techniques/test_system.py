@@ -104,8 +104,15 @@ def test_denormals_are_zero_while_a_run_lasts() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_a_step_with_large_activations_faults_no_pages_in_once_memory_is_kept() -> None:
     code = (
-        "import sys\nfrom tests.techniques.test_system import evidence\n"
-        "print(evidence(*sys.argv[1:]).facts['page_faults_per_step'])\n"
+        "import resource, sys\n"
+        "from runner.techniques.probe import dry_run_step\n"
+        "from tests.techniques.test_system import prepared\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "with prepared(*sys.argv[1:]) as run:\n"
+        "    dry_run_step(run), dry_run_step(run)\n"
+        "    before = faults()\n"
+        "    dry_run_step(run)\n"
+        "    print(faults() - before)\n"
     )
     cnn = [
         "model=cnn",
