@@ -33,8 +33,11 @@ def optimizer_class(
         key = "optimizer._target_"
         cls = resolve(config._target_, key)
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-            fix = "name a class that is made from torch.optim.Optimizer"
-            raise ConfigError(key, f"{config._target_} is no optimizer", fix)
+            raise ConfigError(
+                key,
+                f"{config._target_} is no optimizer",
+                "name one made from torch.optim.Optimizer",
+            )
     if why := unfit(cls, model):
         raise ConfigError(key, why, "use AdamW")
     return cls
