@@ -27,9 +27,8 @@ from runner.record.text import escape_control_chars
 
 KEY = "benchmark.arms"
 NAMED = re.compile(r"(?P<name>\w[\w .,+-]{0,39}): +(?P<rest>\S.*)", re.DOTALL)
-LEVEL = re.compile(r"[\w.-]+")
 NOT_OF_ARMS = ("job", "benchmark", "sweep", "hydra")
-"""What is typed for the benchmark, and not for its arms."""
+"""Keys that are for the benchmark, not for its arms."""
 TAKEN = ("attribution", "claims", "comparison")
 """Folders that lie beside those of the arms."""
 
@@ -43,7 +42,6 @@ class Arm:
     overrides: list[str] = field(default_factory=list)  # what sets it apart from the others
     command: str = ""  # trains the same by itself
     folder: str = ""  # its run's, relative to the benchmark's; "" leaves nothing behind
-    base: str = ""  # the level that its overrides are on top of, where it names none itself
 
 
 def arms_of(
@@ -60,31 +58,35 @@ def arms_of(
     them.
     """
     levels = options(*folders)["optimization"]
-    base = [text for text in overrides if not _is_of(parse_override(text).key, NOT_OF_ARMS)]
+    base = [text for text in overrides if _part(text) not in NOT_OF_ARMS]
     compose = partial(compose_raw, config_name=config_name, folders=folders)
+    flags = [f"--config-dir={folder}" for folder in folders]
+    flags += [] if config_name == "config" else [f"--config-name={config_name}"]
     arms: list[Arm] = []
     for text in settings.arms:
-        name, own = _apart(text, levels)
+        name, own = _parse(text, levels)
         merged = [*_under(base, own), *own]
         try:
             config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
-            raise ConfigError(KEY, f"{_shown(name)}: {error}") from error
-        again = [*_flags(folders, config_name), *_train(merged), *merged]
-        command = shlex.join(["python", "-m", "runner", *again])
-        folder = _folder(name, [*TAKEN, *(arm.folder for arm in arms)])
-        arm = Arm(name, config, own, command, folder, _base(config, own, merged))
+            raise ConfigError(KEY, f"{escape_control_chars(name)}: {error}") from error
+        recipe = any(parse_override(o).key == "experiment" for o in merged)  # may ask for the benchmark
+        train = ["job=train"] if recipe else []
+        command = shlex.join(["python", "-m", "runner", *flags, *train, *merged])
+        arm = Arm(name, config, own, command, _folder(name, [*TAKEN, *(a.folder for a in arms)]))
         _check_new(arm, arms)
         arms.append(arm)
     if len(arms) + others < 2 or not arms:
-        _refuse_number(arms)
+        raise ConfigError(
+            KEY, f"needs two arms or more, got {len(arms)}", "e.g. benchmark.arms=[none,basic]"
+        )
     reference_of(arms, settings)
     check_budget(settings, len(arms))
     if settings.attribute and not asks(arms[-1].config):
         raise ConfigError(
             "benchmark.attribute",
-            f"the last arm, {_shown(arms[-1].name)}, asks for no technique",
-            "put the level that is to be looked into last",
+            f"the last arm, {escape_control_chars(arms[-1].name)}, asks for no technique",
+            "put the level whose techniques are to be measured last",
         )
     return arms
 
@@ -100,104 +102,83 @@ def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:
     if settings.reference is None:
         return arms[0]
     wanted = " ".join(settings.reference.split())
-    for arm in arms:
-        if arm.name == wanted:
-            return arm
     names = [arm.name for arm in arms]
+    if wanted in names:
+        return arms[names.index(wanted)]
     near = nearest(wanted, names)
-    fix = f"did you mean {_shown(near)}?" if near else f"there are {', '.join(map(_shown, names))}"
-    raise ConfigError("benchmark.reference", f"{_shown(wanted)} is none of the arms", fix)
+    fix = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
+    raise ConfigError(
+        "benchmark.reference",
+        f"{escape_control_chars(wanted)} is none of the arms",
+        escape_control_chars(fix),
+    )
 
 
 def check_budget(settings: BenchmarkConfig, arms: int) -> None:
     """Raises ConfigError where the time is too short for each arm to have one turn."""
-    turns = arms + settings.control
-    least = turns * settings.block_s
+    processes = arms + settings.control
+    least = processes * settings.block_s
     if settings.budget_s < least:
         raise ConfigError(
             "benchmark.budget_s",
             f"{settings.budget_s:g} s is not enough for one turn of {settings.block_s:g} s for each"
-            f" of {turns} processes",
+            f" of {processes} processes",
             f"use {least * 10:g} or more, or a smaller benchmark.block_s",
         )
 
 
-def _apart(text: str, levels: Sequence[str] | dict[str, str]) -> tuple[str, list[str]]:
+def _parse(text: str, levels: Sequence[str] | dict[str, str]) -> tuple[str, list[str]]:
     """An arm as typed: its name, and the overrides that it stands for."""
-    named = NAMED.fullmatch(text.strip())
-    rest = named["rest"] if named else text
+    named, shown = NAMED.fullmatch(text.strip()), escape_control_chars(text)
     try:
-        words = shlex.split(rest)
-    except ValueError as error:
-        raise ConfigError(KEY, f"{_shown(text)} cannot be read ({error})") from error
+        words = shlex.split(named["rest"] if named else text)
+        own = [f"optimization={word}" if word in levels else word for word in words]
+        _check_overrides(own, levels)
+    except (ValueError, ConfigError) as error:
+        if isinstance(error, ConfigError) and error.key == KEY:
+            raise
+        raise ConfigError(KEY, f"{shown} cannot be read: {error}") from error
     if not words:
-        raise ConfigError(KEY, "an arm is empty", f"there are {', '.join(levels)}")
-    own = [_override(word, text, levels) for word in words]
-    keys = [ALIASES.get(parse_override(word).key, parse_override(word).key) for word in own]
+        raise ConfigError(KEY, "an arm is empty", f"levels are {', '.join(levels)}")
+    keys = [_key(word) for word in own]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ConfigError(KEY, f"{_shown(text)} sets {twice} twice", "leave one away")
+        raise ConfigError(KEY, f"{shown} sets {twice} twice")
     return named["name"].strip() if named else " ".join(text.split()), own
 
 
-def _override(word: str, text: str, levels: Sequence[str] | dict[str, str]) -> str:
-    if word in levels:
-        return f"optimization={word}"
-    if "=" not in word and not word.startswith("~"):
-        near = nearest(word, levels) if LEVEL.fullmatch(word) else None
-        fix = f"did you mean {near}? " if near else ""
-        raise ConfigError(
-            KEY, f"{_shown(word)} is neither a level nor an override",
-            f"{fix}levels are {', '.join(levels)}; an override is written key=value",
-        )  # fmt: skip
-    try:
-        key = parse_override(word).key
-        if sweep_overrides([word]):
+def _check_overrides(words: Sequence[str], levels: Sequence[str] | dict[str, str]) -> None:
+    for word in words:
+        shown = escape_control_chars(word)
+        if "=" not in word and not word.startswith("~"):
+            near = nearest(word, levels)
             raise ConfigError(
-                KEY, f"{_shown(word)} names several values", "write an arm for each of them"
+                KEY,
+                f"{shown} is neither a level nor an override",
+                f"did you mean {near}?" if near else f"levels are {', '.join(levels)}",
             )
-    except ConfigError as error:
-        if error.key == KEY:
-            raise
-        raise ConfigError(KEY, f"{_shown(text)}: {error}") from error
-    if _is_of(key, (*NOT_OF_ARMS, "security")):  # one answer to what is trusted
-        raise ConfigError(
-            KEY, f"{_shown(word)} is about the benchmark, not about one arm",
-            "write it on the command line",
-        )  # fmt: skip
-    return word
+        if sweep_overrides([word]):
+            raise ConfigError(KEY, f"{shown} names several values", "write an arm for each of them")
+        if _part(word) in (*NOT_OF_ARMS, "security"):  # one answer to what is trusted
+            raise ConfigError(
+                KEY, f"{shown} is about the benchmark, not one arm", "write it on the command line"
+            )
 
 
-def _is_of(key: str, parts: Sequence[str]) -> bool:
-    return re.split(r"[./]", key)[0] in parts
+def _part(override: str) -> str:
+    return re.split(r"[./]", parse_override(override).key)[0]
+
+
+def _key(override: str) -> str:
+    key = parse_override(override).key
+    return ALIASES.get(key, key)
 
 
 def _under(base: Sequence[str], own: Sequence[str]) -> list[str]:
-    """What was typed for all arms and is left standing by an arm's own."""
-    keys = {ALIASES.get(parse_override(text).key, parse_override(text).key) for text in own}
+    """What was typed for all arms and an arm's own overrides leave standing."""
+    keys = {_key(text) for text in own}
     keys |= {EXCLUSIVE[key] for key in keys if key in EXCLUSIVE}
-    return [
-        o for o in base if ALIASES.get(parse_override(o).key, parse_override(o).key) not in keys
-    ]
-
-
-def _base(config: RunConfig, own: Sequence[str], merged: Sequence[str]) -> str:
-    """The level that an arm did not ask for and has, and whether anybody asked for it."""
-    level = {"optimization", "experiment"}
-    if level & {parse_override(o).key for o in own}:
-        return ""
-    default = "" if level & {parse_override(o).key for o in merged} else ", the default"
-    return f"optimization={config.optimization.level}{default}"
-
-
-def _flags(folders: Sequence[Path], config_name: str) -> list[str]:
-    found = [f"--config-dir={folder}" for folder in folders]
-    return found if config_name == "config" else [*found, f"--config-name={config_name}"]
-
-
-def _train(overrides: Sequence[str]) -> list[str]:
-    """A recipe may ask for the benchmark itself."""
-    return ["job=train"] if any(parse_override(o).key == "experiment" for o in overrides) else []
+    return [text for text in base if _key(text) not in keys]
 
 
 def _folder(name: str, taken: Sequence[str]) -> str:
@@ -210,43 +191,33 @@ def _folder(name: str, taken: Sequence[str]) -> str:
 
 def _check_new(arm: Arm, before: Sequence[Arm]) -> None:
     if arm.config.checkpoint.resume != "none":
-        raise ConfigError(
-            "checkpoint.resume", "a benchmark starts every arm afresh", "leave it away"
-        )
+        raise ConfigError("checkpoint.resume", "must be none: a benchmark starts every arm afresh")
     for other in before:
+        both = escape_control_chars(f"{other.name} and {arm.name}")
         if other.name == arm.name:
-            raise ConfigError(KEY, f"{_shown(arm.name)} comes twice", "leave one away")
+            raise ConfigError(KEY, f"{escape_control_chars(arm.name)} comes twice")
         if _work(other.config) == _work(arm.config):
-            same = f"{_shown(other.name)} and {_shown(arm.name)} are the same"
-            raise ConfigError(KEY, same, _way_out(other, arm))
-        differing = _differing_data(other.config, arm.config)
-        if differing:
             raise ConfigError(
-                KEY, f"{_shown(other.name)} and {_shown(arm.name)} read other data: {differing}",
+                KEY,
+                f"{both} are the same (optimization level {arm.config.optimization.level})",
+                "leave one away, or name another level in it, such as optimization=none",
+            )
+        if differing := _differing_data(other.config, arm.config):
+            raise ConfigError(
+                KEY,
+                f"{both} read other data: {differing}",
                 "compare ways to train on the same samples; for the rest, sweep: -m data=…",
-            )  # fmt: skip
-
-
-def _way_out(one: Arm, other: Arm) -> str:
-    """What to do about two arms that are the same: what they set may be on in their level."""
-    based = [arm for arm in (one, other) if arm.base]
-    if based:
-        names = " and ".join(_shown(arm.name) for arm in based)
-        return (
-            f"{names} {'is' if len(based) == 1 else 'are'} on top of {based[0].base}; "
-            "write optimization=none in an arm for its overrides alone"
-        )
-    return "leave one away; what a difference of nothing looks like is measured anyway"
+            )
 
 
 def _work(config: RunConfig) -> dict[str, Any]:
     """All that what an arm does depends on."""
-    found = asdict(config)
+    work = asdict(config)
     for key in ("name", "monitoring", *NOT_OF_ARMS[:3]):
-        del found[key]
-    if found["optimization"]["level"] != "auto":  # which says nothing yet of what it comes to
-        del found["optimization"]["level"]
-    return found
+        del work[key]
+    if work["optimization"]["level"] != "auto":  # which says nothing yet of its techniques
+        del work["optimization"]["level"]
+    return work
 
 
 def _differing_data(one: RunConfig, other: RunConfig) -> str:
@@ -257,19 +228,3 @@ def _differing_data(one: RunConfig, other: RunConfig) -> str:
         if key not in LOADING and a != b:
             return f"data.{key} is {a} and {b}"
     return ""
-
-
-def _refuse_number(arms: Sequence[Arm]) -> None:
-    if not arms:
-        raise ConfigError(KEY, "names no arm", "e.g. benchmark.arms=[none,basic]")
-    name = arms[0].name
-    plain = "basic" if arms[0].config.optimization.level == "none" else "none"
-    typed_name = name if LEVEL.fullmatch(name) else f'"{name}"'
-    raise ConfigError(
-        KEY, f"{_shown(name)} has nothing to be held against",
-        f"add an arm: 'benchmark.arms=[{plain},{typed_name}]'",
-    )  # fmt: skip
-
-
-def _shown(text: str) -> str:
-    return escape_control_chars(text)

@@ -1,6 +1,6 @@
 """What each technique of a level is worth: added alone to the plain run, left out of the level.
 
-Both are held against the plain run and the level in the same blocks, so the interaction of a
+Both are measured in the same blocks as the plain run and the level, so the interaction of a
 technique with the others is a ratio of four times of one block. Techniques that are not engaged in
 the level are named and not measured. The three intervals of each technique hold at 95 % all
 together (Bonferroni).
@@ -17,19 +17,18 @@ from enum import Enum
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.parity_checker import ParityChecker, Verdict
 from runner.benchmark.result import Attribution, Effect
-from runner.benchmark.rounds import INTERRUPTED, MeasureOptions, Round, Told, run_round
+from runner.benchmark.rounds import MeasureOptions, Round, Told, run_round
 from runner.benchmark.rows import collect_choices
-from runner.benchmark.statistics import CONFIDENCE, SAME, noise_floor
+from runner.benchmark.statistics import CONFIDENCE, SAME, Estimate
 from runner.benchmark.summary_text import summary_text
 from runner.benchmark.workers.messages import Finished
 from runner.config import RunConfig
 
 INTERVALS = 3  # of each technique: alone, in company, the one over the other
 EACH = 2  # techniques to a round, which makes six processes of half a GB and more
-AGAIN = "plain, again"
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
 CheckParity = Callable[[Arm, Mapping[str, Any]], Verdict]
 """Of an arm and the choices that its run has made: whether the numbers are right."""
@@ -44,6 +43,43 @@ class Trial:
     removed: Arm
 
 
+def attribute(
+    level: Arm,
+    reference: Arm,
+    options: MeasureOptions,
+    summary: Mapping[str, Any],
+    seed: int = 0,
+    told: Told | None = None,
+    floor: float = 0.0,
+    check_parity: CheckParity | None = None,
+) -> Attribution:
+    """What the techniques of `level` are worth, one by one, next to `reference`.
+
+    `summary` is that of a finished run of the level, `floor` the noise floor of its benchmark, inf
+    where it is not known. `benchmark.attribute_budget_s` of measuring is shared evenly. A trial
+    that fails is a note at its effect; after Ctrl-C the measurements so far come back, and
+    `stopped` is `interrupted`.
+    """
+    effects, trials = plan_trials(level, reference, summary)
+    alpha = (1 - CONFIDENCE) / max(1, INTERVALS * len(trials))
+    state = _Attribution(
+        level, reference, replace(options, alpha=alpha), told or (lambda line: None), effects
+    )
+    try:
+        stopped = state.run_rounds(trials, seed)
+        if stopped != INTERRUPTED and options.settings.parity:
+            with ExitStack() as stack:
+                if check_parity is None:
+                    checker = ParityChecker(options.settings.timeout_s, options.given)
+                    check_parity = stack.enter_context(checker).check
+                state.check_parity(trials, check_parity)
+    except KeyboardInterrupt:
+        stopped = INTERRUPTED
+    noise = max(floor, state.spread(), SAME)
+    sentences = summary_text(list(effects.values()), level.name, noise, state.peaks)
+    return Attribution(level.name, list(effects.values()), sentences, stopped)
+
+
 @dataclass
 class _Attribution:
     """An attribution in progress."""
@@ -52,19 +88,16 @@ class _Attribution:
     reference: Arm
     options: MeasureOptions
     told: Told
-    floor: float | None  # of a control that ran before
-    engaged: set[str] = field(default_factory=set)  # in the level
-    effects: dict[str, Effect] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
+    effects: dict[str, Effect]
     ratios: list[float] = field(default_factory=list)  # log of plain / level, of each round
     peaks: list[int] = field(default_factory=list)  # of the plain run
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each arm added alone
 
-    def run_rounds(self, seed: int) -> str:
+    def run_rounds(self, trials: Sequence[Trial], seed: int) -> str:
         """Measure all trials, a few at a time; why it ended."""
-        budget_s, trials = self.options.settings.attribute_budget_s, self.trials
+        left = budget_s = self.options.settings.attribute_budget_s
         groups = [trials[i : i + EACH] for i in range(0, len(trials), EACH)]
-        left, short = budget_s, 0
+        short = 0
         for number, group in enumerate(groups):
             self.told(f"{' and '.join(t.name for t in group)}: round {number + 1} of {len(groups)}")
             limit_s = left / (len(groups) - number)
@@ -76,21 +109,17 @@ class _Attribution:
         if not groups:
             return "there was nothing to measure"
         if not short:
-            return "known well enough"
-        some = "all rounds" if short == len(groups) else f"{short} of {len(groups)} rounds"
-        spent = f"the budget is spent (benchmark.attribute_budget_s={budget_s:g})"
-        return f"{spent}: {some} ended before all was narrow"
+            return "every ratio is precise enough"
+        return (
+            f"the budget is spent (benchmark.attribute_budget_s={budget_s:g}): {short} of "
+            f"{len(groups)} rounds ended before every ratio was precise enough"
+        )
 
     def _run_round(self, group: Sequence[Trial], budget_s: float, seed: int) -> Round:
+        plain, level = self.reference.name, self.level.name
         arms = [self.reference, self.level]
         arms += [arm for trial in group for arm in (trial.added, trial.removed)]
-        control = self.floor is None and self.options.settings.control
-        if control:
-            arms.append(replace(self.reference, name=AGAIN, folder=""))
-        plain, level = self.reference.name, self.level.name
         round_ = run_round(arms, plain, budget_s, seed, self.options, self.told)
-        if control:
-            self.floor = noise_floor(round_.ratio([plain], [AGAIN]))
         if (whole := round_.ratio([plain], [level])) is not None:
             self.ratios.append(math.log(whole.ratio))
         if plain in round_.finished:
@@ -102,8 +131,7 @@ class _Attribution:
             if effect.added is not None and effect.removed is not None:
                 both = round_.ratio([trial.removed.name, trial.added.name], [level, plain])
                 if both is not None:
-                    effect.interaction = both.ratio
-                    effect.interaction_interval = both.low, both.high
+                    effect.interaction, effect.interaction_interval = _split(both)
         return round_
 
     def _note_added(self, trial: Trial, round_: Round) -> None:
@@ -115,7 +143,7 @@ class _Attribution:
         alone = round_.ratio([plain], [name])
         if alone is None:
             return _add_note(effect, "too few blocks for an interval")
-        effect.added, effect.added_interval = alone.ratio, (alone.low, alone.high)
+        effect.added, effect.added_interval = _split(alone)
 
     def _note_removed(self, trial: Trial, round_: Round) -> None:
         effect, level, name = self.effects[trial.name], self.level.name, trial.removed.name
@@ -124,94 +152,30 @@ class _Attribution:
         effect.removed_memory_bytes = _peak_difference(round_, level, name)
         company = round_.ratio([name], [level])
         if company is None:
-            _add_note(effect, "too few blocks for an interval")
-        else:
-            effect.removed, effect.removed_interval = company.ratio, (company.low, company.high)
-        if name in round_.finished:
-            _add_note(effect, self._describe_substitutes(trial.name, round_.finished[name]))
+            return _add_note(effect, "too few blocks for an interval")
+        effect.removed, effect.removed_interval = _split(company)
 
-    def _describe_substitutes(self, name: str, without: Finished) -> str:
-        """Which other techniques are engaged, or no more, where this one is left out."""
-        now = _engaged(without.summary)
-        gone, come = sorted(self.engaged - now - {name}), sorted(now - self.engaged)
-        parts = [f"{' and '.join(come)} in its place"] if come else []
-        parts += [f"no {' or '.join(gone)} either"] if gone else []
-        return f"without it {', '.join(parts)}" if parts else ""
-
-    def check_parity(self, check: CheckParity) -> None:
+    def check_parity(self, trials: Sequence[Trial], check: CheckParity) -> None:
         """Whether each technique alone leaves the numbers right, where it is engaged."""
-        for trial in self.trials:
+        for trial in trials:
             if trial.added.name in self.choices:
-                self.told(f"{trial.name}: are the numbers right?")
+                self.told(f"{trial.name}: checking parity")
                 verdict = check(trial.added, self.choices[trial.added.name])
                 effect = self.effects[trial.name]
                 effect.parity = verdict.parity
                 if verdict.parity in (None, "FAIL"):
                     _add_note(effect, f"parity: {verdict.reason}")
 
-    def noise(self) -> float:
-        """The control's floor, or what plain run and level differed by from round to round.
+    def spread(self) -> float:
+        """The share by which plain run and level differed from round to round.
 
-        At least 2 %. Each round has new processes, whose places in memory make a difference.
+        Each round has new processes, whose places in memory make a difference.
         """
-        spread = max(self.ratios) - min(self.ratios) if self.ratios else 0.0
-        return max(self.floor or 0.0, math.expm1(spread), SAME)
+        return math.expm1(max(self.ratios) - min(self.ratios)) if self.ratios else 0.0
 
 
-def attribute(
-    level: Arm,
-    reference: Arm,
-    options: MeasureOptions,
-    seed: int = 0,
-    told: Told | None = None,
-    summary: Mapping[str, Any] | None = None,
-    floor: float | None = None,
-    check_parity: CheckParity | None = None,
-) -> Attribution:
-    """What the techniques of `level` are worth, one by one, held against `reference`.
-
-    `summary` is that of a finished run of the level, with the engaged techniques; without one such
-    a run is made first. `floor` is the noise floor of a control that ran before; without one the
-    first round has a control. Within `benchmark.attribute_budget_s` of measuring, shared evenly.
-    A trial that fails is a note at its effect; after Ctrl-C there is what was measured so far, and
-    `stopped` is `interrupted`.
-    """
-    result = Attribution(level.name)
-    state = _Attribution(level, reference, options, told or (lambda line: None), floor)
-    try:
-        if summary is None:
-            summary = _run_level(state).summary
-        state.engaged = _engaged(summary)
-        state.effects, state.trials = plan_trials(level, reference, summary)
-        alpha = (1 - CONFIDENCE) / max(1, INTERVALS * len(state.trials))
-        state.options = replace(options, alpha=alpha)
-        result.stopped = state.run_rounds(seed)
-        if result.stopped != INTERRUPTED and options.settings.parity:
-            with ExitStack() as stack:
-                if check_parity is None:
-                    checker = ParityChecker(options.settings.timeout_s, options.given)
-                    check_parity = stack.enter_context(checker).check
-                state.check_parity(check_parity)
-    except ArmEnded as ended:
-        result.stopped = f"{level.name}: {ended.status}: {ended.reason}"
-    except KeyboardInterrupt:
-        result.stopped = INTERRUPTED
-    result.effects = list(state.effects.values())
-    result.sentences = summary_text(result.effects, level.name, state.noise(), state.peaks)
-    return result
-
-
-def _run_level(state: _Attribution) -> Finished:
-    """A run of the level by itself, to see which techniques are engaged."""
-    state.told(f"{state.level.name}: which techniques take hold")
-    options, name = state.options, state.level.name
-    with options.pool([state.level], options.settings, options.folder, options.given) as pool:
-        pool.start(name)
-        return pool.finish(name)
-
-
-def _engaged(summary: Mapping[str, Any]) -> set[str]:
-    return {row["name"] for row in summary.get("techniques", []) if row.get("engaged")}
+def _split(estimate: Estimate) -> tuple[float, tuple[float, float]]:
+    return estimate.ratio, (estimate.low, estimate.high)
 
 
 def _explain_idle(trial: Trial, round_: Round) -> str:
@@ -219,16 +183,14 @@ def _explain_idle(trial: Trial, round_: Round) -> str:
     if trial.added.name not in round_.finished:
         return ""
     rows = round_.finished[trial.added.name].summary.get("techniques", [])
-    row = next((row for row in rows if row["name"] == trial.name), None)
-    if row is None:
-        return "alone it does not take hold: not seen"
+    row = next((row for row in rows if row["name"] == trial.name), {"reason": "not seen"})
     if row.get("engaged"):
         return ""
     return f"alone it does not take hold: {row.get('reason') or 'no reason given'}"
 
 
 def _add_note(effect: Effect, note: str) -> None:
-    if note and note not in effect.note:
+    if note not in effect.note:
         effect.note = "; ".join(filter(None, [effect.note, note]))
 
 
@@ -240,10 +202,8 @@ def _peak_bytes(finished: Finished) -> int:
 
 def _peak_difference(round_: Round, name: str, than: str) -> int | None:
     """By how much the peak of one is above that of the other."""
-    ours, theirs = (round_.finished.get(one) for one in (name, than))
-    if ours is None or theirs is None or not (_peak_bytes(ours) and _peak_bytes(theirs)):
-        return None
-    return _peak_bytes(ours) - _peak_bytes(theirs)
+    peaks = [_peak_bytes(round_.finished[n]) for n in (name, than) if n in round_.finished]
+    return peaks[0] - peaks[1] if len(peaks) == 2 and all(peaks) else None
 
 
 # -- the arms that show what one technique is worth ------------------------------------------------
@@ -252,7 +212,7 @@ def _peak_difference(round_: Round, name: str, than: str) -> int | None:
 def plan_trials(
     level: Arm, reference: Arm, summary: Mapping[str, Any]
 ) -> tuple[dict[str, Effect], list[Trial]]:
-    """An effect for each requested technique, in order of application, and what is to be tried."""
+    """An effect for each requested technique, in order of application, and the trials to make."""
     effects: dict[str, Effect] = {}
     trials = []
     rows = {row["name"]: row for row in summary.get("techniques", [])}
@@ -310,8 +270,7 @@ def _find_technique(config: RunConfig, name: str) -> Any:
     for own, technique in config.optimization.techniques():
         if own == name:
             return technique
-    named = [t for t in config.optimization.extra if t.rpartition(".")[2] == name]
-    return named[0] if named else None
+    return next((t for t in config.optimization.extra if t.rpartition(".")[2] == name), None)
 
 
 def _as_typed(value: Any) -> str:

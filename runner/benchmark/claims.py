@@ -9,8 +9,7 @@ import math
 import shlex
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,13 +19,14 @@ from statistics import median
 import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
+from torch.utils.benchmark import Timer
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import Turn
+from runner.benchmark.blocks import INTERRUPTED, Turn
 from runner.benchmark.engine import interruptible
 from runner.benchmark.machine import machine
 from runner.benchmark.result import BETTER, FAILS, HOLDS, UNDECIDED, ClaimResult, Claims
-from runner.benchmark.rounds import INTERRUPTED, MeasureOptions, Round, Told, run_round
+from runner.benchmark.rounds import MeasureOptions, Round, Told, run_round
 from runner.benchmark.rows import median_load
 from runner.benchmark.statistics import Estimate, noise_floor
 from runner.benchmark.workers.messages import Finished
@@ -103,70 +103,51 @@ def measure_claims(
     The budget is shared by `Trial.share`; starting and compiling come on top. `each` receives the
     claims so far after each trial. Raises Interrupted after Ctrl-C and SIGTERM.
     """
-    trials = load_trials() if trials is None else trials
+    trials, options = trials or load_trials(), options or MeasureOptions(config.benchmark)
     claims = Claims(
         versions=provenance.versions(),
         command=provenance.command(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    done = 0
+    began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
     with tempfile.TemporaryDirectory(prefix="runner-claims-") as folder, interruptible() as signals:
-        try:
-            options = options or MeasureOptions(config.benchmark)
-            for _ in _run_trials(claims, config, trials, Path(folder), options, told):
-                done += 1
-                if each is not None:
-                    each(claims)
-        except KeyboardInterrupt:
-            ended = signals[0] if signals else signal.SIGINT
-            raise Interrupted(ended, f" after {done} of {len(trials)} trials") from None
+        for number, trial in enumerate(trials):
+            if told is not None:
+                told(f"{trial.claims[0].name} ({number + 1} of {len(trials)})")
+            budget_s = left * trial.share / (sum(t.share for t in trials[number:]) or 1.0)
+            try:
+                round_ = _run_trial(trial, config, budget_s, Path(folder), options, told)
+                if round_.measured.stopped == INTERRUPTED:
+                    raise KeyboardInterrupt
+            except RunnerError as error:  # a config that this machine or version refuses
+                claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
+                continue
+            except KeyboardInterrupt:
+                ended = signals[0] if signals else signal.SIGINT
+                raise Interrupted(ended, f" after {number} of {len(trials)} trials") from None
+            claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
+            left = max(left - round_.measured.seconds, 1e-3)
+            turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
+            if round_.finished:
+                claims.machine = machine(one.summary for one in round_.finished.values())
+            claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - began
+            if each is not None:
+                each(claims)
     return claims
 
 
-def _run_trials(
-    claims: Claims,
-    config: RunConfig,
-    trials: Sequence[Trial],
-    folder: Path,
-    options: MeasureOptions,
-    told: Told | None,
-) -> Iterator[None]:
-    """Fill in `claims`, trial by trial."""
-    began, left, turns = options.clock(), config.benchmark.budget_s, dict[str, list[Turn]]()
-    for number, trial in enumerate(trials):
-        if told is not None:
-            names = ", ".join(claim.name for claim in trial.claims)
-            told(f"{names} ({number + 1} of {len(trials)})")
-        budget = left * trial.share / max(1e-9, sum(later.share for later in trials[number:]))
-        try:
-            if trial.gpus:
-                raise RunnerError(_explain_gpus(trial.gpus))
-            round_ = _measure_trial(trial, config, budget, folder, options, number, told)
-        except RunnerError as error:  # a config that this machine or version refuses
-            claims.rows += [_make_row(trial, claim, str(error)) for claim in trial.claims]
-            yield
-            continue
-        if round_.measured.stopped == INTERRUPTED:
-            raise KeyboardInterrupt
-        claims.rows += [judge_claim(trial, claim, round_) for claim in trial.claims]
-        left = max(left - round_.measured.seconds, 1e-3)
-        turns |= {f"{number} {name}": some for name, some in round_.measured.turns.items()}
-        for finished in round_.finished.values():
-            claims.machine = machine([finished.summary])
-        claims.load, claims.seconds = asdict(median_load(turns)), options.clock() - began
-        yield
-
-
-def _measure_trial(
+def _run_trial(
     trial: Trial,
     config: RunConfig,
     budget_s: float,
     folder: Path,
     options: MeasureOptions,
-    seed: int,
     told: Told | None,
 ) -> Round:
     """The trial's arms side by side, the plain one twice."""
+    if trial.gpus:
+        count = torch.cuda.device_count()
+        raise RunnerError(f"needs {trial.gpus} GPUs in one run; torch sees {count} here")
     work = [*trial.work, *_make_images(folder)] if trial.images else trial.work
     arms = []
     for name, overrides in {PLAIN: trial.plain, **trial.arms}.items():
@@ -177,10 +158,10 @@ def _measure_trial(
         arms.append(replace(arms[0], name=AGAIN))
     settings = replace(options.settings, block_s=trial.block_s or options.settings.block_s)
     metrics: dict[str, Callable[[Run], float]] = {}
-    for measures in {claim.measures for claim in trial.claims}:
-        metrics |= METRICS.get(measures, {})
+    for claim in trial.claims:
+        metrics |= METRICS.get(claim.measures, {})
     options = replace(options, settings=settings, metrics=metrics)
-    return run_round(arms, PLAIN, budget_s, seed, options, told)
+    return run_round(arms, PLAIN, budget_s, config.seed, options, told)
 
 
 def _make_images(folder: Path) -> list[str]:
@@ -188,21 +169,13 @@ def _make_images(folder: Path) -> list[str]:
     from PIL import Image
 
     draw = np.random.default_rng(0)
-    for label in ("dark", "light"):
-        place = folder / label
-        place.mkdir(exist_ok=True)
+    for label, least in (("dark", 0), ("light", 128)):
+        (folder / label).mkdir(exist_ok=True)
         for number in range(IMAGES):
-            coarse = draw.integers(0, 128, (16, 16, 3)) + (128 if label == "light" else 0)
-            picture = Image.fromarray(coarse.astype(np.uint8)).resize((SIDE, SIDE))
-            picture.save(place / f"{number}.jpg", quality=90)
+            coarse = draw.integers(least, least + 128, (16, 16, 3)).astype(np.uint8)
+            picture = Image.fromarray(coarse).resize((SIDE, SIDE))
+            picture.save(folder / label / f"{number}.jpg", quality=90)
     return [f"data.path={folder}"]
-
-
-def _explain_gpus(needed: int) -> str:
-    count = torch.cuda.device_count()
-    if count < needed:
-        return f"it takes {needed} GPUs or more, and torch sees {count} here"
-    return f"torch sees {count} GPUs, and a run uses one: training on several is not built yet"
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -210,22 +183,21 @@ def _explain_gpus(needed: int) -> str:
 
 def judge_claim(trial: Trial, claim: Claim, round_: Round) -> ClaimResult:
     """What the trial says of one of its claims."""
-    row = _make_row(
-        trial, claim, round_.explain_end(PLAIN, claim.arm) or _explain_missing(claim, round_)
-    )
-    if row.reason:
+    why = round_.explain_end(PLAIN, claim.arm) or _explain_missing(claim, round_)
+    row = _make_row(trial, claim, why)
+    if why:
         return row
     noise = 0.0
-    if claim.measures in ("speed", "cost") and AGAIN in round_.names():
+    if claim.measures in ("speed", "cost") and {*round_.ready, *round_.ended} >= {AGAIN}:
         noise = noise_floor(round_.ratio([PLAIN], [AGAIN]))
         row.noise = noise if math.isfinite(noise) else None
     estimate = _estimate(claim, round_)
     if estimate is None:
-        row.reason = "there is too little to tell: too few blocks, or no reading of the memory"
+        row.reason = "too few blocks, or no reading of the memory"
         return row
     row.ratio, row.interval = estimate.ratio, (estimate.low, estimate.high)
     if math.isinf(noise):
-        row.reason = "the plain run against itself has no interval: what is noise is not known"
+        row.reason = "the plain run against itself has no interval: the noise is not known"
         return row
     row.verdict, row.reason = verdict(claim, estimate, noise)
     return row
@@ -257,7 +229,10 @@ def _estimate(claim: Claim, round_: Round) -> Estimate | None:
         return _estimate_cost(claim, round_, ours)
     if claim.measures in ("inference", "latency"):
         return _range_ratio(_readings(ours, claim.measures), [1.0])
-    held = [_held_bytes(finished, claim.measures == "memory") for finished in (ours, plain)]
+    held = []
+    for one in (ours, plain):
+        state = one.metrics.get("state_bytes", 0.0) if claim.measures == "memory" else 0.0
+        held.append([state + step for step in _readings(one, "step_bytes")])
     return _range_ratio(*held)
 
 
@@ -271,11 +246,6 @@ def _estimate_cost(claim: Claim, round_: Round, ours: Finished) -> Estimate | No
     steps = claim.run_steps or ours.summary["steps"]
     more = sum(tool["seconds"] for tool in tools) / (steps * step)
     return Estimate(ratio.ratio + more, ratio.low + more, ratio.high + more)
-
-
-def _held_bytes(finished: Finished, with_state: bool) -> list[float]:
-    state = finished.metrics.get("state_bytes", 0.0) if with_state else 0.0
-    return [state + step for step in _readings(finished, "step_bytes")]
 
 
 def _readings(finished: Finished, name: str) -> list[float]:
@@ -293,7 +263,7 @@ def _explain_missing(claim: Claim, round_: Round) -> str:
     """Why the technique is not engaged; "" where it is, or none is needed."""
     if claim.arm not in round_.finished:
         return "was not measured"
-    for row in round_.finished[claim.arm].summary.get("techniques") or [] if claim.needs else ():
+    for row in round_.finished[claim.arm].summary.get("techniques") or []:
         if row["name"] == claim.needs and not row["engaged"]:
             return f"{claim.needs} did not take hold: {row['reason'] or 'no reason given'}"
     return ""
@@ -346,29 +316,22 @@ def int8_speedup(run: Run) -> float:
 
 
 def compiled_latency(run: Run) -> float:
-    """Time of a compiled forward over an eager one, in turn, without gradients; medians.
-
-    ValueError where nothing is compiled.
-    """
+    """Time of a compiled forward over an eager one, without gradients; ValueError if eager."""
     if run.compilation is None or not run.compilation.mode:
         raise ValueError("the model is not compiled")
-    seconds: dict[str, list[float]] = {"default": [], "force_eager": []}
     with ExitStack() as stack:
         stack.enter_context(modes.evaluation_mode(run.model))
         stack.enter_context(torch.no_grad())
         for context in run.contexts:
             stack.enter_context(context())
-        inputs = run.validation.peek()[0]
-        for number in range(ROUNDS + SETTLING):
-            for stance, times in seconds.items():
-                with torch.compiler.set_stance(stance):
-                    run.device.synchronize()
-                    begun = time.perf_counter()
-                    call(run.forward, inputs)
-                    run.device.synchronize()
-                    if number >= SETTLING:  # the first ones compile
-                        times.append(time.perf_counter() - begun)
-    return median(seconds["default"]) / median(seconds["force_eager"])
+        names = {"call": call, "forward": run.forward, "inputs": run.validation.peek()[0]}
+        timer = Timer("call(forward, inputs)", globals=names, num_threads=torch.get_num_threads())
+        means = []
+        for stance in ("default", "force_eager"):
+            with torch.compiler.set_stance(stance):
+                timer.timeit(SETTLING)
+                means.append(timer.timeit(ROUNDS).mean)
+    return means[0] / means[1]
 
 
 def _repeat(name: str, metric: Callable[[Run], float]) -> dict[str, Callable[[Run], float]]:

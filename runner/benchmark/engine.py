@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,20 +17,12 @@ from typing import Any
 
 from runner.benchmark import rows
 from runner.benchmark.arms import Arm, check_budget, reference_of
-from runner.benchmark.blocks import ArmEnded
+from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.machine import machine
 from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.result import DONE, MEAN, BenchmarkResult
-from runner.benchmark.rounds import (
-    INTERRUPTED,
-    MeasureOptions,
-    PoolFactory,
-    Told,
-    Watched,
-    run_round,
-)
-from runner.benchmark.rows import Measurements
+from runner.benchmark.rounds import MeasureOptions, Told, Watched, run_round
 from runner.benchmark.workers.pool import WorkerPool
 from runner.config import config_hash
 from runner.errors import Interrupted, StorageError
@@ -56,7 +48,7 @@ def measure(
     seed: int = 0,
     told: Told | None = None,
     watched: Watched | None = None,
-    pool: PoolFactory = WorkerPool,
+    pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool,
     clock: Callable[[], float] = time.monotonic,
 ) -> BenchmarkResult:
     """Start every arm, measure them in blocks, check parity, and collect the results.
@@ -104,24 +96,26 @@ def interruptible() -> Iterator[list[int]]:
 
 
 class _Benchmark:
-    """The steps of a benchmark, and what was measured so far."""
+    """The steps of a benchmark, and the measurements so far."""
 
     def __init__(
         self, arms: Sequence[Arm], reference: Arm, options: MeasureOptions, told: Told
     ) -> None:
         self.arms, self.reference, self.options, self.told = arms, reference, options, told
-        self.measurements = Measurements(reference=reference.name)
-        self.everyone = [reference, *(arm for arm in arms if arm is not reference)]
+        self.measurements = rows.Measurements(reference=reference.name)
+        self.processes = [reference, *(arm for arm in arms if arm is not reference)]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         if options.settings.control:
-            control = replace(reference, name=_control_name(reference, arms), folder="")
-            self.measurements.control = control.name
-            self.everyone.insert(1, control)
+            name = f"{reference.name}, again"
+            while any(arm.name == name for arm in arms):
+                name += "!"
+            self.measurements.control = name
+            self.processes.insert(1, replace(reference, name=name, folder=""))
 
     def measure(self, seed: int, watched: Watched | None) -> None:
         """All arms and the control in one round; a reference that died leaves times alone."""
-        round_ = run_round(
-            self.everyone,
+        measured = run_round(
+            self.processes,
             self.reference.name,
             self.options.settings.budget_s,
             seed,
@@ -130,8 +124,7 @@ class _Benchmark:
             watched,
             self.measurements,
             needs_reference=False,
-        )
-        measured = round_.measured
+        ).measured
         self.told(f"{measured.blocks} blocks in {measured.seconds:.0f} s: {measured.stopped}")
         if measured.stopped == INTERRUPTED:
             raise KeyboardInterrupt
@@ -154,7 +147,7 @@ class _Benchmark:
         if self.options.folder is not None:
             try:
                 result.write(self.options.folder)
-            except StorageError as error:  # measured is measured
+            except StorageError as error:  # a full disk does not cost the measurements
                 log.error("%s", error)
         return result
 
@@ -165,7 +158,6 @@ class _Benchmark:
         rows.note_rare_steps(results, reference.name)
         control, floor = measurements.control_result(), measurements.noise_floor()
         load = rows.median_load(measured.turns)
-        dependence = rows.describe_dependence(measurements)
         return BenchmarkResult(
             reference.config.name,
             reference.name,
@@ -178,7 +170,7 @@ class _Benchmark:
             stopped=measured.stopped or "no arm could be measured",
             machine=machine([row.summary for row in results]),
             load=load,
-            notes=[*self._notes(), *dependence, *rows.describe_noise(load, control)],
+            notes=[*self._notes(), *rows.describe_noise(load, control)],
             command=provenance.command(),
             versions=provenance.versions(),
             git=provenance.git_state() or {},
@@ -198,29 +190,17 @@ class _Benchmark:
             )
         if (ended := measurements.ended.get(name)) is not None:
             notes.append(
-                f"the reference, {name}, {_describe_end(ended)}: the others have times and no "
-                "speed-ups; benchmark.reference=… names another"
+                f"the reference, {name}, ended ({ended.status}: {ended}): the others have times "
+                "and no speed-ups; benchmark.reference=… names another"
             )
         if (ended := measurements.ended.get(measurements.control)) is not None:
-            notes.append(f"the control {_describe_end(ended)}")
+            notes.append(f"the control ended ({ended.status}: {ended})")
         if measurements.measured.estimates and math.isinf(measurements.noise_floor()):
             notes.append(
                 f"{measurements.control} has no interval: the noise floor is not known, "
                 "so nothing is claimed"
             )
         return notes
-
-
-def _describe_end(ended: ArmEnded) -> str:
-    return f"{'failed' if ended.status == 'failed' else f'ended ({ended.status})'}: {ended}"
-
-
-def _control_name(reference: Arm, arms: Sequence[Arm]) -> str:
-    """A name for the reference's second process that no arm has."""
-    name = f"{reference.name}, again"
-    while any(arm.name == name for arm in arms):
-        name += "!"
-    return name
 
 
 def failures(result: BenchmarkResult) -> list[str]:

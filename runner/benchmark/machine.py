@@ -1,19 +1,13 @@
-"""The machine that times are taken on: what it is, and its load while an arm has its turn.
-
-Load is read by the waiting process from kernel counters in hundredths of a second, so one short
-turn is known to a few per cent only; what counts is the median over the blocks.
-"""
+"""The machine that times are taken on: what it is, and its load while an arm has its turn."""
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,8 +17,8 @@ from runner.device import capabilities
 from runner.record import provenance
 
 GIB = 1 << 30
-CLASS = ("cpu", "cores", "memory_gib", "platform", "device", "device_name", "device_memory_gib")
-"""What two machines must share, with `threads`, to be compared; not the version of torch."""
+CLASS = "cpu cores memory_gib platform device device_name device_memory_gib threads".split()
+"""What two machines must share to be compared; not the version of torch."""
 
 
 def machine(summaries: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -49,7 +43,7 @@ def machine_differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list
     """Where two machines differ, as text; keys that only one of them has are skipped."""
     return [
         f"{key.replace('_', ' ')} is {now[key]} and was {then[key]}"
-        for key in (*CLASS, "threads")
+        for key in CLASS
         if key in now and key in then and now[key] != then[key]
     ]
 
@@ -60,12 +54,15 @@ class Counters:
 
     at: float
     busy: float  # of the CPUs that this process may use
-    stolen: float
     ours: float  # CPU time of the processes that work for us
 
 
 class LoadMonitor:
-    """Load during one turn of the process `pid`; some 300 µs at each end, 100 µs in between."""
+    """Load during one turn of the process `pid`; some 300 µs at each end, 100 µs in between.
+
+    Counters are in hundredths of a second, so one short turn is known to a few per cent only; what
+    counts is the median over the blocks.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -74,43 +71,33 @@ class LoadMonitor:
 
     def read_clock(self) -> None:
         """In the middle of the turn: clocks fall as soon as the work is done."""
-        self.mhz = _mhz()
+        with suppress(OSError, NotImplementedError, RuntimeError):
+            clock = psutil.cpu_freq()  # a mean over the cores; None where it is not known
+            self.mhz = float(clock.current) if clock is not None and clock.current else None
 
-    def load(self, device_mhz: float | None) -> TurnLoad:
+    def load(self) -> TurnLoad:
         """The load since the monitor was made."""
         before, after = self.before, _read_counters(self.pid)
         if before is None or after is None or after.at <= before.at:
-            return TurnLoad(mhz=self.mhz, device_mhz=device_mhz)
-        capacity = (after.at - before.at) * max(1, len(_cores()))
+            return TurnLoad(mhz=self.mhz)
+        capacity = (after.at - before.at) * len(os.sched_getaffinity(0))
         others = after.busy - before.busy - (after.ours - before.ours)
-        return TurnLoad(
-            others=min(1.0, max(0.0, others / capacity)),
-            mhz=self.mhz,
-            device_mhz=device_mhz,
-            stolen=min(1.0, max(0.0, (after.stolen - before.stolen) / capacity)),
-        )
-
-
-def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+        return TurnLoad(min(1.0, max(0.0, others / capacity)), self.mhz)
 
 
 def _read_counters(pid: int) -> Counters | None:
-    """Counters now; None where the system has none (not Linux)."""
+    """Counters now; None where the process is gone, or the system is not Linux."""
     at = time.monotonic()
     try:
-        lines = Path("/proc/stat").read_text().splitlines()
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except (OSError, psutil.Error):
+        cores, cpus = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
+    except (OSError, AttributeError, psutil.Error):
         return None
-    tick, cores = os.sysconf("SC_CLK_TCK"), {f"cpu{core}" for core in _cores()}
-    busy = stolen = 0.0
-    for line in lines:
-        name, *fields = line.split()
-        if name in cores:
-            user, nice, system, _idle, _waiting, hard, soft, away = map(int, fields[:8])
-            busy += (user + nice + system + hard + soft) / tick
-            stolen += away / tick
+    busy = sum(
+        cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq
+        for number, cpu in enumerate(cpus)
+        if number in cores
+    )
     ours = 0.0
     for process in (*processes, psutil.Process()):
         with suppress(psutil.Error):  # it ended meanwhile; its parent has its time
@@ -118,13 +105,4 @@ def _read_counters(pid: int) -> Counters | None:
             ours += spent.user + spent.system
             if process.pid != os.getpid():  # ours also has that of arms that are gone
                 ours += spent.children_user + spent.children_system
-    return Counters(at, busy, stolen, ours)
-
-
-def _mhz() -> float | None:
-    """The CPU's clock now, mean over its cores; None where it is not known."""
-    try:
-        clock = psutil.cpu_freq()
-    except (OSError, NotImplementedError, RuntimeError):
-        return None
-    return float(clock.current) if clock is not None and clock.current else None
+    return Counters(at, busy, ours)

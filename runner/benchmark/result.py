@@ -1,4 +1,4 @@
-"""What a benchmark found: `benchmark.json`. Plain data; nothing here measures."""
+"""The result of a benchmark as plain data: `benchmark.json`, and `claims.json`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from runner.record.text import json_safe
 
 FILE = "benchmark.json"
 SCHEMA = 1
-
-SAME = 0.02  # a difference that nobody has to care about, and that two processes differ by anyway
-
+SAME = 0.02  # a difference too small to matter, and that two processes differ by anyway
 DONE = "done"
-"""Any other status of an arm is how it ended: failed, killed, timeout, oom, skipped."""
-
+"""Any other status of an arm is how it ended: failed, killed, timeout, oom, interrupted."""
 MEDIAN, MEAN = "median step", "mean step"
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
+UNKNOWN, BETTER = "not measurable here", "better than said"
+
+T = TypeVar("T")
 
 
 @dataclass
 class ArmResult:
-    """One arm. What could not be found out is None, and `notes` says why."""
+    """One arm. What could not be measured is None, and `notes` says why."""
 
     name: str
     overrides: list[str]
@@ -51,7 +52,7 @@ class ArmResult:
     # what it takes to get there
     setup_seconds: float | None = None  # from the start of its process to its first step
     compile_seconds: float | None = None  # by the compiler's own count; 0 without one
-    break_even_steps: int | None = None  # from how many on a slower start is paid back; None: never
+    break_even_steps: int | None = None  # from how many on a slower start is paid back
     peak_process_bytes: int | None = None  # with what its data workers held by themselves
     peak_device_bytes: int | None = None
     data_wait: float | None = None  # share of a step
@@ -59,7 +60,7 @@ class ArmResult:
     # whether it is the same training
     parity: str | None = None  # exact | explained by precision | FAIL; against its own plain run
     parity_reason: str = ""
-    other_work: list[str] = field(default_factory=list)  # in what it trains not what the reference
+    other_work: list[str] = field(default_factory=list)  # in what it trains unlike the reference
     problems: list[str] = field(default_factory=list)  # signs that it does not train
     losses: list[float] = field(default_factory=list)  # of the first steps
     seconds_to_target: float | None = None
@@ -109,13 +110,11 @@ class Load:
     others: float | None = None  # share of the CPUs that other processes took
     mhz: float | None = None
     mhz_spread: float | None = None  # (largest - smallest) / median
-    device_mhz: float | None = None
-    stolen: float | None = None  # share that the hypervisor gave to other machines
 
 
 @dataclass
 class BenchmarkResult:
-    """All of it."""
+    """All arms, and how they were measured."""
 
     name: str
     reference: str  # the name of the arm that the others are held against
@@ -129,7 +128,9 @@ class BenchmarkResult:
     load: Load = field(default_factory=Load)
     notes: list[str] = field(default_factory=list)
     attribution: Attribution | None = None
-    baseline: dict[str, Any] | None = None  # what it was held against, and what came of it
+    baseline: dict[str, Any] | None = (
+        None  # the stored result it was compared with, and the outcome
+    )
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     git: dict[str, Any] = field(default_factory=dict)
@@ -151,13 +152,10 @@ class BenchmarkResult:
         return None if self.noise_floor is None else max(self.noise_floor, SAME)
 
     def write(self, folder: Path) -> None:
-        """Replace `benchmark.json`, never leaving half of one; NaN and Inf become null.
-
-        StorageError where that is not possible.
-        """
+        """Replace `benchmark.json`; NaN and Inf become null. Raises StorageError."""
         text = json.dumps(json_safe(asdict(self)), indent=2, default=str, allow_nan=False)
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
+            folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / FILE, text + "\n")
         except OSError as error:
             raise StorageError(
@@ -172,23 +170,16 @@ class BenchmarkResult:
         """
         path = path / FILE if path.is_dir() else path
         try:
-            found = json.loads(read_record(path))
+            values = json.loads(read_record(path))
+            if not isinstance(values, dict) or not {"arms", "reference", "schema"} <= set(values):
+                raise StorageError(f"{path}: is no result of job=benchmark")
+            if isinstance(values["schema"], int) and values["schema"] > SCHEMA:
+                raise StorageError(f"{path}: was written by a newer version of the runner")
+            return from_json(cls, values)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise StorageError(f"{path}: is no JSON ({error})") from error
-        if not isinstance(found, dict) or not {"arms", "reference", "schema"} <= set(found):
-            raise StorageError(f"{path}: is no result of job=benchmark")
-        if isinstance(found["schema"], int) and found["schema"] > SCHEMA:
-            raise StorageError(f"{path}: was written by a newer version of the runner")
-        try:
-            return from_json(cls, found)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
-
-
-HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
-UNKNOWN, BETTER = "not measurable here", "better than said"
 
 
 @dataclass
@@ -226,44 +217,38 @@ class Claims:
         return asdict(self)
 
 
-T = TypeVar("T")
-
-
-def from_json(kind: type[T], found: Mapping[str, Any], path: str = "") -> T:
+def from_json(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """A dataclass of ours from JSON. ValueError or TypeError names what does not fit."""
-    hints = get_type_hints(kind)
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, each of them
-    values = {
-        name: _value(hints[name], value, f"{path}{name}")
-        for name, value in found.items()
-        if name in known
-    }
-    return kind(**values)
+    hints, known = get_type_hints(kind), {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(
+        **{
+            name: _convert(hints[name], value, f"{path}{name}")
+            for name, value in values.items()
+            if name in known
+        }
+    )
 
 
-def _value(wanted: Any, found: Any, path: str) -> Any:
-    """`found` as the type that the field has; a number that was not finite comes back as NaN."""
-    inner = get_args(wanted)
-    shape = get_origin(wanted) or wanted
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """`value` as the type that the field has; a number that was not finite comes back as NaN."""
+    inner, shape = get_args(kind), get_origin(kind) or kind
     if shape is Any:
-        return found
+        return value
     if shape is UnionType:
-        if found is None and NoneType in inner:
+        if value is None and NoneType in inner:
             return None
-        return _value(inner[0], found, path)
-    if shape is float and found is None:
-        return math.nan
-    if shape is float and isinstance(found, int | float) and not isinstance(found, bool):
-        return float(found)
-    if is_dataclass(wanted) and isinstance(found, dict):
-        return from_json(wanted, found, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
-    if shape is tuple and isinstance(found, list) and len(found) == len(inner):
-        low, high = (_value(inner[0], item, path) for item in found)
+        return _convert(inner[0], value, path)
+    if shape is float and (value is None or type(value) in (int, float)):
+        return math.nan if value is None else float(value)
+    if is_dataclass(kind) and isinstance(value, dict):
+        return from_json(kind, value, f"{path}.")  # type: ignore[arg-type]  # a class, no instance
+    if shape is tuple and isinstance(value, list) and len(value) == len(inner):
+        low, high = (_convert(inner[0], item, path) for item in value)
         return low, math.inf if math.isnan(high) else high  # an interval without an end
-    if shape is list and isinstance(found, list):
-        return [_value(inner[0], item, f"{path}[{i}]") for i, item in enumerate(found)]
-    if shape is dict and isinstance(found, dict):
-        return {key: _value(inner[1], item, f"{path}.{key}") for key, item in found.items()}
-    if shape in (int, str) and isinstance(found, shape) and not isinstance(found, bool):
-        return found
-    raise ValueError(f"{path} is {str(found)[:40]!r}")
+    if shape is list and isinstance(value, list):
+        return [_convert(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if shape is dict and isinstance(value, dict):
+        return {key: _convert(inner[1], item, f"{path}.{key}") for key, item in value.items()}
+    if type(value) is shape and shape in (int, str):
+        return value
+    raise ValueError(f"{path} is {str(value)[:40]!r}")

@@ -9,37 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import ArmEnded, Measured, Rule, run_blocks
+from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, Rule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
 from runner.benchmark.workers.messages import Finished, Ready
 from runner.benchmark.workers.pool import WorkerPool
 
-INTERRUPTED = "interrupted"
 Told = Callable[[str], None]
 """Receives lines about the progress."""
 Watched = Callable[[Mapping[str, Estimate], int, float], None]
 """Receives, after each block, the estimates so far, the number of blocks, the seconds spent."""
 
 log = logging.getLogger("runner")
-
-
-class PoolFactory(Protocol):
-    """What makes a `WorkerPool`, or a simulation of one."""
-
-    def __call__(
-        self,
-        arms: Sequence[Arm],
-        settings: BenchmarkConfig,
-        folder: Path | None,
-        given: Any = None,
-        metrics: Mapping[str, Any] | None = None,
-    ) -> AbstractContextManager[WorkerPool]:
-        """A pool for these arms, none of them started."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +34,7 @@ class MeasureOptions:
     folder: Path | None = None
     given: Any = None
     metrics: Mapping[str, Any] | None = None
-    pool: PoolFactory = WorkerPool
+    pool: Callable[..., AbstractContextManager[WorkerPool]] = WorkerPool  # or a simulation
     clock: Callable[[], float] = time.monotonic
     alpha: float = 1 - CONFIDENCE  # of each interval; less where it is one of many
 
@@ -77,10 +61,6 @@ class Round:
         alpha = self.measured.alphas[fewest]  # all arms share the looks
         estimate = contrast(series[: len(over)], series[len(over) :], alpha)
         return None if math.isinf(estimate.half_width) else estimate
-
-    def names(self) -> set[str]:
-        """Of all its arms, also of those that did not start."""
-        return {*self.ready, *self.ended}
 
     def explain_end(self, *names: str) -> str:
         """How the first of these arms ended that ended before its time; "" where none did."""
@@ -114,10 +94,7 @@ def run_round(
             told(f"starting {arm.name} ({number} of {len(arms)})")
             with _noting_end(arm.name, result):
                 ready = result.ready[arm.name] = pool.start(arm.name)
-                told(
-                    f"{arm.name}: first step after {ready.setup_seconds:.1f} s, "
-                    f"{settings.warmup_steps} steps of warm-up in {ready.first_seconds:.3g} s"
-                )
+                told(f"{arm.name}: first step after {ready.setup_seconds:.1f} s")
         alive = [arm.name for arm in arms if arm.name in result.ready]
         if (reference in alive and len(alive) > 1) or (alive and not needs_reference):
             against = reference if reference in alive else alive[0]

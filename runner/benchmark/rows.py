@@ -1,4 +1,4 @@
-"""From what was measured of a benchmark's arms to the rows and notes of its result."""
+"""From the measurements of a benchmark's arms to the rows and notes of its result."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from statistics import median
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import Turn
+from runner.benchmark.blocks import INTERRUPTED, Turn
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.parity_checker import Verdict
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, Control, Load
-from runner.benchmark.rounds import INTERRUPTED, Round
+from runner.benchmark.rounds import Round
 from runner.benchmark.statistics import (
     CONFIDENCE,
     Estimate,
     claim,
-    lag1_rank_autocorrelation,
     median_interval,
     noise_floor,
 )
@@ -27,9 +26,19 @@ from runner.benchmark.workers.messages import Finished, Ready
 from runner.config import OF_NO_CONSEQUENCE, RunConfig, flat
 from runner.record.text import escape_control_chars
 
-OTHERS, CLOCK, STOLEN = 0.10, 0.10, 0.02  # above these the machine was noisy
+NOISY = 0.10  # share of the CPUs that others take, or that the clock varies by: a noisy machine
 RARE = 1.5  # times by which mean and median may tell different speedups
 LEFT_OUT = (*OF_NO_CONSEQUENCE, "debug")
+WORK: dict[str, Callable[[RunConfig], Any]] = {
+    "model": lambda config: config.model,
+    "objective": lambda config: config.objective,
+    "optimizer": lambda config: config.optimizer,
+    "stability": lambda config: config.stability,
+    "seed": lambda config: config.seed,
+    "batch size": lambda config: config.training.batch_size,
+    "device.tf32": lambda config: config.device.tf32,
+}
+"""What is trained, whatever techniques are asked for: parity holds an arm against its own."""
 
 
 @dataclass
@@ -39,10 +48,6 @@ class Measurements(Round):
     reference: str = ""
     control: str = ""  # the name of the reference's second process; "" without one
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-
-    def turns(self, name: str) -> list[Turn]:
-        """The arm's turns, none where it has not had one."""
-        return self.measured.turns.get(name, [])
 
     @property
     def compared(self) -> str:
@@ -72,34 +77,29 @@ def make_row(
     arm: Arm, measurements: Measurements, settings: BenchmarkConfig, reference: Arm
 ) -> ArmResult:
     """One arm's result."""
-    ready = measurements.ready.get(arm.name)
-    finished, ended = measurements.finished.get(arm.name), measurements.ended.get(arm.name)
+    ready, finished = measurements.ready.get(arm.name), measurements.finished.get(arm.name)
     row = ArmResult(
         arm.name,
         list(arm.overrides),
         DONE if finished is not None else INTERRUPTED,
+        reason="" if finished is not None else "the benchmark was interrupted",
         folder=arm.folder or None,
         command=arm.command,
         config=_shaping_keys(arm.config),
         samples_per_step=ready.samples_per_step if ready else arm.config.training.batch_size,
-        setup_seconds=ready.setup_seconds if ready else None,
         other_work=other_work(arm, reference),
     )
-    if ended is not None:
+    if (ended := measurements.ended.get(arm.name)) is not None:
         row.status, row.reason = ended.status, str(ended)
-    elif finished is None:
-        row.reason = "the benchmark was interrupted"
-    _fill_speed(row, measurements.turns(arm.name), measurements.compared == MEAN)
+    turns = measurements.measured.turns.get(arm.name)
+    if turns:
+        _fill_speed(row, turns, measurements.compared == MEAN)
     _fill_ratio(row, measurements)
-    _fill_setup(row, measurements)
+    if ready is not None:
+        _fill_setup(row, ready, measurements)
     if finished is not None:
         _fill_run(row, finished)
-    verdict = measurements.verdicts.get(arm.name)
-    if verdict is not None:
-        row.parity, row.parity_reason = verdict.parity, verdict.reason
-    elif finished is not None:
-        why = "the benchmark was interrupted" if settings.parity else "benchmark.parity=false"
-        row.parity_reason = f"not judged: {why}"
+    _fill_parity(row, measurements, settings)
     return row
 
 
@@ -115,8 +115,6 @@ def _shaping_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def _fill_speed(row: ArmResult, turns: Sequence[Turn], of_mean: bool) -> None:
-    if not turns:
-        return
     usual = [1e3 * turn.seconds / turn.steps if of_mean else turn.median_ms for turn in turns]
     steps = sorted(ms for turn in turns for ms in turn.step_ms)
     seconds = sum(turn.seconds for turn in turns)
@@ -145,25 +143,19 @@ def _fill_ratio(row: ArmResult, measurements: Measurements) -> None:
         row.claim = claim(estimate, measurements.noise_floor())
 
 
-def _fill_setup(row: ArmResult, measurements: Measurements) -> None:
+def _fill_setup(row: ArmResult, ready: Ready, measurements: Measurements) -> None:
     """What it takes to start, and from how many steps on that is paid back."""
-    ready = measurements.ready.get(row.name)
-    if ready is None:
-        return
-    row.compile_seconds = ready.compile_seconds
+    row.setup_seconds, row.compile_seconds = ready.setup_seconds, ready.compile_seconds
     # the first process of all also waits for the disk to bring torch, so the faster start counts
     names = measurements.reference, measurements.control
     plain = [measurements.ready[name] for name in names if name in measurements.ready]
     if row.claim != "faster" or row.speedup is None or row.step_ms is None or not plain:
         return
-    extra = _settled_seconds(ready) - min(map(_settled_seconds, plain))
+    # some compile after the first step too
+    start = ready.setup_seconds + ready.settling_seconds
+    extra = start - min(one.setup_seconds + one.settling_seconds for one in plain)
     saved = row.step_ms / 1e3 * (row.speedup - 1)  # over the reference, with as many samples
     row.break_even_steps = max(0, math.ceil(extra / saved))
-
-
-def _settled_seconds(ready: Ready) -> float:
-    """Seconds until its steps were at full speed: some compile after the first one too."""
-    return ready.setup_seconds + ready.settling_seconds
 
 
 def _fill_run(row: ArmResult, finished: Finished) -> None:
@@ -186,6 +178,15 @@ def _fill_run(row: ArmResult, finished: Finished) -> None:
         )
 
 
+def _fill_parity(row: ArmResult, measurements: Measurements, settings: BenchmarkConfig) -> None:
+    verdict = measurements.verdicts.get(row.name)
+    if verdict is not None:
+        row.parity, row.parity_reason = verdict.parity, verdict.reason
+    elif row.status == DONE:
+        why = "the benchmark was interrupted" if settings.parity else "benchmark.parity=false"
+        row.parity_reason = f"not judged: {why}"
+
+
 def collect_choices(finished: Finished | None) -> dict[str, Any]:
     """What a run had chosen automatically, from its summary."""
     rows = (finished.summary.get("choices") or []) if finished is not None else []
@@ -193,22 +194,24 @@ def collect_choices(finished: Finished | None) -> dict[str, Any]:
 
 
 def median_load(turns: Mapping[str, Sequence[Turn]]) -> Load:
-    """The load of the machine over all arms' turns."""
-    blocks = max((len(some) for some in turns.values()), default=0)
+    """The load of the machine over all arms' turns: medians of each block, and of these."""
+    blocks = [
+        [some[n].load for some in turns.values() if n < len(some)]
+        for n in range(max(map(len, turns.values()), default=0))
+    ]
 
-    def over_blocks(key: str) -> list[float]:
-        loads = (
-            [getattr(some[n].load, key) for some in turns.values() if n < len(some)]
-            for n in range(blocks)
-        )
-        return [
-            median(known) for values in loads if (known := [v for v in values if v is not None])
-        ]
+    def medians(key: str) -> list[float]:
+        rows = ([getattr(load, key) for load in loads] for loads in blocks)
+        known = ([value for value in row if value is not None] for row in rows)
+        return [median(values) for values in known if values]
 
-    middle = {key: over_blocks(key) for key in ("others", "mhz", "device_mhz", "stolen")}
-    values = {key: median(some) if some else None for key, some in middle.items()}
-    clocks, mhz = middle["mhz"], values["mhz"]
-    return Load(**values, mhz_spread=(max(clocks) - min(clocks)) / mhz if mhz else None)
+    others, mhz = medians("others"), medians("mhz")
+    middle = median(mhz) if mhz else None
+    return Load(
+        median(others) if others else None,
+        middle,
+        (max(mhz) - min(mhz)) / middle if middle else None,
+    )
 
 
 # -- notes -----------------------------------------------------------------------------------------
@@ -231,90 +234,34 @@ def note_rare_steps(rows: Sequence[ArmResult], reference: str) -> None:
 def describe_noise(load: Load, control: Control | None) -> list[str]:
     """Notes on a machine on which small differences cannot be seen."""
     notes = []
-    if load.others is not None and load.others > OTHERS:
-        notes.append(
-            f"noisy machine: other processes took {load.others:.0%} of the CPUs meanwhile: times "
-            "by themselves are too long, and whether all arms lost as much by it is not known"
-        )
-    if load.mhz_spread is not None and load.mhz_spread > CLOCK:
+    if load.others is not None and load.others > NOISY:
+        notes.append(f"noisy machine: other processes took {load.others:.0%} of the CPUs")
+    if load.mhz_spread is not None and load.mhz_spread > NOISY:
         notes.append(f"noisy machine: the CPU's clock varied by {load.mhz_spread:.0%}")
-    if load.stolen is not None and load.stolen > STOLEN:
-        notes.append(
-            f"noisy machine: the hypervisor gave {load.stolen:.0%} of the time to other machines"
-        )
     if control is not None and not control.interval[0] <= 1 <= control.interval[1]:
         low, high = control.interval
         notes.append(
             f"the reference against itself came out at {control.ratio:.3f} ({low:.3f} to "
-            f"{high:.3f}), which should be 1: one process was better off than the other, and "
-            "so may others be; no difference as small as that is claimed"
+            f"{high:.3f}), which should be 1: no difference as small as that is claimed"
         )
     return notes
 
 
-def describe_dependence(measurements: Measurements) -> list[str]:
-    """A note where blocks are correlated with the ones before, which makes intervals wider."""
-    base = [turn.per_sample_ms for turn in measurements.turns(measurements.reference)]
-    correlations = {}
-    for name, turns in measurements.measured.turns.items():
-        if name == measurements.reference or measurements.estimate(name) is None:
-            continue
-        pairs = zip(base, turns, strict=False)
-        ratios = [math.log(one / other.per_sample_ms) for one, other in pairs]
-        correlation = lag1_rank_autocorrelation(ratios)
-        if correlation > 2 / math.sqrt(len(ratios)):  # more than chance
-            correlations[name] = correlation
-    if not correlations:
-        return []
-    return [
-        f"blocks depend on each other: ratios of {', '.join(correlations)} resemble those of the "
-        f"block before (correlation {max(correlations.values()):.1f}), so their intervals are "
-        "wider than by chance alone; where such spells last for many blocks, even that may be too "
-        "narrow"
-    ]
-
-
-# -- where arms train something else, so that not everything can be compared -----------------------
-
-WORK: dict[str, Callable[[RunConfig], Any]] = {
-    "model": lambda config: config.model,
-    "objective": lambda config: config.objective,
-    "optimizer": lambda config: config.optimizer,
-    "stability": lambda config: config.stability,
-    "seed": lambda config: config.seed,
-    "batch size": lambda config: config.training.batch_size,
-    "device.tf32": lambda config: config.device.tf32,
-}
-"""What is trained, whatever techniques are asked for: parity holds an arm against its own."""
-LEVEL = "optimization level"
-"""Of an arm that does other work and names no level: it has another one as well."""
-
-
 def other_work(arm: Arm, reference: Arm) -> list[str]:
     """In what the arm trains something else than the reference."""
-    parts = [part for part, of in WORK.items() if of(arm.config) != of(reference.config)]
-    return [*parts, LEVEL] if parts and _inherits_other_level(arm, reference) else parts
+    return [part for part, of in WORK.items() if of(arm.config) != of(reference.config)]
 
 
 def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
-    """Notes on arms that train something else, are at another level, or have other batches."""
-    plain, notes = escape_control_chars(reference.name), []
-    for part in WORK:
-        others = [arm for arm in arms if part in other_work(arm, reference)]
-        if others and part != "batch size":  # which has a note of its own
-            notes.append(
-                f"{_names(others)}: another {part} than {plain}, so only times can be compared, "
-                "not losses"
-            )
-    inherited: dict[str, list[Arm]] = {}
+    """Notes on arms that train something else, or have other batches."""
+    notes = []
     for arm in arms:
-        if _inherits_other_level(arm, reference):
-            inherited.setdefault(arm.base, []).append(arm)
-    for base, some in inherited.items():
-        notes.append(
-            f"{_names(some)}: on top of {base}, unlike {plain}; "
-            "write optimization=none in an arm for its overrides alone"
-        )
+        parts = [part for part in other_work(arm, reference) if part != "batch size"]
+        if parts:
+            notes.append(
+                f"{escape_control_chars(arm.name)}: another {', '.join(parts)} than "
+                f"{escape_control_chars(reference.name)}, so only times can be compared"
+            )
     sizes = {escape_control_chars(arm.name): arm.config.training.batch_size for arm in arms}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -323,12 +270,3 @@ def describe_differences(arms: Sequence[Arm], reference: Arm) -> list[str]:
             "after as many samples a larger batch has made fewer updates, so losses are not alike"
         )
     return notes
-
-
-def _names(arms: Sequence[Arm]) -> str:
-    return ", ".join(escape_control_chars(arm.name) for arm in arms)
-
-
-def _inherits_other_level(arm: Arm, reference: Arm) -> bool:
-    levels = arm.config.optimization.level, reference.config.optimization.level
-    return bool(arm.base) and levels[0] != levels[1]

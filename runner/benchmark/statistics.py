@@ -1,10 +1,9 @@
-"""How much faster, and how sure that is: intervals that assume next to nothing.
+"""How much faster, and how sure that is: intervals from order statistics, without assumptions.
 
-Times on a shared machine have stalls, two or three typical speeds, and one arm suffers more than
-another. So intervals come from order statistics and ranks, with chances that are counted out and
-not approximated: nothing about the shape of the noise is taken for granted. `Spending` makes them
-hold for someone who looks several times and stops when it is enough. They are of the processes that
-were measured: how far the same work in another process lies from them, no number of blocks tells.
+Times on a shared machine have stalls and several typical speeds, so intervals come from ranks, with
+probabilities that are counted exactly. `Spending` makes them hold for somebody who looks several
+times and stops when it is enough. They are of the processes that were measured: how far the same
+work in another process lies from them, no number of blocks tells.
 """
 
 from __future__ import annotations
@@ -15,22 +14,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from runner.benchmark.result import SAME as SAME
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
 CONFIDENCE = 0.95
 COARSE = 0.05  # a noise floor above this says that the machine is noisy, not that arms are alike
-
-_COUNTED = 2000  # values; above, the normal distribution is as good
-_RANK_SUM_COUNTED = 5e7  # additions, which take 0.1 s
+_RANK_SUM_COUNTED = 5e7  # additions, which take 0.1 s; beyond, the normal distribution is as good
 
 
 @dataclass(frozen=True)
@@ -52,27 +43,11 @@ class Estimate:
 def paired(reference: Sequence[float], other: Sequence[float], alpha: float) -> Estimate:
     """`reference / other`, block by block; the interval misses the truth with chance `alpha`.
 
-    The truth is the median of the ratio, which half of all blocks exceed. The interval lies between
-    two order statistics of the ratios: no symmetry, no variance is assumed. Where neighbouring
-    blocks are correlated it is wider. Where so few blocks cannot give so small an `alpha` (5 %
-    takes six), it is (0, inf). Blocks that only one of the two has are left out.
+    The truth is the median of the ratio, which half of all blocks exceed. Where so few blocks
+    cannot give so small an `alpha` (5 % takes six), the interval is (0, inf). Blocks that only one
+    of the two has are left out.
     """
     return contrast([reference], [other], alpha)
-
-
-def paired_interaction(
-    base: Sequence[float],
-    base_plus: Sequence[float],
-    level_minus: Sequence[float],
-    level: Sequence[float],
-    alpha: float,
-) -> Estimate:
-    """How many times more one thing gains in company than alone: `removed / added`.
-
-    Alone it gains `base / base_plus`, within the level `level_minus / level`; all four are times of
-    the same blocks, so that what a block does to all of them cancels. Above 1, it gains by company.
-    """
-    return contrast([level_minus, base_plus], [level, base], alpha)
 
 
 def contrast(
@@ -100,7 +75,7 @@ def median_interval(
     Values with lag-1 autocorrelation r tell as much as (1 - r) / (1 + r) times as many independent
     ones: the interval is wider, or open.
     """
-    rank = _sign_rank(len(values), alpha)
+    rank = int(np.searchsorted(np.multiply(2, _tails(len(values))), alpha, side="right"))
     if rank and autocorrelation > 0:
         middle = len(values) / 2
         factor = math.sqrt((1 + autocorrelation) / (1 - autocorrelation))
@@ -130,21 +105,19 @@ def unpaired(reference: Sequence[float], other: Sequence[float], alpha: float) -
     """The same ratio for measurements that were not taken side by side.
 
     The median of all ratios of one of each (Hodges, Lehmann 1963), and the Mann-Whitney test turned
-    into an interval. It holds for independent measurements that scatter alike: how a machine
-    differs from one day to the next is not in it.
+    into an interval. It holds for independent measurements that scatter alike.
     """
     a, b = (np.log(np.asarray(values, dtype=np.float64)) for values in (reference, other))
     if not len(a) or not len(b):
         return Estimate(math.nan, 0.0, math.inf)
     shifts = np.sort(np.subtract.outer(a, b), axis=None)
-    fewer, more = sorted((len(a), len(b)))
-    rank = _rank_sum_rank(fewer, more, alpha)
+    rank = _rank_sum_rank(*sorted((len(a), len(b))), alpha)
     low, high = (shifts[rank - 1], shifts[-rank]) if rank else (-math.inf, math.inf)
     return Estimate(math.exp(float(np.median(shifts))), math.exp(low), math.exp(high))
 
 
 class Spending:
-    """How often the intervals of all looks so far have missed, counted out.
+    """The chance with which the intervals of all looks so far have missed, counted exactly.
 
     An interval for a median misses when too few, or too many, of the blocks lie below the truth:
     as tails of a fair coin. So the chance that a look misses where none before it has can be
@@ -177,7 +150,7 @@ class Spending:
         return 2 * _tails(blocks)[rank - 1]
 
     def last(self, blocks: int) -> float:
-        """The same, spending all that is left, for one arm that ends while others go on."""
+        """The same, spending all that is left, for one arm that ends while others continue."""
         return deepcopy(self).look(blocks)
 
 
@@ -190,7 +163,7 @@ def noise_floor(control: Estimate | None) -> float:
     """What the reference against itself differs by at most: nothing within it is claimed.
 
     As a share: 0.03 is anything between 1/1.03 and 1.03. inf, so that nothing at all is claimed,
-    for a control that came to nothing or has no interval.
+    for a control that was not measured or has no interval.
     """
     if control is None or control.low <= 0 or math.isnan(control.low):
         return math.inf
@@ -219,9 +192,7 @@ def claim(estimate: Estimate, floor: float) -> str:
 
 @lru_cache(maxsize=64)
 def _tails(count: int) -> list[float]:
-    """P(tails of so many fair tosses <= 0, 1, 2 …), up to half of them; in whole numbers, so that
-    nothing is lost where it matters.
-    """
+    """P(tails of so many fair tosses <= 0, 1, 2 …), up to half of them, from whole numbers."""
     ways, total, chances = 1, 0, []
     for tails in range((count + 1) // 2):
         total += ways
@@ -230,20 +201,14 @@ def _tails(count: int) -> list[float]:
     return chances
 
 
-@lru_cache(maxsize=1024)
-def _sign_rank(count: int, alpha: float) -> int:
-    """Which of the sorted values, from either end, the interval ends at; 0: none is far enough."""
-    if count > _COUNTED:
-        return _normal_rank(count / 2, math.sqrt(count) / 2, alpha)
-    return int(np.searchsorted(np.multiply(2, _tails(count)), alpha, side="right"))
-
-
 @lru_cache(maxsize=256)
 def _rank_sum_rank(fewer: int, more: int, alpha: float) -> int:
-    """The same among all differences of two samples."""
+    """Which of the sorted differences of two samples, from either end, the interval ends at."""
     pairs, total = fewer * more, fewer + more
     if pairs * fewer * total > _RANK_SUM_COUNTED:
-        return _normal_rank(pairs / 2, math.sqrt(pairs * (total + 1) / 12), alpha)
+        deviation = math.sqrt(pairs * (total + 1) / 12)
+        rank = math.floor(pairs / 2 + 0.5 + NormalDist().inv_cdf(alpha / 2) * deviation)
+        return max(0, rank)
     ways = np.zeros((fewer + 1, pairs + 1))  # of taking so many with so much above the least sum
     ways[0, 0] = 1.0
     for rank in range(1, total + 1):
@@ -253,8 +218,3 @@ def _rank_sum_rank(fewer: int, more: int, alpha: float) -> int:
                 ways[taken, above:] += ways[taken - 1, : pairs + 1 - above]
     chances = 2 * np.cumsum(ways[fewer][: (pairs + 1) // 2]) / math.comb(total, fewer)
     return int(np.searchsorted(chances, alpha, side="right"))
-
-
-def _normal_rank(mean: float, deviation: float, alpha: float) -> int:
-    """By the normal distribution; half a rank goes to the count being a whole number."""
-    return max(0, math.floor(mean + 0.5 + NormalDist().inv_cdf(alpha / 2) * deviation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from rich.text import Text
 from runner.benchmark import regression
 from runner.benchmark.arms import Arm, arms_of, asks, reference_of
 from runner.benchmark.attribution import attribute
+from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.engine import Cut, failures, interruptible, measure
 from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.rounds import INTERRUPTED, MeasureOptions
+from runner.benchmark.rounds import MeasureOptions
 from runner.benchmark.statistics import Estimate
 from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
@@ -109,10 +111,10 @@ def _attribute(
                 replace(level, folder=""),
                 replace(reference, folder=""),
                 MeasureOptions(config.benchmark),
+                known.summary,
                 config.seed,
                 log.info,
-                known.summary,
-                result.noise_floor if result.control is not None else None,
+                math.inf if result.noise_floor is None else result.noise_floor,
             )
     except RunnerError as error:  # what was measured before is shown all the same
         return [error]

@@ -1,4 +1,4 @@
-"""job=verify: whether techniques leave the numbers right, and a resumed run goes on exactly."""
+"""job=verify: whether techniques leave the numbers right, and a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rich.text import Text
 from runner.config import RunConfig
 from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
-from runner.parity import continuation as resuming
 from runner.parity.candidates import without_techniques
-from runner.parity.continuation import Continuation, continuation
+from runner.parity.continuation import STEPS, Continuation, continuation
 from runner.parity.parity import Agreement, Parity, Row
 from runner.parity.reference import check_parity
 from runner.record.console import plain_text, print_stdout
@@ -27,52 +26,47 @@ STYLES = {Agreement.exact: "green", Agreement.explained: "green", Agreement.fail
 
 
 def main(config: RunConfig, folder: Path) -> Parity | Continuation:
-    """Print what was found and write `verify.json`; NotVerified where it is not as it should be."""
-    found: Parity | Continuation
+    """Print the result and write `verify.json`; NotVerified where numbers or resume are wrong."""
+    result: Parity | Continuation
+    verify = config.verify
     if config.optimization.level == "auto":
         from runner.benchmark.auto.resolve import resolve_config
 
         config = resolve_config(config, folder)
-    if config.verify.what is VerifyKind.parity:
-        found = _parity(config)
-        screen, failed = show_parity(found), found.verdict is Agreement.fail
-        complaint = _complaint(found)
+    if verify.what is VerifyKind.parity:
+        plain = without_techniques(config)
+        result = check_parity(config, plain, verify.steps, attribute=verify.attribute)
+        screen, failed = show_parity(result), result.verdict is Agreement.fail
+        complaint = _complaint(result)
     else:
-        found = continuation(config, folder, config.verify.steps or resuming.STEPS)
-        screen, failed = show_continuation(found), not found.exact
-        complaint = f"resume: not exact: {', '.join(found.differing[:3])}"
+        result = continuation(config, folder, verify.steps or STEPS)
+        screen, failed = show_continuation(result), not result.exact
+        complaint = f"resume: not exact: {', '.join(result.differing[:3])}"
     path = folder / "verify.json"
     try:
-        replace_text(path, json.dumps(as_dict(config.verify.what, found), indent=2) + "\n")
+        replace_text(path, json.dumps(as_dict(verify.what, result), indent=2) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     print_stdout(screen)
     print_stdout("", f"as JSON: {path}", soft_wrap=True)
     if failed:
         raise NotVerified(complaint)
-    return found
+    return result
 
 
-def _parity(config: RunConfig) -> Parity:
-    steps, attribute = config.verify.steps, config.verify.attribute
-    return check_parity(config, without_techniques(config), steps, attribute=attribute)
-
-
-def _complaint(found: Parity) -> str:
-    culprits = " with ".join(f"optimization.{name}" for name in found.culprits) or "optimization"
-    if found.first is None:
+def _complaint(result: Parity) -> str:
+    culprits = " with ".join(f"optimization.{name}" for name in result.culprits) or "optimization"
+    if result.first is None:
         return culprits
-    return f"parity: {culprits}: {_place(found.first)}: {_off(found.first)}"
+    return f"parity: {culprits}: {_place(result.first)}: {_off(result.first)}"
 
 
 def _place(row: Row) -> str:
-    what = row.kind if row.name == row.kind else f"{row.kind} of {row.name}"
     if row.kind == "draw":
         return f"{row.name} over draws of dropout"
     if row.kind == "output":
         return f"{row.name} in evaluation mode, of validation batch {row.step}"
-    if row.kind == "metric":
-        return f"{row.name}, computed from outputs that are right"
+    what = row.kind if row.name == row.kind else f"{row.kind} of {row.name}"
     return f"{what} at step {row.step}" if row.kind != "parameter" else f"{what} before step 1"
 
 
@@ -80,68 +74,61 @@ def _off(row: Row) -> str:
     return f"off by {row.error:.1e}, rounding or chance explains {row.bound:.1e}"
 
 
-def as_dict(what: VerifyKind, found: Parity | Continuation) -> dict[str, Any]:
+def as_dict(what: VerifyKind, result: Parity | Continuation) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
-    verdict = "exact" if isinstance(found, Parity) or found.exact else "FAIL"
-    return {"what": what.value, "verdict": verdict, **json_value(asdict(found))}
+    verdict = "exact" if isinstance(result, Parity) or result.exact else "FAIL"
+    return {"what": what.value, "verdict": verdict, **json_value(asdict(result))}
 
 
-def show_parity(found: Parity) -> RenderableType:
+def show_parity(result: Parity) -> RenderableType:
     """The verdict, and of each kind of tensor the worst; made for 80 columns."""
     about = Table.grid(padding=(0, 2))
     about.add_column(style="dim", min_width=12)
     about.add_column(ratio=1, overflow="fold")
-
-    def line(name: str, value: str, style: str = "") -> None:
+    lines = [("verdict", result.verdict.value, STYLES[result.verdict])]
+    if result.first is not None:
+        lines += [("first", _place(result.first), ""), ("", _off(result.first), "")]
+    if result.culprits:
+        apart = result.alone and "FAIL" not in result.alone.values()
+        together = " (each passes alone)" if apart and len(result.culprits) > 1 else ""
+        lines.append(("culprit", " + ".join(result.culprits) + together, "bold red"))
+    lines.append(("techniques", ", ".join(result.techniques) or "none took", ""))
+    lines += [("", f"not {name}: {reason}", "") for name, reason in result.refused.items()]
+    lines += [("", f"{name} alone: {verdict}", "") for name, verdict in result.alone.items()]
+    lines.append(("precision", f"{result.precision}, held against {result.reference}", ""))
+    lines += [("note", note, "") for note in result.notes]
+    lines += [("not judged", omission, "") for omission in result.not_judged]
+    for name, value, style in lines:
         about.add_row(plain_text(name), plain_text(value, style))
+    title = Text(f"parity over {result.steps} steps", style="bold cyan")
+    return Group(title, about, Text(), _worst_of_each_kind(result))
 
-    line("verdict", found.verdict.value, STYLES[found.verdict])
-    if found.first is not None:
-        line("first" if found.verdict is Agreement.fail else "first bit", _place(found.first))
-        line("", _off(found.first))
-    if found.culprits:
-        together = " (each passes alone)" if len(found.culprits) > 1 and found.alone else ""
-        if any(found.alone.get(name) == Agreement.fail.value for name in found.culprits):
-            together = ""
-        line("culprit", " + ".join(found.culprits) + together, "bold red")
-    line("techniques", ", ".join(found.techniques) or "none took")
-    for name, reason in found.refused.items():
-        line("", f"not {name}: {reason}")
-    for name, verdict in found.alone.items():
-        line("", f"{name} alone: {verdict}")
-    line("precision", f"{found.precision}, held against {found.reference}")
-    line("noise", f"{found.noise:.1e} between two runs of the baseline")
-    for note in found.notes:
-        line("note", note)
 
-    for omission in found.not_judged:
-        line("not judged", omission)
-
+def _worst_of_each_kind(result: Parity) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("kind", "tensors", "step", "worst error", "explained", "in"):
-        right = heading in ("step", "tensors", "worst error", "explained")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
-    for kind in dict.fromkeys(row.kind for row in found.rows):
-        group = [row for row in found.rows if row.kind == kind]
+    table.add_column("kind", overflow="fold")
+    for heading in ("tensors", "step", "worst error", "explained"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("in", overflow="fold")
+    for kind in dict.fromkeys(row.kind for row in result.rows):
+        group = [row for row in result.rows if row.kind == kind]
         worst = max(group, key=lambda row: row.error / row.bound if row.bound else row.error)
         style = "" if all(row.within for row in group) else "bold red"
-        cells = (
-            kind, str(len(group)), str(worst.step), f"{worst.error:.1e}", f"{worst.bound:.1e}",
-            worst.name,
-        )  # fmt: skip
+        numbers = f"{worst.step}", f"{worst.error:.1e}", f"{worst.bound:.1e}"
+        cells = kind, f"{len(group)}", *numbers, worst.name
         table.add_row(*(Text(cell, style=style) for cell in cells))
-    title = Text(f"parity over {found.steps} steps", style="bold cyan")
-    return Group(title, about, Text(), table)
+    return table
 
 
-def show_continuation(found: Continuation) -> RenderableType:
+def show_continuation(result: Continuation) -> RenderableType:
     """The verdict, and how much was compared."""
-    heading = f"{found.steps} steps at a stretch, and again with a new start after {found.cut}"
-    parts: list[RenderableType] = [Text(heading, style="bold cyan")]
-    verdict = Text("exact", "green") if found.exact else Text("FAIL", "bold red")
-    parts.append(Text.assemble("verdict     ", verdict))
-    counts = ", ".join(f"{count} {kind} values" for kind, count in found.compared.items())
-    parts.append(Text(f"compared    {counts}"))
-    parts.append(Text(f"techniques  {', '.join(found.techniques) or 'none'}"))
-    parts += [Text(f"differs     {name}") for name in found.differing[:10]]
-    return Group(*parts)
+    heading = f"{result.steps} steps at a stretch, and again with a new start after {result.cut}"
+    verdict = Text("exact", "green") if result.exact else Text("FAIL", "bold red")
+    counts = ", ".join(f"{count} {kind} values" for kind, count in result.compared.items())
+    return Group(
+        Text(heading, style="bold cyan"),
+        Text.assemble("verdict     ", verdict),
+        Text(f"compared    {counts}"),
+        Text(f"techniques  {', '.join(result.techniques) or 'none'}"),
+        *(Text(f"differs     {name}") for name in result.differing[:10]),
+    )

@@ -27,7 +27,7 @@ from runner.benchmark.auto.resolve import resolve_arms
 from runner.benchmark.config import LEVELS, BenchmarkConfig
 from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
-from runner.benchmark.workers.pool import Unguarded, leave_if_imported
+from runner.benchmark.workers.process import Unguarded, leave_if_imported
 from runner.build import Components
 from runner.data.batch import call
 from runner.data.dataset import Dataset

@@ -1,8 +1,9 @@
-"""Whether a run that is cut off in the middle goes on as if it never had been, bit by bit."""
+"""Whether a run that is cut off half-way and resumed is bit-equal to one that never stopped."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ ROWS = ("train", "val")  # of metrics.jsonl; the others are about the machine
 
 @dataclass(frozen=True)
 class Continuation:
-    """What comparing an uninterrupted run with a resumed one found."""
+    """The comparison of an uninterrupted run with a resumed one."""
 
     steps: int
     cut: int  # the step after which the resumed run was cut off
@@ -45,7 +46,7 @@ def continuation(config: RunConfig, folder: Path, steps: int = STEPS) -> Continu
     Compares the rows of metrics.jsonl, weights, buffers, optimizer state, averages and the loss
     scale. Both runs are recorded in a temporary folder inside `folder`.
     """
-    config, cut = _shortened(config, steps), steps // 2
+    config, cut = _shorten(config, steps), steps // 2
     with TemporaryDirectory(dir=folder, prefix="verify-") as place:
         once, twice = Path(place) / "once", Path(place) / "twice"
         with build(config, once) as run:
@@ -59,18 +60,16 @@ def continuation(config: RunConfig, folder: Path, steps: int = STEPS) -> Continu
             train(run)
             resumed = dict(_values(run, twice))
             techniques = [name for name, _ in run.techniques]
-    names = [*whole, *(name for name in resumed if name not in whole)]
-    compared: dict[str, int] = {}
-    for kind, _ in names:
-        compared[kind] = compared.get(kind, 0) + 1
+    keys = dict.fromkeys([*whole, *resumed])
     differing = [
-        f"{kind} {name}" for kind, name in names
+        f"{kind} {name}"
+        for kind, name in keys
         if not _equal(whole.get((kind, name)), resumed.get((kind, name)))
-    ]  # fmt: skip
-    return Continuation(steps, cut, compared, differing, techniques)
+    ]
+    return Continuation(steps, cut, Counter(kind for kind, _ in keys), differing, techniques)
 
 
-def _shortened(config: RunConfig, steps: int) -> RunConfig:
+def _shorten(config: RunConfig, steps: int) -> RunConfig:
     """The same run with its checkpoints and validations within so many steps."""
     config = deepcopy(config)
     training = config.training
@@ -79,7 +78,7 @@ def _shortened(config: RunConfig, steps: int) -> RunConfig:
     config.checkpoint.enabled, config.checkpoint.resume = True, "none"
     config.checkpoint.every = None
     config.monitoring.progress = False
-    config.monitoring.every = 3  # the cut falls into a stretch whose numbers are not yet written
+    config.monitoring.every = 3  # the cut falls into a window whose numbers are not yet written
     return config
 
 
@@ -105,15 +104,11 @@ def _values(run: Run, folder: Path) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Everything in a nest, by its path."""
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
-    else:
+    """All values of nested containers, by their paths."""
+    if not isinstance(value, Mapping | list | tuple):
         yield ("optimizer", path), value
         return
-    for key, item in items:
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
         yield from _leaves(item, f"{path}.{key}" if path else str(key))
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.parity.numerics import ROUNDOFF
-from runner.parity.trajectory import EvaluationRecord, StepRecord, Tensors
+from runner.parity.trajectory import StepRecord, Tensors
 
 OFTEN = 8.0
 """Times the error that the plain run has at one step in ten: the same roundings, differently
@@ -34,8 +34,7 @@ class Kind(IntEnum):
     average = 5  # the change of its average
     buffer = 6  # the change of a buffer
     output = 7  # of a validation batch, in evaluation mode
-    metric = 8
-    draw = 9  # a statistic over several draws of dropout
+    draw = 8  # a statistic over several draws of dropout
 
 
 class Key(NamedTuple):
@@ -139,9 +138,9 @@ def judge(found: Distances, tolerance: Tolerance) -> Iterator[Judged]:
         yield Judged(key, step + 1, errors[step] / size, bounds[step] / size, len(small))
 
 
-def compare_steps(steps: list[StepRecord], truth: list[StepRecord], starts: list[Tensors]) -> (
-    Distances
-):  # fmt: skip
+def compare_steps(
+    steps: list[StepRecord], truth: list[StepRecord], starts: list[Tensors]
+) -> Distances:
     """Loss, norm, gradients and what happened to the buffers, which were `starts` before."""
     found = Distances()
     for ours, theirs, start in zip(steps, truth, starts, strict=True):
@@ -181,19 +180,18 @@ def compare_changes(
     found.add(key, mine, right, floor=roundoff * (norm(before) + norm(right)))
 
 
-def compare_evaluations(ours: EvaluationRecord, truth: EvaluationRecord) -> Distances:
-    """Outputs, one validation batch after another."""
+def compare_outputs(ours: list[Any], truth: list[Any]) -> Distances:
+    """Floating-point outputs, one validation batch after another."""
     found = Distances()
-    for a, b in zip(ours.outputs, truth.outputs, strict=True):
-        for number, (mine, right) in enumerate(zip(tensors(a), tensors(b), strict=True)):
+    for batch in zip(ours, truth, strict=True):
+        leaves = ([t for t in tree_leaves(one) if _is_floating(t)] for one in batch)
+        for number, (mine, right) in enumerate(zip(*leaves, strict=True)):
             found.add(Key(Kind.output, f"output {number}"), mine, right)
     return found
 
 
-def tensors(output: object) -> list[Tensor]:
-    """Those of floating point in a model's output."""
-    leaves = tree_leaves(output)
-    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -44,8 +44,7 @@ class Parity:
     precision: str  # that the candidate says it computes in
     reference: str  # what stands for the truth: fp64, or fp32 where the model does not run in it
     steps: int
-    noise: float  # largest relative difference between two runs of the baseline
-    first: Row | None  # the first that precision does not explain, else that is not bit-equal
+    first: Row | None  # the first that precision does not explain
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)  # what a fault could hide in

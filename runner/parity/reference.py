@@ -1,16 +1,16 @@
-"""What a candidate's numbers are held against: the plain run's, and how far rounding moves them.
+"""The reference of a parity check: the plain run's numbers, and how far rounding moves them.
 
-The plain run makes some steps; where it was before each of them is where every other run makes
-that step from, too. So a step is compared with the same step:
+The plain run makes some steps; the state before each of them is the state from which every other
+run makes that step, too. So a step is compared with the same step:
 
 - loss, gradients and buffers with those of the plain run in fp64;
 - the update with that of the plain optimizer in fp64, fed with the candidate's own gradients;
-- at the end, outputs in evaluation mode, and metrics with those of the candidate's own outputs.
+- at the end, outputs in evaluation mode.
 
 What rounding does to this very model is measured, not assumed: by how far the plain run at the
 same precision is from fp64 at the same steps. A candidate may be so many times as far away
-(`SAME_ROUNDING`, `OTHER_ORDER`). Roundings fall to either side and stay within that; what is left
-out, counted twice or masked wrong goes far beyond it.
+(`SAME_ROUNDING`, `OTHER_ORDER`). Roundings fall to either side and stay within that; a term that is
+left out, counted twice or masked wrong goes far beyond it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -39,7 +39,6 @@ from runner.parity.candidates import (
     only,
     opened,
     quiet,
-    seeded,
     without_techniques,
 )
 from runner.parity.distance import (
@@ -50,7 +49,7 @@ from runner.parity.distance import (
     Kind,
     Tolerance,
     compare_changes,
-    compare_evaluations,
+    compare_outputs,
     compare_steps,
     judge,
     same,
@@ -72,7 +71,6 @@ from runner.parity.trajectory import (
     Tensors,
     choose_stretch,
     follow,
-    metrics_of,
     updates,
 )
 from runner.training.run import Run
@@ -86,8 +84,7 @@ are off by sqrt(n / log2 n) times what a tree of sums is (Higham 1993), 64 for n
 AGAIN = 2  # further seeds with which a small failure has to repeat
 INFERRED = 32 * ROUNDOFF[torch.float32]
 """Of the largest gradient: what a moment's last bit makes of one that is inferred, at beta1=0.9."""
-METRIC = 1e-4  # relative: what summing over samples in fp32 may change of a metric
-COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a word
+COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a sentence
 DRAWN = (Kind.loss, Kind.grad_norm, Kind.gradient, Kind.buffer)  # what other draws change
 PRECISION = ("tf32", "amp")  # techniques that are there to round more
 
@@ -103,7 +100,7 @@ class _Plain:
 
 
 @dataclass
-class _Made:
+class _Candidate:
     """What a candidate computed, and how."""
 
     record: Record
@@ -117,19 +114,6 @@ class _Made:
     def updates_known(self) -> bool:
         """Whether there are gradients to update with, of every step."""
         return not self.record.gradients_hidden or all(s.gradients for s in self.record.steps)
-
-
-@dataclass
-class _Comparison:
-    """All tensors of a candidate: judged, at which step they are not bit-equal, and metrics."""
-
-    judged: list[Judged] = field(default_factory=list)
-    metrics: list[Row] = field(default_factory=list)
-    differing: list[tuple[int, Key]] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[Row]:
-        return [*(_row(one) for one in self.judged), *self.metrics]
 
 
 class ParityReference:
@@ -151,98 +135,101 @@ class ParityReference:
         A small failure of gradients has to repeat with other seeds: where one rounding carries an
         activation over its kink, two right computations part; a wrong one is wrong every time.
         """
-        found = self.judge_once(config, choices)
-        off = _by_a_kink(found)
+        result = self.judge_once(config, choices)
+        off = _by_a_kink(result)
         for seed in range(config.seed + 1, config.seed + 1 + AGAIN) if off else ():
             if seed not in self._others:
-                other = seeded(self.baseline, seed)
+                other = _with_seed(self.baseline, seed)
                 self._others[seed] = ParityReference(other, self.asked, self.given)
-            again = self._others[seed].judge_once(seeded(config, seed), choices)
+            again = self._others[seed].judge_once(_with_seed(config, seed), choices)
             if off and again.verdict is not Agreement.fail:
                 was = f"seed={config.seed} was off in {off.name}"
-                said = f"{was}, which did not repeat with seed={seed}"
-                return replace(again, notes=[*again.notes, said])
-        return found
+                note = f"{was}, which did not repeat with seed={seed}"
+                return replace(again, notes=[*again.notes, note])
+        return result
 
     def judge_once(self, config: RunConfig, choices: Mapping[str, Any] | None = None) -> Parity:
         """The same by the run's own seed alone. One of reduced precision is also run without it."""
         self.choices = choices or {}
-        found = self._judge(config)
-        rest = [name for name in found.techniques if name not in PRECISION]
-        if found.verdict is not Agreement.explained or rest in ([], found.techniques):
-            return found
+        result = self._judge(config)
+        rest = [name for name in result.techniques if name not in PRECISION]
+        if result.verdict is not Agreement.explained or rest in ([], result.techniques):
+            return result
         # a slip smaller than 16-bit rounding shows once that is away
         precise = self._judge(only(config, rest))
         if precise.verdict is not Agreement.fail:
             note = f"passes in {precise.precision}, too"
-            return replace(found, notes=[*found.notes, note], not_judged=precise.not_judged)
-        without = " and ".join(name for name in found.techniques if name in PRECISION)
+            return replace(result, notes=[*result.notes, note], not_judged=precise.not_judged)
+        without = " and ".join(name for name in result.techniques if name in PRECISION)
         note = f"seen without {without}, in {precise.precision}"
         return replace(
             precise,
-            techniques=found.techniques,
-            precision=found.precision,
+            techniques=result.techniques,
+            precision=result.precision,
             notes=[*precise.notes, note],
         )
 
     def _judge(self, config: RunConfig) -> Parity:
-        made = self._make(config)
-        micro = made.micro_batch if made.sees_others and self._cuts(made) else None
-        found = self._compare(made, None, micro)
+        candidate = self._run_candidate(config)
+        micro = candidate.micro_batch if candidate.sees_others and self._cuts(candidate) else None
+        result = self._compare(candidate, None, micro)
         if micro is not None:
-            found.notes.append(
+            result.notes.append(
                 f"BatchNorm's statistics are of micro-batches of {micro}, which is another "
                 "computation; the baseline is cut the same way"
             )
-        if found.verdict is not Agreement.fail or not self._is_random(None):
-            return found
-        return self._without_chance(config, micro, made, found)
+        if result.verdict is not Agreement.fail or not self._is_random(None):
+            return result
+        return self._judge_without_dropout(config, micro, candidate, result)
 
-    def _without_chance(
-        self, config: RunConfig, micro: int | None, loud: _Made, heard: Parity
+    def _judge_without_dropout(
+        self, config: RunConfig, micro: int | None, candidate: _Candidate, result: Parity
     ) -> Parity:
         """The arithmetic with dropout off in both; then dropout by itself."""
-        certain = [r for r in heard.rows if not r.within and Kind[r.kind] not in DRAWN]
+        certain = [r for r in result.rows if not r.within and Kind[r.kind] not in DRAWN]
         if certain:
-            return replace(heard, first=min(certain, key=_when))
-        found = self._compare(self._make(config, NOWHERE), NOWHERE, micro)
-        silent = not self._is_random(NOWHERE)
-        if found.verdict is Agreement.fail and silent:
-            return found
-        if silent and micro is None and self._cuts(loud):
-            parts = self._compare(loud, None, loud.micro_batch)
+            return replace(result, first=min(certain, key=_when))
+        silent = self._compare(self._run_candidate(config, NOWHERE), NOWHERE, micro)
+        if self._is_random(NOWHERE):  # not by dropout
+            return self._judge_draws(config, micro, replace(result, rows=[]), [], None)
+        if silent.verdict is Agreement.fail:
+            return silent
+        if micro is None and self._cuts(candidate):
+            parts = self._compare(candidate, None, candidate.micro_batch)
             if parts.verdict is not Agreement.fail:
-                note = f"dropout is that of a plain run in micro-batches of {loud.micro_batch}"
-                return replace(found, verdict=Agreement.explained, notes=[*found.notes, note])
-        return self._by_draws(config, micro, found if silent else heard, silent)
+                size = candidate.micro_batch
+                note = f"dropout is that of a plain run in micro-batches of {size}"
+                return replace(silent, verdict=Agreement.explained, notes=[*silent.notes, note])
+        with self._opened(self.baseline) as run:
+            sites = dropout_sites(run.model)
+        return self._judge_draws(config, micro, silent, sites, NOWHERE)
 
-    def _by_draws(
-        self, config: RunConfig, micro: int | None, found: Parity, silent: bool
+    def _judge_draws(
+        self,
+        config: RunConfig,
+        micro: int | None,
+        result: Parity,
+        sites: list[str],
+        dropout: str | None,
     ) -> Parity:
         """Dropout by its statistics: one site after another, the others off, and all together."""
-        with self._opened(self.baseline) as run:
-            sites = dropout_sites(run.model) if silent else []
-        anchor = self._measured(NOWHERE if silent else None, micro).truth.steps[0].gradients
+        anchor = self._measured(dropout, micro).truth.steps[0].gradients
         rows: list[Row] = []
         for site in [*(sites if len(sites) > 1 else ()), None]:
             with self._opened(quiet(config), site, self.choices) as run:
                 theirs = repeat_draws(run, self.stretch, anchor)
             with self._opened(cut(self.baseline, micro), site) as run:
                 ours = repeat_draws(run, self.stretch, anchor)
-            rows += _draw_rows(site or "all dropout", ours, theirs, found if silent else None)
+            rows += _draw_rows(site or "all dropout", ours, theirs, result.rows)
         beyond = [row for row in rows if not row.within]
-        note = f"dropout draws other numbers: compared over {DRAWS} draws"
-        if not silent:
-            note = f"its random numbers are no dropout's: compared over {DRAWS} draws only"
-            found = replace(found, rows=[])
         hidden = "what changes loss and gradients less than many draws of dropout show"
         return replace(
-            found,
+            result,
             verdict=Agreement.fail if beyond else Agreement.explained,
             first=beyond[0] if beyond else None,
-            rows=[*found.rows, *rows],
-            notes=[*found.notes, note],
-            not_judged=[*found.not_judged, hidden],
+            rows=[*result.rows, *rows],
+            notes=[*result.notes, f"it draws other random numbers: compared over {DRAWS} draws"],
+            not_judged=[*result.not_judged, hidden],
         )
 
     def _is_random(self, dropout: str | None) -> bool:
@@ -264,12 +251,12 @@ class ParityReference:
         with opened(config, dropout, fresh(self.given, choices)) as run:
             yield run
 
-    def _make(self, config: RunConfig, dropout: str | None = None) -> _Made:
+    def _run_candidate(self, config: RunConfig, dropout: str | None = None) -> _Candidate:
         """Follow the candidate; closed before anything else runs, so that no switch of it stays."""
         path = self.path
         with eager_draws(), self._opened(quiet(config), dropout, self.choices) as run:
             record = follow(run, self.stretch, path, validation=self.validation)
-            return _Made(
+            return _Candidate(
                 record=record,
                 says=numerics(run),
                 techniques=[name for name, _ in run.techniques if name not in run.fallen],
@@ -278,11 +265,11 @@ class ParityReference:
                 sees_others=batch_statistics(run),
             )
 
-    def _cuts(self, made: _Made) -> bool:
+    def _cuts(self, candidate: _Candidate) -> bool:
         """Whether the candidate's micro-batches are not the baseline's."""
         training = self.baseline.training
         usual = largest_part(training.batch_size, training.micro_batch or training.batch_size)
-        return made.micro_batch != usual
+        return candidate.micro_batch != usual
 
     # -- measuring -----------------------------------------------------------------------------
 
@@ -310,33 +297,18 @@ class ParityReference:
         with self._opened(self.baseline) as run:
             self.says = numerics(run)
             record = follow(run, self.stretch)
-            self.validation, whole = len(record.evaluation.outputs), run.validation.steps_per_epoch
-        self.left_out = [f"validation batches after the first {self.validation}"]
-        if self.validation == whole:
-            self.left_out.clear()
+            self.validation, whole = len(record.outputs), run.validation.steps_per_epoch
+        rest = f"validation batches after the first {self.validation}"
+        self.left_out = [] if self.validation == whole else [rest]
         return record
 
-    @cached_property
-    def noise(self) -> float:
-        """Largest relative difference between two runs of the baseline."""
-        again = replace(self.stretch, steps=min(2, self.stretch.steps))
-        with self._opened(self.baseline) as run:
-            record = follow(run, again, self.path, validation=1)
-        found = compare_steps(record.steps, self.path.steps[: again.steps], self._buffers()[:2])
-        pairs = ((key, i) for key, errors in found.error.items() for i in range(len(errors)))
-        return max(
-            found.error[key][i] / found.size[key][i] for key, i in pairs if found.size[key][i]
-        )
-
-    def _buffers(self) -> list[Tensors]:
-        return [self.path.before(number).buffers for number in range(self.stretch.steps)]
-
     def _distances(self, record: Record, truth: Record) -> Distances:
-        found = compare_steps(record.steps, truth.steps, self._buffers())
-        outputs = compare_evaluations(record.evaluation, truth.evaluation)
-        for ours, theirs in zip(vars(found).values(), vars(outputs).values(), strict=True):
+        buffers = [self.path.before(number).buffers for number in range(self.stretch.steps)]
+        distances = compare_steps(record.steps, truth.steps, buffers)
+        outputs = compare_outputs(record.outputs, truth.outputs)
+        for ours, theirs in zip(vars(distances).values(), vars(outputs).values(), strict=True):
             ours.update(theirs)
-        return found
+        return distances
 
     def _follow(
         self, config: RunConfig, dropout: str | None, says: Numerics | None = None, ulps: int = 0
@@ -347,9 +319,8 @@ class ParityReference:
             if says is not None:
                 stack.enter_context(computing_in(says, run))
             return follow(
-                run, self.stretch, self.path,
-                update=False, ulps=ulps, validation=self.validation,
-            )  # fmt: skip
+                run, self.stretch, self.path, update=False, ulps=ulps, validation=self.validation
+            )
 
     def _measured(self, dropout: str | None, micro: int | None) -> _Plain:
         key = dropout, micro
@@ -360,25 +331,23 @@ class ParityReference:
     def _measure(self, dropout: str | None, micro: int | None) -> _Plain:
         usual = cut(self.baseline, micro)
         plain = without_techniques(usual)
-        own, _ = self.path, self.noise
+        own = self.path
         if dropout is not None or micro is not None:
             own = self._follow(usual, dropout)
         truth = self._truth(plain, dropout)
         if truth is not None:
             errors = self._distances(own, truth)
-            loss = Key(Kind.loss, "loss")
-            apart = sorted(
-                e / s for e, s in zip(errors.error[loss], errors.size[loss], strict=True) if s
-            )
-            if apart and apart[len(apart) // 2] > KINK:
+            key = Key(Kind.loss, "loss")
+            apart = [e / s for e, s in zip(errors.error[key], errors.size[key], strict=True) if s]
+            if apart and median(apart) > KINK:
                 truth = None  # there dropout draws other numbers in fp64
         if truth is None:
             errors = self._distances(self._follow(plain, dropout, self.says, ulps=1), own)
-        tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
-        if truth is not None:
+        else:
             for ours, right in zip(own.steps, truth.steps, strict=True):
-                ours.gradients = {}  # nobody needs them again, and they are large
+                ours.gradients = {}  # not needed any more, and large
                 right.gradients = {n: g.float() for n, g in right.gradients.items()}
+        tolerances = {self.says: Tolerance(errors, OTHER_ORDER)}
         return _Plain(truth or own, truth is not None, own, tolerances)
 
     def _truth(self, plain: RunConfig, dropout: str | None) -> Record | None:
@@ -389,9 +358,13 @@ class ParityReference:
             to_double(run)
             try:
                 return follow(
-                    run, self.stretch, self.path,
-                    update=False, in_double=True, validation=self.validation,
-                )  # fmt: skip
+                    run,
+                    self.stretch,
+                    self.path,
+                    update=False,
+                    in_double=True,
+                    validation=self.validation,
+                )
             except (RunnerError, RuntimeError, TypeError, ValueError):  # a type is in the model
                 return None
 
@@ -410,132 +383,113 @@ class ParityReference:
 
     # -- comparing -----------------------------------------------------------------------------
 
-    def _compare(self, made: _Made, dropout: str | None, micro: int | None) -> Parity:
+    def _compare(self, candidate: _Candidate, dropout: str | None, micro: int | None) -> Parity:
         plain = self._measured(dropout, micro)
-        tolerance = self._tolerance(plain, dropout, micro, made.says)
-        found, seen = self._distances(made.record, plain.truth), _Comparison()
-        self._compare_start(made, found)
-        if made.record.gradients_hidden:
-            for key in [key for key in found.floor if key.kind is Kind.gradient]:
-                least = INFERRED * max(found.size[key])
-                found.floor[key] = [max(least, floor) for floor in found.floor[key]]
-        seen.judged += judge(found, tolerance)
-        self._compare_bits(made, plain, seen)
-        self._compare_updates(made, plain, seen)
-        rows = seen.rows
-        beyond = sorted((r for r in rows if not r.within), key=_when)
-        first = next(iter(beyond), None)
-        if first is None and seen.differing:
-            step, key = min(seen.differing)
-            first = next(replace(_row(one), step=step) for one in seen.judged if one.key == key)
-        verdict = Agreement.explained if seen.differing else Agreement.exact
-        return Parity(
-            verdict=Agreement.fail if beyond else verdict,
-            techniques=made.techniques,
-            refused=made.refused,
-            precision=made.says.name,
-            reference="fp64" if plain.precise else "the baseline itself",
-            steps=self.stretch.steps,
-            noise=self.noise,
-            first=first,
-            rows=rows,
-            notes=[*self._clipped(), *_notes(seen)],
-            not_judged=[*self._chosen[1], *self.left_out, *_not_judged(made, seen)],
-        )
-
-    def _clipped(self) -> Iterator[str]:
-        if self.clip_norm is not None:
-            limit = self.baseline.stability.clip_norm
-            yield (
-                f"clipped at {self.clip_norm:.2g}, the median norm: no gradient of these steps "
-                f"is above stability.clip_norm={limit:g}"
-            )
-
-    def _compare_start(self, made: _Made, found: Distances) -> None:
-        """The first weights and buffers: those of the baseline, to the bit."""
-        ours, theirs = made.record.start, self.path.start
-        for mine, right in ((ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)):
-            for name, value in right.items():
-                if name in mine:
-                    found.add(Key(Kind.parameter, name), mine[name], value, floor=0.0)
-
-    def _compare_bits(self, made: _Made, plain: _Plain, seen: _Comparison) -> None:
-        """Against the plain run at the baseline's precision."""
-        pairs = zip(made.record.steps, plain.own.steps, strict=True)
-        for number, (ours, theirs) in enumerate(pairs, 1):
-            values = {
-                Key(Kind.loss, "loss"): (ours.loss, theirs.loss),
-                Key(Kind.grad_norm, "grad_norm"): (ours.grad_norm, theirs.grad_norm),
-            }
-            for name, right in theirs.after.buffers.items():
-                values[Key(Kind.buffer, name)] = (ours.after.buffers.get(name), right)  # type: ignore[assignment]
-            seen.differing += [(number, key) for key, pair in values.items() if not same(*pair)]
-        evaluations = compare_evaluations(made.record.evaluation, plain.own.evaluation)
-        seen.differing += [
-            (self.stretch.steps, key) for key, errors in evaluations.error.items() if any(errors)
-        ]
-
-    def _compare_updates(self, made: _Made, plain: _Plain, seen: _Comparison) -> None:
-        """What became of weights and averages, and the metrics of the candidate's own outputs."""
-        found, own = Distances(), Distances()
+        tolerance = self._tolerance(plain, dropout, micro, candidate.says)
+        distances = self._distances(candidate.record, plain.truth)
+        self._compare_start(candidate, distances)
+        if candidate.record.gradients_hidden:
+            for key in [key for key in distances.floor if key.kind is Kind.gradient]:
+                least = INFERRED * max(distances.size[key])
+                distances.floor[key] = [max(least, floor) for floor in distances.floor[key]]
+        judged = list(judge(distances, tolerance))
+        exact = _equal_steps(candidate.record, plain.own) and candidate.updates_known
         config = without_techniques(self.baseline)
         with self._opened(config) as run, self._opened(config) as precise:
             if run.device.kind != "mps":
                 to_double(precise)
-            steps = zip(
-                made.record.steps,
-                updates(run, self.stretch, self.path, made.record),
-                updates(precise, self.stretch, self.path, made.record),
-                strict=True,
+            of_updates, equal_updates = self._compare_updates(candidate, run, precise)
+        judged += of_updates
+        rows = [_row(one) for one in judged]
+        beyond = sorted((row for row in rows if not row.within), key=_when)
+        verdict = Agreement.exact if exact and equal_updates else Agreement.explained
+        kinks = max((one.kinks for one in judged), default=0)
+        off = f"gradients are off by up to {KINK:.0%} at {kinks} steps, as by an activation's kink"
+        return Parity(
+            verdict=Agreement.fail if beyond else verdict,
+            techniques=candidate.techniques,
+            refused=candidate.refused,
+            precision=candidate.says.name,
+            reference="fp64" if plain.precise else "the baseline itself",
+            steps=self.stretch.steps,
+            first=next(iter(beyond), None),
+            rows=rows,
+            notes=[*self._describe_clipping(), *([off] if kinks else [])],
+            not_judged=[*self._chosen[1], *self.left_out, *_not_judged(candidate, judged)],
+        )
+
+    def _describe_clipping(self) -> list[str]:
+        if self.clip_norm is None:
+            return []
+        limit = self.baseline.stability.clip_norm
+        return [
+            f"clipped at {self.clip_norm:.2g}, the median norm: no gradient of these steps "
+            f"is above stability.clip_norm={limit:g}"
+        ]
+
+    def _compare_start(self, candidate: _Candidate, distances: Distances) -> None:
+        """The first weights and buffers: those of the baseline, to the bit."""
+        ours, theirs = candidate.record.start, self.path.start
+        pairs = (ours.parameters, theirs.parameters), (ours.buffers, theirs.buffers)
+        for mine, right in pairs:
+            for name, value in right.items():
+                if name in mine:
+                    distances.add(Key(Kind.parameter, name), mine[name], value, floor=0.0)
+
+    def _compare_updates(
+        self, candidate: _Candidate, run: Run, precise: Run
+    ) -> tuple[list[Judged], bool]:
+        """The changes of weights and averages next to those of plain updates with its gradients.
+
+        And whether they are bit-equal.
+        """
+        distances, own, equal = Distances(), Distances(), True
+        fed = self.stretch, self.path, candidate.record
+        steps = zip(candidate.record.steps, updates(run, *fed), updates(precise, *fed), strict=True)
+        for number, (step, state, truth) in enumerate(steps):
+            start, first = self.path.before(number).parameters, self.path.start.average
+            kinds: tuple[tuple[Kind, str, Tensors], ...] = (
+                (Kind.update, "parameters", start),
+                (Kind.average, "average", first),
             )
-            for number, (step, state, truth) in enumerate(steps):
-                start = self.path.before(number).parameters
-                first = self.path.start.average
-                for kind, values, right, before in (
-                    (Kind.update, "parameters", truth.parameters, start),
-                    (Kind.average, "average", truth.average, first),
-                ):
-                    for name, value in right.items():
-                        key = Key(kind, name)
-                        mine = getattr(step.after, values)[name]
-                        theirs = getattr(state, values)[name]
-                        compare_changes(found, key, mine, value, before[name])
-                        compare_changes(own, key, theirs, value, before[name])
-                        if not same(mine, theirs):
-                            seen.differing.append((number + 1, key))
-            if not made.updates_known:
-                found, own = Distances(), Distances()
-                seen.differing.append((1, Key(Kind.loss, "loss")))  # not known to be exact
-            seen.judged += judge(found, Tolerance(own, SAME_ROUNDING))
-            seen.metrics = self._metric_rows(run, made, plain)
-
-    def _metric_rows(self, run: Run, made: _Made, plain: _Plain) -> list[Row]:
-        """Metrics against those that the plain objective computes from the same outputs."""
-        rows = []
-        right = metrics_of(run, made.record.evaluation.outputs)
-        usual = metrics_of(run, plain.own.evaluation.outputs)
-        ours, own = made.record.evaluation.metrics, plain.own.evaluation.metrics
-        for name, value in right.items():
-            size = abs(value) or 1.0
-            error = _apart(ours.get(name, math.nan), value)
-            bound = METRIC * size + OTHER_ORDER * _apart(own.get(name, 0.0), usual.get(name, 0.0))
-            rows.append(Row(1, Kind.metric.name, name, error / size, bound / size))
-        return rows
+            for kind, values, before in kinds:
+                for name, right in getattr(truth, values).items():
+                    key = Key(kind, name)
+                    mine, theirs = getattr(step.after, values)[name], getattr(state, values)[name]
+                    compare_changes(distances, key, mine, right, before[name])
+                    compare_changes(own, key, theirs, right, before[name])
+                    equal = equal and same(mine, theirs)
+        if not candidate.updates_known:
+            return [], False
+        return list(judge(distances, Tolerance(own, SAME_ROUNDING))), equal
 
 
-def _by_a_kink(found: Parity) -> Row | None:
+def _with_seed(config: RunConfig, seed: int) -> RunConfig:
+    """The same config with another seed; not checked again, the plain one asks for nothing."""
+    other = copy(config)
+    other.seed = seed
+    return other
+
+
+def _equal_steps(record: Record, own: Record) -> bool:
+    """Whether losses, norms, buffers and outputs are bit-equal."""
+    for ours, theirs in zip(record.steps, own.steps, strict=True):
+        if not (same(ours.loss, theirs.loss) and same(ours.grad_norm, theirs.grad_norm)):
+            return False
+        buffers = theirs.after.buffers.items()
+        if not all(same(ours.after.buffers.get(name), value) for name, value in buffers):
+            return False
+    errors = compare_outputs(record.outputs, own.outputs).error.values()
+    return not any(any(values) for values in errors)
+
+
+def _by_a_kink(result: Parity) -> Row | None:
     """The failure, where one rounding could have made it."""
-    first = found.first
-    if found.verdict is not Agreement.fail or first is None:
+    first = result.first
+    if result.verdict is not Agreement.fail or first is None:
         return None
     kinky = first.kind in (Kind.gradient.name, Kind.grad_norm.name)
     return first if kinky and first.error < KINK else None
-
-
-def _apart(a: float, b: float) -> float:
-    if math.isnan(a) and math.isnan(b):
-        return 0.0
-    return math.inf if math.isnan(a - b) else abs(a - b)
 
 
 def _when(row: Row) -> tuple[bool, int, int]:
@@ -548,46 +502,38 @@ def _row(one: Judged) -> Row:
     return Row(one.step, one.key.kind.name, one.key.name, one.error, one.bound)
 
 
-def _notes(seen: _Comparison) -> list[str]:
-    kinks = max((one.kinks for one in seen.judged), default=0)
-    if not kinks:
-        return []
-    return [f"gradients are off by up to {KINK:.0%} at {kinks} steps, as by an activation's kink"]
-
-
-def _not_judged(made: _Made, seen: _Comparison) -> Iterator[str]:
+def _not_judged(candidate: _Candidate, judged: list[Judged]) -> Iterator[str]:
     """What a fault could hide in, of this very candidate."""
-    coarse = max((j.bound for j in seen.judged if j.key.kind is Kind.gradient), default=0.0)
+    coarse = max((j.bound for j in judged if j.key.kind is Kind.gradient), default=0.0)
     if coarse > COARSE:
         yield f"gradients off by less than {coarse:.0%}: that is what rounding changes of one"
-    if made.record.gradients_hidden and made.updates_known:
-        yield "gradients inside the one graph but through the optimizer's moments"
-    if not made.updates_known:
+    if not candidate.updates_known:
         yield "gradients and updates inside the one graph: no moment of the optimizer tells them"
-    if any(name in PRECISION for name in made.techniques) and all(
-        name in PRECISION for name in made.techniques
-    ):
-        names = " and ".join(made.techniques)
-        yield f"gradients off by less than {made.says.name} rounds: {names} is judged with itself"
+    elif candidate.record.gradients_hidden:
+        yield "gradients inside the one graph but through the optimizer's moments"
+    if candidate.techniques and set(candidate.techniques) <= set(PRECISION):
+        names = " and ".join(candidate.techniques)
+        rounds = f"gradients off by less than {candidate.says.name} rounds"
+        yield f"{rounds}: {names} is judged with itself"
 
 
-def _draw_rows(site: str, ours: Draws, theirs: Draws, found: Parity | None) -> list[Row]:
-    """The mean and the spread of each statistic over many draws."""
+def _draw_rows(site: str, ours: Draws, theirs: Draws, rounded: list[Row]) -> list[Row]:
+    """The mean and the spread of each statistic over many draws; `rounded` without dropout."""
     rows = []
-    rounded = {row.kind: row.bound for row in found.rows} if found else {}
+    bounds = {row.kind: row.bound for row in rounded}
     for name, a in vars(ours).items():
         b = getattr(theirs, name)
         if not (a and b):
             continue
         size = abs(math.fsum(a) / len(a))
-        rounding = rounded.get(name, rounded.get(Kind.grad_norm.name, 0.0))
+        rounding = bounds.get(name, bounds.get(Kind.grad_norm.name, 0.0))
         size = 1.0 if name == "projection" else size or 1.0
         apart, by_chance = mean_differs(a, b)
         bound = by_chance / size + rounding
         rows.append(Row(1, Kind.draw.name, f"mean of {name} ({site})", apart / size, bound))
         apart, by_chance = spread_differs(a, b)
-        row = Row(1, Kind.draw.name, f"log-variance of {name} ({site})", apart, by_chance)
-        rows.append(row)
+        name = f"log-variance of {name} ({site})"
+        rows.append(Row(1, Kind.draw.name, name, apart, by_chance))
     return rows
 
 
@@ -596,21 +542,21 @@ def check_parity(
 ) -> Parity:
     """Hold the run of `config` against that of `baseline`, each step from the same weights.
 
-    `STEPS` steps, or as many as are affordable with a large model; what `ParityReference.judge`
-    says of it. With `attribute` a failure is traced to the technique that causes it.
+    `STEPS` steps, or as many as are affordable with a large model; the verdict of
+    `ParityReference.judge`. With `attribute` a failure is traced to the technique that causes it.
     """
     reference = ParityReference(baseline, steps)
-    found = reference.judge(config)
-    if attribute and found.verdict is Agreement.fail:
-        return _find_culprits(reference, config, found)
-    return found
+    result = reference.judge(config)
+    if attribute and result.verdict is Agreement.fail:
+        return _find_culprits(reference, config, result)
+    return result
 
 
-def _find_culprits(reference: ParityReference, config: RunConfig, found: Parity) -> Parity:
+def _find_culprits(reference: ParityReference, config: RunConfig, result: Parity) -> Parity:
     """Name what fails alone; if nothing does, shrink the set for as long as it fails."""
-    names = found.techniques
+    names = result.techniques
     if len(names) == 1:
-        return replace(found, culprits=names)
+        return replace(result, culprits=names)
     verdicts = {name: reference.judge_once(only(config, [name])).verdict for name in names}
     culprits = [name for name, verdict in verdicts.items() if verdict is Agreement.fail]
     if not culprits:
@@ -620,4 +566,4 @@ def _find_culprits(reference: ParityReference, config: RunConfig, found: Parity)
             if rest and reference.judge_once(only(config, rest)).verdict is Agreement.fail:
                 culprits = rest
     alone = {name: verdict.value for name, verdict in verdicts.items()}
-    return replace(found, culprits=culprits, alone=alone)
+    return replace(result, culprits=culprits, alone=alone)

@@ -7,10 +7,10 @@ grows from one step to the next, and a tolerance can be that of a single step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -53,20 +53,12 @@ class StepRecord:
 
 
 @dataclass
-class EvaluationRecord:
-    """Outputs and metrics of some validation batches."""
-
-    outputs: list[Any] = field(default_factory=list)  # as the model returns them
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
 class Record:
     """A trajectory: step k + 1 starts from `before(k)`."""
 
     start: State
     steps: list[StepRecord]
-    evaluation: EvaluationRecord
+    outputs: list[Any]  # of some validation batches, as the model returns them
     gradients_hidden: bool = False  # in one graph: inferred from the optimizer's moments
 
     def before(self, step: int) -> State:
@@ -98,7 +90,7 @@ def follow(
     """
     place(run, stretch)
     run.model.train()
-    record = Record(snapshot(run), [], EvaluationRecord())
+    record = Record(snapshot(run), [], [])
     batches = run.train.batches(run.progress.step)
     try:
         for number in range(stretch.steps):
@@ -116,7 +108,7 @@ def follow(
         run.train.close()
     if path is not None:
         load(run.model, path.before(stretch.steps), run)
-    record.evaluation = _evaluated(run, validation, in_double)
+    record.outputs = _evaluated(run, validation, in_double)
     return record
 
 
@@ -252,59 +244,30 @@ def _inferred(run: Run, step: Step, before: dict[Tensor, tuple[Tensor, Tensor]])
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def _evaluated(run: Run, batches: int | None, in_double: bool) -> EvaluationRecord:
-    """The run's own evaluation of so many batches; None: until their outputs are many."""
-    kept: list[Any] = []
-    size = [0]
+def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
+    """Outputs of so many validation batches in evaluation mode; None: until they are many."""
+    outputs: list[Any] = []
+    size = 0
 
-    def several(start: int) -> Iterator[Batch]:
-        for number, batch in enumerate(whole(start)):
-            if number == (batches or BATCHES) or (batches is None and size[0] > OUTPUTS):
+    def some(start: int) -> Iterator[Batch]:
+        for number, batch in enumerate(every(start)):
+            if number == (batches or BATCHES) or (batches is None and size > OUTPUTS):
                 return
             yield double(batch) if in_double else batch
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size
         output = forward(*args, **kwargs)
-        kept.append(
-            tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, output)
-        )
-        size[0] += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        outputs.append(tree_map(lambda x: _copy(x) if isinstance(x, Tensor) else x, output))
+        size += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         return output
 
-    whole, forward = run.validation.batches, run.forward
-    with _replaced(run.validation, "batches", several), _replaced(run, "forward", recorded):
-        metrics = evaluate(run).metrics
+    every, forward = run.validation.batches, run.forward
+    with mock.patch.object(run.validation, "batches", some):
+        with mock.patch.object(run, "forward", recorded):
+            evaluate(run)
     run.validation.close()
-    return EvaluationRecord(kept, metrics)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    own = vars(owner)
-    before = own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def metrics_of(run: Run, outputs: list[Any]) -> dict[str, float]:
-    """The metrics that the run's own objective computes from outputs, in fp64."""
-    totals: dict[str, Tensor] = {}
-    batches = run.validation.batches(0)
-
-    def placed(leaf: Any) -> Any:
-        return double(leaf.to(run.device.torch)) if isinstance(leaf, Tensor) else leaf
-
-    for output, batch in zip(outputs, batches, strict=False):
-        sums = run.objective.tally(tree_map(placed, output), double(batch[1]))
-        totals = {name: totals[name] + x for name, x in sums.items()} if totals else sums
-    run.validation.close()
-    return {f"val/{name}": value for name, value in run.objective.metrics(totals).items()}
+    return outputs
 
 
 # -- updates ---------------------------------------------------------------------------------------

@@ -231,8 +231,6 @@ def _machine(comparison: Comparison) -> list[tuple[str, str]]:
         "CPUs taken by others": format.share(load.others),
         "clock, MHz": format.rate(load.mhz),
         "clock, spread": format.share(load.mhz_spread),
-        "device's clock, MHz": format.rate(load.device_mhz),
-        "stolen by other machines": format.share(load.stolen),
         "reference against itself": (
             format.times_interval(control.ratio, control.interval) if control else format.NONE
         ),

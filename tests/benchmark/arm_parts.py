@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -105,16 +104,6 @@ def path(run: Any) -> float:
 
 def spin(run: Any) -> float:
     return float(os.environ.get("GOMP_SPINCOUNT", "0"))
-
-
-def forks(run: Any) -> float:
-    """Whether what the process starts begins as in any other."""
-    return float(multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0])
-
-
-def named(run: Any) -> float:
-    """How many locks have a name that a process which is killed would leave behind."""
-    return float(multiprocessing.RLock()._semlock.name is not None)
 
 
 def in_steps(run: Any) -> float:

@@ -21,7 +21,6 @@ from runner.benchmark.engine import Cut, failures, measure
 from runner.benchmark.result import SAME, BenchmarkResult
 from runner.benchmark.workers.messages import Finished, Ready
 from runner.composing import compose
-from runner.errors import ConfigError
 from tests.benchmark.simulated import Simulation, World
 
 SPEEDUPS = {"fused_optimizer": 1.5, "compile": 1.0, "amp": 1.0}
@@ -118,13 +117,6 @@ def test_planted_speedups_are_found_and_nothing_else_is_claimed() -> None:
     assert "within" in found.stopped
 
 
-def test_another_reference_turns_the_ratios_round() -> None:
-    found = measured(Stage(SPEEDUPS), reference="basic")
-    assert found.reference == "basic"
-    assert found.arm("none").claim == "slower"
-    assert found.arm("none").speedup == pytest.approx(1 / 1.5, rel=0.05)
-
-
 def test_times_are_of_steps_and_rates_of_all_of_them() -> None:
     none = measured(Stage(SPEEDUPS, noise=0.0)).arm("none")
     assert none.step_ms is not None and 10.0 <= none.step_ms <= 13.0
@@ -169,14 +161,7 @@ def test_without_the_reference_there_are_times_and_no_ratios() -> None:
     found = measured(Stage(SPEEDUPS, refuses={"none": ("failed", "no such file")}))
     assert [row.speedup for row in found.arms] == [None, None, None]
     assert [row.step_ms is None for row in found.arms] == [True, False, False]
-    assert any("the reference, none, failed: no such file" in note for note in found.notes)
-
-
-def test_a_reference_that_dies_meanwhile_leaves_no_ratios_either() -> None:
-    found = measured(Stage(SPEEDUPS, dies={"none": ("killed", "by SIGKILL")}), narrow=0.0001)
-    assert all(row.speedup is None for row in found.arms[1:])
-    assert found.arm("basic").step_ms is not None
-    assert any("the reference, none, ended (killed)" in note for note in found.notes)
+    assert any("the reference, none, ended (failed: no such file)" in note for note in found.notes)
 
 
 def test_when_all_fail_all_are_rows() -> None:
@@ -190,7 +175,7 @@ def test_when_all_fail_all_are_rows() -> None:
 def test_without_the_control_the_noise_floor_is_not_known_and_that_is_said() -> None:
     found = measured(Stage(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
     assert (found.control, found.noise_floor, found.unclaimed) == (None, None, None)
-    assert "the control failed: x" in found.notes
+    assert "the control ended (failed: x)" in found.notes
     assert any("the noise floor is not known, so nothing is claimed" in n for n in found.notes)
     assert [row.claim for row in found.arms] == ["", "", ""]
     found = measured(Stage(SPEEDUPS), control=False)
@@ -211,25 +196,10 @@ def test_a_budget_too_small_for_an_interval_says_so() -> None:
     assert found.blocks == 6  # without which there is no interval at all
 
 
-def test_a_budget_of_no_block_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"benchmark\.budget_s"):
-        measured(Stage(SPEEDUPS), budget_s=0.9)
-
-
-@pytest.mark.parametrize(
-    ("load", "says"),
-    [
-        (TurnLoad(others=0.3), "other processes took 30% of the CPUs"),
-        (TurnLoad(stolen=0.05), "the hypervisor gave 5% of the time"),
-    ],
-)
-def test_a_noisy_machine_is_said(load: TurnLoad, says: str) -> None:
-    found = measured(Stage(SPEEDUPS, loads=load))
-    assert any(says in note for note in found.notes)
-
-
-def test_a_quiet_machine_is_not_talked_about() -> None:
-    found = measured(Stage(SPEEDUPS, loads=TurnLoad(others=0.01, mhz=3000.0, stolen=0.0)))
+def test_a_noisy_machine_is_a_note_and_a_quiet_one_is_not() -> None:
+    noisy = measured(Stage(SPEEDUPS, loads=TurnLoad(others=0.3)))
+    assert any("other processes took 30% of the CPUs" in note for note in noisy.notes)
+    found = measured(Stage(SPEEDUPS, loads=TurnLoad(others=0.01, mhz=3000.0)))
     assert found.notes == []
     assert (found.load.others, found.load.mhz, found.load.mhz_spread) == (0.01, 3000.0, 0.0)
 
@@ -295,12 +265,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, number: int, code: int) 
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_ctrl_c_before_the_first_block_is_an_end_too(tmp_path: Path) -> None:
-    with pytest.raises(Cut):
-        measured(Stage(SPEEDUPS, signals=1), folder=tmp_path)
-    assert BenchmarkResult.read(tmp_path).blocks == 0
-
-
 def test_every_block_is_told() -> None:
     world, told = Stage(SPEEDUPS), []
     settings = BenchmarkConfig(parity=False, budget_s=60.0, narrow=0.01)
@@ -310,35 +274,3 @@ def test_every_block_is_told() -> None:
     )  # fmt: skip
     assert [blocks for blocks, _ in told] == list(range(1, found.blocks + 1))
     assert told[0][1] == ["basic", CONTROL]
-
-
-def test_a_control_that_dies_before_it_has_an_interval_says_nothing_either(tmp_path: Path) -> None:
-    world = Stage(SPEEDUPS, dies={CONTROL: ("killed", "by SIGKILL")}, dies_after=3)
-    found = measured(world, folder=tmp_path)
-    assert (found.noise_floor, found.arm("basic").claim) == (None, "")
-    assert BenchmarkResult.read(tmp_path).noise_floor is None
-
-
-def test_less_than_two_percent_is_claimed_by_nobody() -> None:
-    found = measured(Stage({"fused_optimizer": 1.015}, noise=0.002), "none", "basic")
-    row = found.arm("basic")
-    assert row.speedup_interval is not None and row.speedup_interval[0] > 1
-    assert row.claim in ("", "same")
-
-
-def test_blocks_that_depend_on_each_other_are_said() -> None:
-    slow = {"basic": 1.0}
-
-    class Spells(Actors):
-        def turn(self, name: str, seconds: float) -> Turn:
-            slow["basic"] = 1.0 + 0.1 * (self.world.calls // 60 % 2)
-            return super().turn(name, seconds)
-
-    world = Stage(SPEEDUPS, slow=slow)
-    settings = BenchmarkConfig(parity=False, budget_s=60.0, narrow=0.01)
-    found = measure(
-        [arm("none"), arm("basic")], settings, pool=lambda arms, *_: Spells(world, arms),
-        clock=world.clock,
-    )  # fmt: skip
-    assert any("blocks depend on each other: ratios of basic" in note for note in found.notes)
-    assert found.arm("basic").speedup_interval is None or found.blocks > 30

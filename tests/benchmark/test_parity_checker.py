@@ -85,7 +85,7 @@ def test_a_process_that_dies_costs_that_verdict_only() -> None:
     with ParityChecker(120.0) as checker:
         bad = checker.check(arm("bad", "optimization=none", extra(f"{__name__}.Deadly")))
         good = checker.check(arm("basic", "optimization=basic"))
-    assert bad == Verdict(None, "the process that judged it was ended by SIGKILL")
+    assert bad == Verdict(None, "the process that judged it: killed by SIGKILL")
     assert good.parity == "explained by precision"
 
 
@@ -93,21 +93,7 @@ def test_an_arm_that_never_ends_is_given_up() -> None:
     with ParityChecker(5.0) as checker:
         found = checker.check(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
         assert checker.process is None
-    assert found == Verdict(None, "not judged within benchmark.timeout_s=5")
-
-
-def test_a_config_that_cannot_be_built_says_why() -> None:
-    with ParityChecker(60.0) as checker:
-        found = checker.check(arm("a", "optimization=basic", "device.affinity=[9999]"))
-    assert found.parity is None
-    assert "could not be judged: ConfigError: device.affinity" in found.reason
-
-
-def test_what_was_chosen_is_chosen_again() -> None:
-    asked = arm("m", "optimization=memory_efficient", "optimization.accumulation.micro_batch=null")
-    with ParityChecker(120.0) as checker:
-        found = checker.check(asked, {"training.micro_batch": 4})
-    assert found.parity == "explained by precision"
+    assert found == Verdict(None, "not judged within 5 s")
 
 
 def test_a_model_of_the_callers_is_judged_and_left_as_it_was() -> None:

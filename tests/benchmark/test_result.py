@@ -64,15 +64,13 @@ def test_a_key_of_a_newer_version_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda d: "{", "is no JSON"),
-        (lambda d: "[" * 100_000, "is no JSON"),
-        (lambda d: json.dumps([d]), "is no result of job=benchmark"),
+        (lambda d: "{", "is damaged"),
+        (lambda d: "[" * 100_000, "is damaged"),
         (lambda d: json.dumps({"status": "done"}), "is no result of job=benchmark"),
         (lambda d: json.dumps(d | {"schema": 99}), "newer version"),
         (lambda d: json.dumps(d | {"arms": 3}), "is damaged: arms is '3'"),
         (lambda d: json.dumps(d | {"arms": [{"name": 1}]}), r"arms\[0\]\.name"),
         (lambda d: json.dumps(d | {"arms": [{"name": "a"}]}), "is damaged: .*overrides"),
-        (lambda d: json.dumps(d | {"seconds": "long"}), "seconds is 'long'"),
         (lambda d: json.dumps(d | {"blocks": True}), "blocks is 'True'"),
         (lambda d: json.dumps(d | {"control": {"ratio": 1, "interval": [1]}}), "control.interval"),
     ],

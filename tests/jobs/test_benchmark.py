@@ -111,7 +111,7 @@ def test_a_stored_result_that_was_faster_is_a_regression(
     found = BenchmarkResult.read(home(tmp_path))
     assert ended.returncode == 6, ended.stderr
     assert "1 regression against" in ended.stderr
-    assert "basic takes" in ended.stderr and "held against none" in ended.stderr
+    assert "basic takes" in ended.stderr and "next to none" in ended.stderr
     assert found.baseline is not None and found.baseline["regressed"]
 
 
@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     [
         ("benchmark.arms=[none,ultr]", "did you mean ultra"),
         ("benchmark.baseline=nowhere", "No such file"),
-        ("benchmark.baseline={damaged}", "arms[0].per_sample_ms[0] is -1.0"),
+        ("benchmark.baseline={damaged}", "arms[0].per_sample_ms has a time that is not above 0"),
     ],
 )
 def test_a_mistake_is_answered_before_anything_is_started(

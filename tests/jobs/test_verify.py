@@ -37,7 +37,7 @@ def test_a_level_that_is_right_passes_and_is_recorded(
     assert found["steps"] == 3
     kinds = {row["kind"] for row in found["rows"]}
     assert kinds == {
-        "loss", "grad_norm", "gradient", "update", "parameter", "output", "metric",
+        "loss", "grad_norm", "gradient", "update", "parameter", "output",
     }  # fmt: skip
     assert "what begins after 3 steps" in found["not_judged"]
     out = capsys.readouterr().out

@@ -125,7 +125,7 @@ def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
     [
         ({"arms": "none"}, "one string"),
         ({"arms": ["none", "quick"]}, "quick"),
-        ({"arms": ["none"]}, "nothing to be held against"),
+        ({"arms": ["none"]}, "needs two arms or more, got 1"),
         ({"arms": ["none", "none"]}, "comes twice"),
         ({"techniques": [nn.Linear]}, "inherit from runner.Technique"),
         ({"techniques": [Waste, Waste]}, "twice"),

@@ -59,38 +59,25 @@ def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
 @pytest.mark.parametrize("model", MODELS)
 def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
     reference = ParityReference(compose([*QUIET, *MODELS[model]]), STEPS)
-    for technique in (BF16, [*BF16, "optimization.amp.pure=true"], FUSED, PARTS, NHWC):
+    for technique in ([*BF16, "optimization.amp.pure=true"], [*FUSED, *NHWC], PARTS):
         found = reference.judge(compose([*QUIET, *MODELS[model], *technique]))
         assert found.verdict is not Agreement.fail, (technique, found.first)
-        assert found.techniques or "no 2-d convolution" in found.refused["channels_last"]
+        assert found.techniques
         assert found.reference == "fp64"
         assert found.rows
 
 
-def test_levels_and_fp16_with_its_loss_scale_are_explained() -> None:
+def test_fp16_with_its_loss_scale_is_explained() -> None:
     reference = ParityReference(compose([*QUIET, *MODELS["cnn"]]), STEPS)
-    for level in ("basic", "advanced"):
-        overrides = [*QUIET, *MODELS["cnn"], f"optimization={level}"]
-        found = reference.judge(compose(overrides))
-        assert found.verdict is Agreement.explained, found.first
     found = reference.judge(compose([*QUIET, *MODELS["cnn"], *FP16]))
     assert found.verdict is Agreement.explained
     assert found.precision == "fp32, fp16 products"
 
 
-def test_what_changes_nothing_is_exact_and_a_baseline_on_a_cpu_has_no_noise() -> None:
+def test_what_changes_nothing_is_exact() -> None:
     found = judged(MODELS["mlp"], [], "Harmless")
     assert found.verdict is Agreement.exact
     assert found.first is None
-    assert found.noise == 0.0
-
-
-@needs_compiler
-def test_a_compiled_model_draws_the_same_dropout_and_is_explained() -> None:
-    found = judged(DROPPING, [*COMPILED, *BF16])
-    assert found.verdict is Agreement.explained, found.first
-    assert found.techniques == ["amp", "compile"]
-    assert not any("draws" in note for note in found.notes)
 
 
 @needs_compiler
@@ -132,12 +119,10 @@ def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
 @pytest.mark.parametrize(
     ("model", "technique", "mutant", "kind"),
     [
-        (MODELS["gpt"], BF16, "NotCausal", "loss"),
         (MODELS["mlp"], BF16, "DroppedGradient", "gradient"),
-        (MODELS["cnn"], FUSED, "StaleBuffer", "buffer"),
         (MODELS["cnn"], FP16, "StaleBuffer", "buffer"),
         (DROPPING, BF16, "NoDropout", "draw"),
-        (MODELS["mlp"], FUSED, "OneInAThousand", "grad_norm"),
+        (MODELS["mlp"], BF16, "OneInAThousand", "grad_norm"),
     ],
 )
 def test_a_mutant_fails_at_what_it_spoils_and_is_named(
@@ -151,18 +136,12 @@ def test_a_mutant_fails_at_what_it_spoils_and_is_named(
     assert all(verdict != "FAIL" for name, verdict in found.alone.items() if name != mutant)
 
 
-@pytest.mark.parametrize("mutant", ["SumOfParts", "MeanOfMeans"])
-@pytest.mark.parametrize("model", [MODELS["gpt"], DROPPING])
-def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame(
-    model: list[str], mutant: str
-) -> None:
-    found = judged(model, PARTS, mutant)
+def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame() -> None:
+    found = judged(DROPPING, PARTS, "SumOfParts")
     assert found.verdict is Agreement.fail
     assert found.first is not None
-    assert found.first.kind == "loss"
-    if mutant == "SumOfParts":  # parts of 6, 5 and 5 with losses alike hide a mean of their means
-        assert found.first.step == 1
-    assert found.culprits == ["accumulation", mutant]
+    assert (found.first.kind, found.first.step) == ("loss", 1)
+    assert found.culprits == ["accumulation", "SumOfParts"]
     assert "FAIL" not in found.alone.values()
 
 
@@ -174,20 +153,6 @@ def test_a_gradient_next_to_zero_may_have_either_sign(seed: int) -> None:
     config = compose(["model=cnn", f"seed={seed}", "optimization=custom", *on])
     found = check_parity(config, without_techniques(config))
     assert found.verdict is Agreement.explained, found.first
-
-
-def test_what_16_bits_would_hide_is_seen_without_them() -> None:
-    found = judged(MODELS["mlp"], BF16, "OneInAThousand")
-    assert found.verdict is Agreement.fail
-    assert "seen without amp, in fp32" in found.notes
-    assert found.culprits == ["OneInAThousand"]
-
-
-def test_a_gradient_is_missed_in_the_tensor_that_lacks_it() -> None:
-    found = judged(MODELS["mlp"], [], "DroppedGradient")
-    wrong = [row for row in found.rows if row.kind == "gradient" and not row.within]
-    assert {row.name for row in wrong} == {"layers.4.bias"}
-    assert wrong[0].error == pytest.approx(1.0)
 
 
 # -- what is no fault of a technique's -------------------------------------------------------------
@@ -209,24 +174,12 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
 
 def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     small = compose([*QUIET, *MODELS["mlp"], *FUSED])
-    for name, value, reason in (
-        ("WEIGHTS", 12 * 3_466, "3,466 weights, of which every step is held"),
-        ("FLOPS", {"cpu": 12 * 600_000.0}, "a step computes 0.0 GFLOP"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(trajectory, name, value)
-            found = check_parity(small, without_techniques(small))
-        assert found.verdict is Agreement.explained
-        assert 6 <= found.steps <= 12
-        assert f"what begins after {found.steps} steps: {reason}" in found.not_judged
-    assert check_parity(small, without_techniques(small)).steps == 40
-
-
-def test_rounding_to_16_bits_is_named_as_a_place_for_faults_to_hide_in() -> None:
-    alone = judged(MODELS["mlp"], BF16)
-    assert any("amp is judged with itself" in omission for omission in alone.not_judged)
-    both = judged(MODELS["mlp"], [*BF16, *FUSED])
-    assert not any("gradients" in omission for omission in both.not_judged)
+    monkeypatch.setattr(trajectory, "WEIGHTS", 12 * 3_466)
+    found = check_parity(small, without_techniques(small))
+    assert found.verdict is Agreement.explained
+    assert found.steps == 12
+    why = "what begins after 12 steps: 3,466 weights, of which every step is held"
+    assert why in found.not_judged
 
 
 def test_parity_leaves_no_global_switch_behind() -> None:

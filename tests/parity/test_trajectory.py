@@ -15,7 +15,6 @@ SMALL = ["device=cpu", "device.threads=1", "model.width=8", "optimization=none"]
     "optimizer",
     [
         ["optimizer=adamw"],
-        ["optimizer=adam", "optimizer.weight_decay=0.1"],
         ["optimizer=sgd", "optimizer.weight_decay=0.1"],
     ],
 )

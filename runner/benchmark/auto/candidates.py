@@ -114,14 +114,12 @@ def make_candidates(
 
 def first_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Where a search begins: what is free, everything but compiling, everything, all but amp."""
-    without = (COMPILING, frozenset[str](), {"amp", "tf32"})
     plain = [one for one in candidates if "recompute" not in one.techniques]
-    most = [
-        max((one for one in plain if names.isdisjoint(one.techniques)), key=_size, default=None)
-        for names in without
-    ]
-    first = [*candidates[:1], *(one for one in most if one is not None)]
-    return [one for n, one in enumerate(first) if one not in first[:n]]
+    first = candidates[:1]
+    for without in (COMPILING, frozenset[str](), frozenset({"amp", "tf32"})):
+        able = [one for one in plain if without.isdisjoint(one.techniques)]
+        first = [*first, *sorted(able, key=lambda one: -len(one.techniques))[:1]]
+    return list(dict.fromkeys(first))
 
 
 def neighbours(centre: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -177,7 +175,3 @@ def enable_techniques(optimization: Optimization, names: Iterable[str]) -> Optim
 def pinned_techniques(optimization: Optimization) -> list[str]:
     """Techniques that are switched on by name."""
     return [name for name, technique in optimization.techniques() if technique.enabled]
-
-
-def _size(one: Candidate) -> int:
-    return len(one.techniques)

@@ -36,7 +36,9 @@ from runner.training.run import Run
 
 WARM_UP = 3  # steps that are not timed
 MOST_STEPS, TIMED_S = 30, 0.5
-LEARNING_RATE = ("lr", "options")  # of the optimizer: no part in how fast it is
+PARTS = ("training", "optimizer", "optimization", "debug", "stability")
+"""Of the config: with model, batch and device they decide what is selected."""
+LENGTH = ("steps", "epochs", "validate_every", "lr")  # no part in how fast a step is
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,7 @@ class RunEstimate:
     @property
     def key(self) -> str:
         """Hash of the facts: equal for runs that may share a selection."""
-        text = json.dumps(self.facts, sort_keys=True, default=str)
-        return sha256(text.encode()).hexdigest()[:32]
+        return _digest(self.facts)
 
 
 def arm_config(config: RunConfig, names: Iterable[str]) -> RunConfig:
@@ -100,53 +101,49 @@ def _time_steps(run: Run) -> float:
 
 def _find_reasons(run: Run, config: RunConfig, batch: Batch) -> dict[str, str]:
     """Techniques that could not do anything, or must not be tried."""
-    techniques = Optimization().techniques()
-    reasons = {name: technique.unavailable(run.device) for name, technique in techniques}
-    found = {name: reason for name, reason in reasons.items() if reason is not None}
-    if not any(isinstance(module, nn.Conv2d) for module in run.model.modules()):
-        found.setdefault("channels_last", "the model has no 2-d convolution")
+    reasons: dict[str, str | None] = dict.fromkeys(
+        config.optimization.auto.without, "optimization.auto.without names it"
+    )
+    for name, technique in Optimization().techniques():
+        reasons[name] = reasons.get(name) or technique.unavailable(run.device)
     with torch.no_grad():
-        if not kernels.calls_of(lambda: call(run.forward, batch[0])):
-            found.setdefault("attention", "the model does not call scaled_dot_product_attention")
-    if any(parameter.is_complex() for parameter in run.model.parameters()):
-        found.setdefault("amp", "there are no 16-bit complex numbers")
-    if config.device.tf32 is not None:
-        found.setdefault("tf32", f"device.tf32={str(config.device.tf32).lower()} decides")
-    if isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory:
-        found.setdefault("pipeline", "the data is in memory")
-    if run.micro_batch < run.train.samples(0):
-        found.setdefault("whole_step", f"micro-batches of {run.micro_batch}")
-    refused = WholeStep.refuses(run.update)
-    if refused and "parameter groups" in refused:
-        found.setdefault("whole_step", refused)
-    found |= {n: "optimization.auto.without names it" for n in config.optimization.auto.without}
-    if "compile" in found:
-        found.setdefault("whole_step", found["compile"])
-    return found
+        attends = kernels.calls_of(lambda: call(run.forward, batch[0]))
+    modules, parameters = list(run.model.modules()), list(run.model.parameters())
+    in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
+    refused = WholeStep.refuses(run.update) or ""
+    for name, applies, reason in (
+        ("channels_last", not any(isinstance(m, nn.Conv2d) for m in modules), "no 2-d convolution"),
+        ("attention", not attends, "the model does not call scaled_dot_product_attention"),
+        ("amp", any(p.is_complex() for p in parameters), "no 16-bit complex numbers"),
+        ("tf32", config.device.tf32 is not None, f"device.tf32={config.device.tf32} decides"),
+        ("pipeline", in_memory, "the data is in memory"),
+        ("whole_step", run.micro_batch < run.train.samples(0), "the batch is cut"),
+        ("whole_step", "parameter groups" in refused, refused),
+        ("whole_step", reasons["compile"] is not None, reasons["compile"]),
+    ):
+        if applies and reasons.get(name) is None:
+            reasons[name] = reason
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _collect_facts(run: Run, config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """Model, shapes, device, versions, knobs; the run's length to half a power of ten."""
-    optimizer = {k: v for k, v in asdict(config.optimizer).items() if k not in LEARNING_RATE}
-    knobs = asdict(config.optimization)
-    knobs["auto"].pop("cache")
+    """Model, shapes, device, versions, config; the run's length to half a power of ten."""
+    parts = {
+        part: {k: v for k, v in asdict(getattr(config, part)).items() if k not in LENGTH}
+        for part in PARTS
+    }
+    parts["optimization"]["auto"].pop("cache")
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    shapes = [
+        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
+        for name, p in run.model.named_parameters()
+    ]
     return {
         "model": f"{type(run.model).__module__}.{type(run.model).__qualname__}",
-        "modules": _digest(type(m).__qualname__ for m in run.model.modules()),
-        "parameters": _digest(
-            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
-            for name, p in run.model.named_parameters()
-        ),
+        "structure": _digest([[type(m).__qualname__ for m in run.model.modules()], shapes]),
         "batch": [f"{tuple(t.shape)} {t.dtype}" for t in tensors],
-        "batch_size": config.training.batch_size,
-        "micro_batch": config.training.micro_batch,
         "objective": f"{type(run.objective).__module__}.{type(run.objective).__qualname__}",
-        "optimizer": optimizer,
-        "loading": {k: v for k, v in asdict(config.data).items() if k in ("workers", "pin_memory")},
-        "debug": asdict(config.debug),
-        "stability": asdict(config.stability),
-        "knobs": knobs,
+        "config": _digest([parts, config.data.workers, config.data.pin_memory]),
         "device": run.device.name,
         "memory": round(run.device.memory_bytes / 2**30),
         "settings": {k: run.device.settings[k] for k in ("threads", "affinity")},
@@ -155,5 +152,6 @@ def _collect_facts(run: Run, config: RunConfig, batch: Batch) -> dict[str, Any]:
     }
 
 
-def _digest(lines: Iterable[str]) -> str:
-    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return sha256(text.encode()).hexdigest()[:32]

@@ -31,11 +31,11 @@ from runner.benchmark.auto.candidates import (
     sort_techniques,
 )
 from runner.benchmark.auto.estimate import RunEstimate, arm_config, estimate_run, time_step
-from runner.benchmark.auto.search import AGAIN, OVER, Search
+from runner.benchmark.auto.search import AGAIN, Search
 from runner.benchmark.auto.select import select
 from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.parity_checker import ParityChecker, Verdict
+from runner.benchmark.parity_checker import ParityChecker
 from runner.benchmark.result import from_json
 from runner.benchmark.workers.pool import WorkerPool
 from runner.build import Components
@@ -53,7 +53,7 @@ log = logging.getLogger("runner")
 KEY = "optimization"
 YAML = "optimization.yaml"
 EVIDENCE = "optimization_evidence.json"
-SCHEMA = 2
+SCHEMA = 3
 BLOCK_S = 0.2
 WARM_UP = 5  # steps
 LEAST_S = 120.0  # that a candidate may take to build and compile, however small the budget
@@ -68,7 +68,7 @@ def resolve_auto(
     given: Components | None = None,
     search: bool = True,
 ) -> Components:
-    """What to build the run with: `given`, and what `optimization=auto` selected.
+    """The parts to build the run with: `given`, and what `optimization=auto` selected.
 
     Any other level is left as it is. A resumed run keeps what it had selected. Without `search`
     nothing is measured. With a `folder` the selection is written there as a config file, with the
@@ -85,7 +85,9 @@ def resolve_auto(
         return _choose(given, config, [], "nothing is measured for this job")
     result = _measure(config, given)
     if folder is not None:
-        _write(config, result, folder)
+        optimization = enable_techniques(config.optimization, result.techniques)
+        _write(folder / YAML, as_yaml(optimization, result.reason))
+        _write(folder / EVIDENCE, _as_json(result))
     _log(f"{result.chosen}: {result.reason}")
     return _choose(given, config, result.techniques, result.reason)
 
@@ -133,12 +135,26 @@ def _read_checkpoint(config: RunConfig, folder: Path | None) -> str | None:
 
 def _measure(config: RunConfig, given: Components) -> SearchResult:
     """A result from the cache, by rule or by a search; whatever fails, there is one."""
+    auto = config.optimization.auto
     with Interrupts() as interrupts:
         interrupts.waiting = True  # the processes are ended by the `with` that started them
         try:
             estimate = estimate_run(config, given)
-            result = _find_result(config, given, estimate)
-            result.facts = estimate.facts
+            result = read_cache(estimate.key) if auto.cache else None
+            if result is not None:
+                result.reason += "; measured before, for an earlier run"
+                return result
+            if estimate.seconds < BUDGETS * auto.budget_s:
+                why = (
+                    f"the run takes about {estimate.seconds:.2g} s at none: a search of "
+                    f"optimization.auto.budget_s={auto.budget_s:g} is for runs of "
+                    f"{BUDGETS * auto.budget_s:g} s"
+                )
+                return _select_by_rule(config, given, estimate, why)
+            result = _search(config, given, estimate)
+            judged = all(row.parity is not None or not row.parity_reason for row in result.tried)
+            if auto.cache and judged:
+                _write(_cache_file(estimate.key), _as_json(result))
             return result
         except KeyboardInterrupt:
             raise interrupts.error(" while optimization=auto was measuring") from None
@@ -152,27 +168,6 @@ def _measure(config: RunConfig, given: Components) -> SearchResult:
             return SearchResult(reason=reason)
 
 
-def _find_result(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
-    auto = config.optimization.auto
-    cached = read_cache(estimate.key) if auto.cache else None
-    if cached is not None:
-        _log(f"found in {cache_folder() / estimate.key}.json; nothing is measured again")
-        cached.reason += "; measured before, for an earlier run"
-        return cached
-    if estimate.seconds < BUDGETS * auto.budget_s:
-        why = (
-            f"the run takes about {estimate.seconds:.2g} s at none: a search of "
-            f"optimization.auto.budget_s={auto.budget_s:g} is for runs of "
-            f"{BUDGETS * auto.budget_s:g} s"
-        )
-        return _select_by_rule(config, given, estimate, why)
-    result = _search(config, given, estimate)
-    judged = all(row.parity is not None or not row.parity_reason for row in result.tried)
-    if auto.cache and judged:
-        _write_cache(estimate.key, result)
-    return result
-
-
 def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> SearchResult:
     auto = config.optimization.auto
     limit = None if auto.memory_budget_mb is None else auto.memory_budget_mb * 2**20
@@ -182,25 +177,25 @@ def _search(config: RunConfig, given: Components, estimate: RunEstimate) -> Sear
     settings = BenchmarkConfig(
         warmup_steps=WARM_UP, block_s=BLOCK_S, timeout_s=max(LEAST_S, auto.budget_s)
     )
-    most = f"{auto.budget_s:g} s (optimization.auto.budget_s), {OVER * auto.budget_s:g} s at most"
-    _log(f"{len(candidates)} candidates, for {most}")
-
-    def log_waiting(seconds: float) -> None:
-        _log(f"parity is still being checked, after {seconds:.0f} s")
-
+    _log(f"{len(candidates)} candidates, for optimization.auto.budget_s={auto.budget_s:g}")
     with (
         WorkerPool(list(arms.values()), settings, None, given) as workers,
         ParityChecker(settings.timeout_s, given) as checker,
     ):
-
-        def check_parity(name: str, within_s: float) -> Verdict:
-            return checker.check(arms[name], None, within_s, log_waiting)
-
         search = Search(
-            candidates, workers, estimate.steps, auto.budget_s, BLOCK_S, time.monotonic, _log,
+            candidates,
+            workers,
+            estimate.steps,
+            auto.budget_s,
+            BLOCK_S,
+            time.monotonic,
+            _log,
             config.seed,
-        )  # fmt: skip
-        result = select(search, check_parity, limit, estimate.reasons)
+        )
+        result = select(
+            search, lambda name, within_s: checker.check(arms[name], None, within_s), limit
+        )
+    result.left_out, result.facts = estimate.reasons, estimate.facts
     untried = sum(row.state == "not tried" for row in result.tried)
     _log(f"searched for {result.seconds:.0f} s; {untried} of {len(result.tried)} not tried")
     if limit is None and untried == len(result.tried):
@@ -214,44 +209,36 @@ def _select_by_rule(
 ) -> SearchResult:
     """Without a search: the free techniques, where a step with them takes no longer here."""
     auto, pinned = config.optimization.auto, pinned_techniques(config.optimization)
-    names = [name for name in ALWAYS if name not in estimate.reasons and name not in pinned]
+    free = sort_techniques(n for n in ALWAYS if n not in estimate.reasons and n not in pinned)
     result = SearchResult(
         steps=estimate.steps,
         none_ms=1e3 * estimate.step_seconds,
         budget_s=auto.budget_s,
-        left_out=dict(estimate.reasons),
+        left_out=estimate.reasons,
+        facts=estimate.facts,
+        reason=f"{why}, and no free technique is left",
     )
-    if auto.memory_budget_mb is not None:
-        why += "; optimization.auto.memory_budget_mb was not checked"
-    if not names:
-        result.reason = f"{why}, and no free technique is left"
+    if not free:
         return result
-    free = sort_techniques(names)
-    ratios = _time_in_turn(config, given, free)
-    row = Candidate(" ".join(free), free, parity_reason=BY_RULE, round_ratio=1 / median(ratios))
+    ratio = _time_in_turn(config, given, free)
+    row = Candidate(" ".join(free), free, parity_reason=BY_RULE, round_ratio=1 / ratio)
     result.tried.append(row)
-    times = f"a step takes {median(ratios):.2f} times as long, by {len(ratios)} timings of each"
-    if median(ratios) > 1:
+    times = f"with what is free ({row.name}) a step takes {ratio:.2f} times as long"
+    if ratio > 1:
         row.state, row.why = "out", times
-        result.reason = f"{why}, and with what is free ({row.name}) {times}"
+        result.reason = f"{why}, and {times}"
         return result
-    row.state = "chosen"
-    result.chosen, result.techniques = row.name, free
-    result.reason = f"{why}; what is free, by rule: {times}, and {BY_RULE}"
+    row.state, result.chosen, result.techniques = "chosen", row.name, free
+    result.reason = f"{why}; {times}, and {BY_RULE}"
     return result
 
 
-def _time_in_turn(config: RunConfig, given: Components, names: Sequence[str]) -> list[float]:
-    """Ratios of step times with these techniques and without; one run at a time, here.
-
-    No more memory is held than the run itself will hold.
-    """
+def _time_in_turn(config: RunConfig, given: Components, names: Sequence[str]) -> float:
+    """The median ratio of step times with these techniques and without; in this process."""
     began, ratios = time.monotonic(), list[float]()
     while len(ratios) < TIMINGS and (not ratios or time.monotonic() - began < TIMING_S):
-        order = (names, ()) if len(ratios) % 2 else ((), names)
-        seconds = {bool(some): time_step(config, given, some) for some in order}
-        ratios.append(seconds[True] / seconds[False])
-    return ratios
+        ratios.append(time_step(config, given, names) / time_step(config, given, ()))
+    return median(ratios)
 
 
 def _log(line: str) -> None:
@@ -261,15 +248,14 @@ def _log(line: str) -> None:
 # -- cache and files ---------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/runner/auto`, by default under `~/.cache`."""
+def _cache_file(key: str) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "runner" / "auto"
+    return home / "runner" / "auto" / f"{key}.json"
 
 
 def read_cache(key: str) -> SearchResult | None:
     """The result of an earlier search, if any; a damaged file is reported and left alone."""
-    path = cache_folder() / f"{key}.json"
+    path = _cache_file(key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
@@ -289,26 +275,13 @@ def _as_json(result: SearchResult) -> str:
     return json.dumps(data, indent=1, default=str) + "\n"
 
 
-def _write_cache(key: str, result: SearchResult) -> None:
-    """Keep it for later runs; a full disk is reported, and no reason to fail."""
-    folder = cache_folder()
+def _write(path: Path, text: str) -> None:
+    """A full disk is reported, and no reason to fail."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_text(folder / f"{key}.json", _as_json(result))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
     except OSError as error:
-        log.warning("%s: the choice is not kept for later runs: %s", folder, error.strerror)
-
-
-def _write(config: RunConfig, result: SearchResult, folder: Path) -> None:
-    """`optimization.yaml` to commit, and the evidence; a full disk costs only these."""
-    optimization = enable_techniques(config.optimization, result.techniques)
-    texts = {YAML: as_yaml(optimization, result.reason), EVIDENCE: _as_json(result)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            replace_text(folder / name, text)
-    except OSError as error:
-        log.warning("%s: not written: %s", folder / YAML, error.strerror)
+        log.warning("%s: not written: %s", path, error.strerror)
 
 
 def as_yaml(optimization: Optimization, reason: str) -> str:
@@ -344,6 +317,6 @@ def _changed_keys(optimization: Optimization) -> dict[str, str]:
 def _as_typed(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_as_typed, value))}]"
-    return (
-        json.dumps(value) if isinstance(value, bool | None) else str(getattr(value, "name", value))
-    )
+    if isinstance(value, bool | None):
+        return json.dumps(value)
+    return str(getattr(value, "name", value))

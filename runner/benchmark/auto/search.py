@@ -2,7 +2,7 @@
 
 What counts is the time of the whole run: setting up and compiling, then its steps. Every round has
 `none` and the best so far in it, so a drift of the machine affects all alike. The best are measured
-afresh in a final, by the benchmark's own stopping rule, because the best of many looks better than
+again in a final, by the benchmark's own stopping rule, because the best of many looks better than
 it is. Only what the final shows to be faster may be selected.
 """
 
@@ -12,12 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 from runner.benchmark.auto.candidates import NONE, Candidate, first_candidates, neighbours
-from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
+from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, Rule, run_blocks
 from runner.benchmark.statistics import SAME, paired
-from runner.benchmark.workers.messages import Finished, Ready
+from runner.benchmark.workers.pool import WorkerPool
 from runner.techniques.cost import COLD_S
 
 AGAIN = "none again"
@@ -28,28 +27,12 @@ LOOKS = (4, 6, 8, 12)  # numbers of blocks of a round after which the slow ones 
 FINAL_LOOKS = (8, 12, 16, 24, 32, 48)
 FINALISTS = 2
 CLEARLY = 0.95  # of the best one's time, in every block: dropping that takes no interval
-COMPILE_FROM_S = 30.0  # a run that is over sooner has no use for a compiler
+COMPILE_FROM_S = 30.0  # a shorter run has no use for a compiler
 OVER = 1.5  # times the budget: what was started is ended then
 FINAL_S = 6.0  # of the final at least
 FINAL_STEPS = 108  # and so many of `none`: twelve blocks, of three steps of it and of its control
 PARITY_STEPS = 100  # of the plain run that a parity check takes, all its runs together
 WORTH = 10.0  # a parity check may take a tenth of the time that the candidate saves
-
-
-class Workers(Protocol):
-    """The part of `WorkerPool` that a search uses; its methods raise ArmEnded."""
-
-    def start(self, name: str, within_s: float | None = None) -> Ready:
-        """Start the process of that candidate."""
-
-    def turn(self, name: str, seconds: float) -> Turn:
-        """Let it make steps."""
-
-    def finish(self, name: str) -> Finished:
-        """Let its run end."""
-
-    def end(self, name: str) -> None:
-        """End its process."""
 
 
 class Budget:
@@ -73,14 +56,13 @@ class Budget:
         """Seconds until a candidate has made its first steps."""
         return self.start_s + (self.compiling_s if one.compiles else 0.0)
 
-    def parity_estimate(self, one: Candidate | None = None) -> float:
+    def parity_estimate(self, one: Candidate) -> float:
         """Seconds that a parity check takes; it compiles the candidate another way."""
-        compiling = self.compiling_s if one is not None and one.compiles else 0.0
-        return self.start_s + PARITY_STEPS * self.step_s + compiling
+        return self.start_estimate(one) + PARITY_STEPS * self.step_s
 
     def final_estimate(self) -> float:
         """Seconds to reserve for a final with its control, and a parity check."""
-        return self.start_s + FINAL_S + self.parity_estimate()
+        return 2 * self.start_s + FINAL_S + PARITY_STEPS * self.step_s
 
 
 @dataclass
@@ -88,7 +70,7 @@ class Search:
     """A search, and its state."""
 
     candidates: Sequence[Candidate]
-    workers: Workers
+    workers: WorkerPool
     steps: int  # that the run will make
     budget_s: float
     block_s: float
@@ -123,13 +105,14 @@ class Search:
             queue = [*around, *(one for one in queue if one not in around)]
         for row in self.candidates:
             if row.state == "not tried" and not row.why:
-                row.why = f"no time left of optimization.auto.budget_s={self.budget_s:g}"
-                row.why = row.why if queue or not best else "no better candidate is next to it"
+                row.why = "no better candidate is next to it"
+                if queue or not best:
+                    row.why = f"no time left of optimization.auto.budget_s={self.budget_s:g}"
         measured = [row for row in self.candidates if row.round_ratio and row.state != "ended"]
         return sorted(measured, key=self.planned_seconds)
 
     def run_final(self, rows: Sequence[Candidate]) -> None:
-        """Measure these against `none` and its control afresh, with an interval that holds."""
+        """Measure these against `none` and its control again, with an interval that holds."""
         end = self.budget.until_end
         running = [row for row in rows if row.name in self.alive or self._start(row, end())]
         self._start_control()
@@ -140,7 +123,7 @@ class Search:
         measured = run_blocks(
             self.workers.turn, names, NONE, rule, self.block_s, self.seed, self.clock
         )
-        if measured.stopped == "interrupted":
+        if measured.stopped == INTERRUPTED:
             raise KeyboardInterrupt
         if NONE in measured.ended:
             raise measured.ended[NONE]
@@ -175,9 +158,8 @@ class Search:
 
     def end_all(self) -> None:
         """End all that still run."""
-        for name in self.alive:
-            self.workers.end(name)
-        self.alive.clear()
+        while self.alive:
+            self.workers.end(self.alive.pop())
 
     # -- starting ------------------------------------------------------------------------------
 
@@ -212,8 +194,7 @@ class Search:
 
     def _start(self, row: Candidate, within_s: float | None) -> bool:
         began = self.clock()
-        if row.compiles:
-            self.told(f"{row.name}: compiling, for about {self.budget.compiling_s:.0f} s")
+        self.told(f"starting {row.name}")
         try:
             ready = self.workers.start(row.name, within_s)
         except ArmEnded as error:
@@ -226,17 +207,12 @@ class Search:
         row.extra_seconds = max(0.0, row.setup_seconds - self.none.setup_seconds)
         if row.compiles:
             self.budget.compiling_s = row.extra_seconds
-        self.told(
-            f"{row.name}: up and compiled in {row.setup_seconds:.1f} s, then "
-            f"{ready.warm_ms:.3g} ms a step"
-        )
+        self.told(f"{row.name}: {ready.warm_ms:.3g} ms a step, after {row.setup_seconds:.1f} s")
         return True
 
     def _start_control(self) -> None:
-        if AGAIN in self.alive:
-            return
         control = Candidate(AGAIN, [])
-        if not self._start(control, self.budget.until_end()):
+        if AGAIN in self.alive or not self._start(control, self.budget.until_end()):
             return
         # the first process of all also waits for the disk to bring torch: the faster start counts
         self.none.setup_seconds = min(self.none.setup_seconds, control.setup_seconds)
@@ -264,9 +240,7 @@ class Search:
             self.random.shuffle(rows)
             rows = [row for row in rows if self._take_turn(row)]
             if block in LOOKS:
-                for row in self._find_slow(rows):
-                    rows.remove(row)
-                    self.end(row)
+                self._drop_slow(rows)
                 if len(rows) <= 2 or self.budget.left() < self.budget.final_estimate():
                     break
         self.budget.step_s = 1e-3 * median(self.none.round_ms)
@@ -287,26 +261,23 @@ class Search:
         row.round_ms.append(row.samples_per_step * turn.per_sample_ms)
         return True
 
-    def _find_slow(self, rows: Sequence[Candidate]) -> list[Candidate]:
-        """Candidates with which the run would take longer than with the best one."""
-
-        def totals(row: Candidate) -> list[float]:
-            return [row.extra_seconds + 1e-3 * ms * self.steps for ms in row.round_ms]
-
-        best = min(rows, key=lambda row: median(totals(row)))
-        slow = []
-        for row in rows:
-            if row in (best, self.none):
-                continue
-            theirs, ours = totals(best), totals(row)
+    def _drop_slow(self, rows: list[Candidate]) -> None:
+        """Drop candidates with which the run would take longer than with the best one."""
+        totals = {
+            row.name: [row.extra_seconds + 1e-3 * ms * self.steps for ms in row.round_ms]
+            for row in rows
+        }
+        best = min(rows, key=lambda row: median(totals[row.name]))
+        for row in [row for row in rows if row not in (best, self.none)]:
+            theirs, ours = totals[best.name], totals[row.name]
             clearly = all(a < CLEARLY * b for a, b in zip(theirs, ours, strict=True))
             if clearly or paired(theirs, ours, 0.05).high < 1:
                 times = median(b / a for a, b in zip(theirs, ours, strict=True))
                 row.state = "out"
                 row.why = f"the run would take {times:.2f} times as long as with {best.name}"
                 self.told(f"{row.name}: out: {row.why}, by {len(ours)} blocks")
-                slow.append(row)
-        return slow
+                rows.remove(row)
+                self.end(row)
 
 
 def _note_final(row: Candidate, measured: Measured) -> None:

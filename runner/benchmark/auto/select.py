@@ -19,7 +19,6 @@ def select(
     search: Search,
     check_parity: CheckParity,
     limit_bytes: float | None = None,
-    left_out: Mapping[str, str] | None = None,
 ) -> SearchResult:
     """Run the rounds and finals, and select the first candidate that may be taken; else `none`.
 
@@ -44,7 +43,6 @@ def select(
         seconds=search.budget_s - search.budget.left(),
         budget_s=search.budget_s,
         tried=list(search.candidates),
-        left_out=dict(left_out or {}),
     )
     if chosen is not None:
         result.chosen, result.techniques = chosen.name, chosen.techniques

@@ -25,20 +25,6 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Lap:
-    """A turn as the worker measured it; the fields are those of `Turn`."""
-
-    steps: int
-    samples: int
-    seconds: float
-    median_ms: float
-    per_sample_ms: float
-    step_ms: list[float]
-    data_seconds: float
-    device_mhz: float | None = None
-
-
-@dataclass(frozen=True)
 class Finished:
     """An arm that has ended as it should."""
 
@@ -51,11 +37,3 @@ class Finished:
     mfu: float | None = None
     worker_bytes: int = 0  # what its data workers held at the end, beyond what they share with it
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Failed:
-    """An arm that ended before it was asked to."""
-
-    status: str  # failed | oom
-    reason: str

@@ -1,0 +1,268 @@
+"""A child process that answers questions through a pipe; how it ended is reported.
+
+Nothing here imports torch, so that a child is in its own session before it does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runner.benchmark.blocks import ArmEnded
+from runner.device import cgroup
+from runner.device.config import omp_env
+from runner.errors import UsageError
+from runner.record.text import escape_control_chars
+
+ENDING_S = 5.0  # for a process that was asked to end
+UNGUARDED = 77  # exit code of one in which the script would have started further ones
+TAIL = 4096  # bytes of its log that are read when it ended without an answer
+MEMORY = ("std::bad_alloc", "DefaultCPUAllocator", "Cannot allocate memory", "MemoryError")
+
+
+class Unguarded(UsageError):
+    """The script starts itself again in each worker."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An answer: what was asked for has failed."""
+
+    status: str  # failed | oom
+    reason: str
+
+
+class ChildProcess:
+    """One child from its parent's side. It answers one question at a time.
+
+    `main(child, *arguments)` runs in it, with a `ChildSide`. It ends with its parent, and all that
+    it started with it. Every method raises ArmEnded where it has ended.
+    """
+
+    def __init__(
+        self, main: Callable[..., None], arguments: tuple[Any, ...], log: Path | None
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.log = log
+        self.answered = False  # anything yet
+        self.oom_kills = cgroup.oom_kills() or 0
+        self.pipe, theirs = context.Pipe()
+        listens, self.lifeline = context.Pipe(duplex=False)
+        self.theirs = theirs, listens
+        child = ChildSide(theirs, listens, log, multiprocessing.get_start_method(), is_path_safe())
+        # not a daemon: those may have no children, and runs have data workers and compilers
+        self.process = context.Process(target=_run, args=(main, child, arguments), daemon=False)
+
+    def start(self) -> None:
+        """Begin."""
+        leave_if_imported()
+        try:
+            with worker_environment(), block_interrupt():
+                self.process.start()
+        finally:
+            for end in self.theirs:
+                end.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        if self.process.pid is None:
+            raise ValueError("it was not started")
+        return self.process.pid
+
+    def ask(self, question: Any) -> None:
+        """Send the next question, or bytes as they are."""
+        try:
+            if isinstance(question, bytes):
+                self.pipe.send_bytes(question)
+            else:
+                self.pipe.send(question)
+        except OSError:
+            raise self._explain_death() from None
+
+    def answer(
+        self, timeout_s: float, meanwhile: tuple[float, Callable[[], None]] | None = None
+    ) -> Any:
+        """Its answer, within so long; `meanwhile` is to be called after so many seconds.
+
+        Raises ArmEnded, in which case the process is still to be ended.
+        """
+        until = time.monotonic() + timeout_s
+        if meanwhile is not None and not self._has_answered(min(meanwhile[0], timeout_s)):
+            meanwhile[1]()
+        if not self._has_answered(until - time.monotonic()):
+            raise ArmEnded("timeout", f"it was not done within {timeout_s:.4g} s")
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            raise self._explain_death() from None
+        self.answered = True
+        if isinstance(answer, Failed):
+            raise ArmEnded(answer.status, f"{answer.reason}{self._log_hint()}")
+        return answer
+
+    def dismiss(self) -> None:
+        """Ask one that waits to leave."""
+        with suppress(OSError):
+            self.pipe.send(None)
+
+    def wait(self, seconds: float) -> None:
+        """For it to leave."""
+        self.process.join(max(0.0, seconds))
+
+    def end(self) -> None:
+        """End it at once, with all that it started."""
+        if self.process.pid is None:
+            return
+        started: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            started = psutil.Process(self.pid).children(recursive=True)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()  # it may have no group of its own yet
+        for process in started:
+            with suppress(psutil.Error):  # it knows a process by its start too
+                process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.lifeline.close()
+
+    def _has_answered(self, seconds: float) -> bool:
+        """Whether it has answered, or died, within so long; costs no CPU."""
+        return bool(wait([self.pipe, self.process.sentinel], max(0.0, seconds)))
+
+    def _explain_death(self) -> ArmEnded:
+        """How a process ended that sent nothing."""
+        self.process.join(ENDING_S)
+        code, tail, hint = self.process.exitcode, self._log_tail(), self._log_hint()
+        if code == UNGUARDED and not self.answered:
+            script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "the script")
+            raise Unguarded(
+                f'{script.name} has to do this under `if __name__ == "__main__":`, for it is '
+                "imported by the processes that are measured"
+            )
+        if code is not None and code < 0:
+            status, text = "killed", f"killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL and (cgroup.oom_kills() or 0) > self.oom_kills:
+                status, text = "oom", "the system killed it when memory ran out"
+        else:
+            last = escape_control_chars(tail.strip().rpartition("\n")[2])[:300]
+            status, text = "failed", f"it ended with exit code {code}{f': {last}' if last else ''}"
+        if any(sign in tail for sign in MEMORY):
+            status = "oom"
+        return ArmEnded(status, f"{text}{hint}")
+
+    def _log_hint(self) -> str:
+        return f"; see {self.log}" if self.log is not None and self.log.exists() else ""
+
+    def _log_tail(self) -> str:
+        try:
+            return (
+                "" if self.log is None else self.log.read_bytes()[-TAIL:].decode("utf-8", "replace")
+            )
+        except OSError:
+            return ""
+
+
+def is_path_safe() -> bool:
+    """Whether this Python leaves the current folder off the module path."""
+    return bool(sys.flags.safe_path)
+
+
+def leave_if_imported() -> None:
+    """Exit a worker in which an unguarded script starts workers again."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        sys.exit(UNGUARDED)
+
+
+@contextmanager
+def worker_environment() -> Iterator[None]:
+    """Passive OpenMP threads, and no module from the current folder.
+
+    Python would put the current folder first on the path before the parent's path is known.
+    """
+    more = {**omp_env(os.environ), "PYTHONSAFEPATH": "1"}
+    before = {key: os.environ.get(key) for key in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+@contextmanager
+def block_interrupt() -> Iterator[None]:
+    """A Ctrl-C before the process has a session of its own is not for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# -- in the child ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChildSide:
+    """What a child has from its parent."""
+
+    pipe: Connection
+    lifeline: Connection  # closed when the parent ends
+    log: Path | None
+    start_method: str  # as the parent has it
+    safe_path: bool  # as the parent has it
+
+
+def _run(main: Callable[..., None], child: ChildSide, arguments: tuple[Any, ...]) -> None:
+    """Make the process a leader of its own group, with its own log, that ends with its parent."""
+    os.setsid()
+    # Python continues as this process was begun. Any other run's workers are forked, and so its
+    # locks have no name that a process which is killed would leave behind.
+    multiprocessing.set_start_method(child.start_method, force=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _redirect_output(child.log)
+    threading.Thread(target=_end_with_parent, args=(child.lifeline,), daemon=True).start()
+    if not child.safe_path:
+        os.environ.pop("PYTHONSAFEPATH", None)  # was for the start alone
+    main(child, *arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _redirect_output(log: Path | None) -> None:
+    """Write all output, that of compilers and crashes too, to the log."""
+    try:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    faulthandler.enable()
+
+
+def _end_with_parent(lifeline: Connection) -> None:
+    with suppress(EOFError, OSError):
+        lifeline.recv_bytes()  # waits; nothing is ever sent
+    os.killpg(0, signal.SIGKILL)
