@@ -66,7 +66,7 @@ def continuation(config: RunConfig, folder: Path, steps: int = STEPS) -> Continu
         for kind, name in keys
         if not _equal(whole.get((kind, name)), resumed.get((kind, name)))
     ]
-    return Continuation(steps, cut, Counter(kind for kind, _ in keys), differing, techniques)
+    return Continuation(steps, cut, dict(Counter(kind for kind, _ in keys)), differing, techniques)
 
 
 def _shorten(config: RunConfig, steps: int) -> RunConfig:
