@@ -70,7 +70,9 @@ def arms_of(
             config = typed(compose(normalize_overrides(["job=train", *merged], compose)))
         except ConfigError as error:
             raise ConfigError(KEY, f"{escape_control_chars(name)}: {error}") from error
-        recipe = any(parse_override(o).key == "experiment" for o in merged)  # may ask for the benchmark
+        recipe = any(
+            parse_override(o).key == "experiment" for o in merged
+        )  # may ask for the benchmark
         train = ["job=train"] if recipe else []
         command = shlex.join(["python", "-m", "runner", *flags, *train, *merged])
         arm = Arm(name, config, own, command, _folder(name, [*TAKEN, *(a.folder for a in arms)]))
