@@ -6,9 +6,9 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from runner.checks.config import TableConfig
-from runner.checks.table import Table, TableFindings, check_table
 from runner.data.dataset import KEY, Dataset
 from runner.data.tensors import Tensors
 from runner.record import markdown
@@ -18,6 +18,9 @@ from runner.security.trust import Severity
 from runner.techniques.base import Choice
 from runner.training.hook import Hook
 from runner.training.run import Run
+
+if TYPE_CHECKING:
+    from runner.checks.table import TableFindings
 
 log = logging.getLogger("runner")
 
@@ -32,6 +35,8 @@ def check_data_table(data: Dataset, config: TableConfig) -> tuple[Dataset, list[
     if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
         report = TableReport(None, data.choices)
         return data, [report] if report.bad else []
+    from runner.checks.table import Table, check_table  # only where there is a table
+
     classes = data.sizes.classes if data.sizes.task == "classification" else None
     table = Table(
         data.inputs.numpy(),

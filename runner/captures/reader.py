@@ -16,9 +16,7 @@ from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.data.batch import Batch
 from runner.errors import CheckpointError
-from runner.security.files.loader import admit_folder
 from runner.security.files.policy import Policy
-from runner.security.files.state import read_state, read_tensors
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,9 @@ def open_capture(path: Path, policy: Policy | None = None) -> Capture:
     CheckpointError naming the file that is damaged or missing, and SecurityError for one that
     holds more than plain data, or whose digests are unknown under security=strict.
     """
+    from runner.security.files.loader import admit_folder  # only where a file is read
+    from runner.security.files.state import read_state, read_tensors
+
     admitted = None if policy is None else admit_folder(path, policy)
     manifest = read_manifest(path)
     if admitted is not None:

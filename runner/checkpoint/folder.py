@@ -24,10 +24,7 @@ from runner.checkpoint import manifest
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
 from runner.record import storage
-from runner.security.files.loader import admit_folder
 from runner.security.files.policy import Policy
-from runner.security.files.provenance import is_own
-from runner.security.files.state import read_state, read_tensors
 from runner.security.trust import Trust
 
 log = logging.getLogger("runner")
@@ -97,6 +94,11 @@ def load(folder: Path, policy: Policy | None = None, check: Check | None = None)
     anybody can write a manifest that fits. Raises SecurityError for what is not let in. `check`
     says whether the state is one that can be gone on with.
     """
+    # what reads foreign files is only imported where one is read
+    from runner.security.files.loader import admit_folder
+    from runner.security.files.provenance import is_own
+    from runner.security.files.state import read_state, read_tensors
+
     admitted = None if policy is None else admit_folder(folder, policy)
     facts = read_manifest(folder)
     examined = {} if admitted is None else admitted.files

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.record.storage import HashedFile
-from runner.security.files.state import TIED, encode
+from runner.security.files.encode import TIED, encode
 
 # What every safetensors since 0.4.3 reads. Tensors of other types go with the state.
 DTYPES = {torch.uint8: "U8", torch.bool: "BOOL", torch.bfloat16: "BF16"}

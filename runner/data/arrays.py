@@ -18,7 +18,6 @@ from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
 from runner.security.files.policy import Policy
-from runner.security.files.state import read_arrays
 from runner.techniques.base import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
@@ -32,6 +31,8 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     [samples, length] are token ids. The file is examined first: SecurityError for
     one that is malformed, or holds objects, which are a pickle.
     """
+    from runner.security.files.state import read_arrays  # only where a file is read
+
     check_task(config.task, TASKS)
     path = existing(config.path)
     if path.suffix.lower() in TABLES:

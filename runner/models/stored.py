@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -17,11 +17,11 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.record.text import escape_control_chars
-from runner.security.files.formats import is_model_name
-from runner.security.files.loader import Opened, open_file
 from runner.security.files.policy import Policy
-from runner.security.files.sandbox import Sandbox
 from runner.security.trust import Severity, Trust
+
+if TYPE_CHECKING:
+    from runner.security.files.loader import Opened
 
 log = logging.getLogger("runner")
 
@@ -48,6 +48,8 @@ class Shard:
 
     def read(self, policy: Policy) -> dict[str, Any]:
         """Its tensors by name; it must still be the file that was examined."""
+        from runner.security.files.loader import open_file  # only where a file is read
+
         return _named_tensors(open_file(self.path, policy, self.sha256), self.path)
 
 
@@ -88,6 +90,8 @@ def read_weights(path: Path, policy: Policy) -> Weights:
         path = _file_in(path)
     if path.name.endswith(INDEX_SUFFIX):
         return _read_shards(path, policy)
+    from runner.security.files.loader import open_file
+
     found = open_file(path, policy)
     _log_warnings(found, path)
     return Weights(path, _named_tensors(found, path), found.facts.sha256, found.assessment.trust)
@@ -98,6 +102,8 @@ def _file_in(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
+    from runner.security.files.formats import is_model_name
+
     others = sorted(p.name for p in folder.iterdir() if is_model_name(p.name))
     raise ConfigError(
         KEY,
@@ -108,6 +114,9 @@ def _file_in(folder: Path) -> Path:
 
 def _read_shards(index: Path, policy: Policy) -> Weights:
     """Examine each shard; of its tensors only shapes and types are kept."""
+    from runner.security.files.loader import open_file
+    from runner.security.files.sandbox import Sandbox
+
     by_name = _read_index(index)
     held: dict[str, Any] = {}
     shards: list[Shard] = []

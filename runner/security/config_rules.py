@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ class File:
 
     path: str
     text: str
+
+    @cached_property
+    def root(self) -> yaml.Node | None:
+        """Its nodes, aliases shared; None for what is no YAML, which the reader says."""
+        try:
+            return yaml.compose(self.text, Loader=yaml.SafeLoader)
+        except yaml.YAMLError:
+            return None
+        except RecursionError:
+            raise SecurityError(f"{self.path}: is nested deeper than {DEPTH}") from None
 
 
 @dataclass(frozen=True)
@@ -109,59 +120,50 @@ def check_size(file: File) -> None:
 )
 def check_nodes(file: File) -> None:
     """Aliases are counted as often as they repeat a value, before anything is made of the text."""
-    opened: list[int] = []  # values in each mapping and list that is being read
-    anchors: list[str | None] = []
-    sizes: dict[str, int] = {}
-    try:
-        for event in yaml.parse(file.text, Loader=yaml.SafeLoader):
-            where = f"{file.path}:{event.start_mark.line + 1}"
-            if isinstance(event, yaml.CollectionStartEvent):
-                opened.append(1)
-                anchors.append(event.anchor)
-                if len(opened) > DEPTH:
-                    raise SecurityError(f"{where}: is nested deeper than {DEPTH}; make it flat")
-                continue
-            size, anchor = _event_size(event, sizes, where), getattr(event, "anchor", None)
-            if isinstance(event, yaml.CollectionEndEvent):
-                size, anchor = opened.pop(), anchors.pop()
-            if anchor is not None and not isinstance(event, yaml.AliasEvent):
-                sizes[anchor] = size
-            if opened:
-                opened[-1] += size
-                if opened[-1] > NODES:
-                    raise SecurityError(
-                        f"{where}: grows beyond {NODES} values, each counted as often as an alias "
-                        "repeats it; write it without aliases"
-                    )
-    except yaml.YAMLError:  # for the reader to say
-        return
+    sizes: dict[int, int] = {}  # by id of a node; 0 while it is counted
+
+    def count(node: yaml.Node, depth: int) -> int:
+        where = f"{file.path}:{node.start_mark.line + 1}"
+        if depth > DEPTH or sizes.get(id(node)) == 0:
+            raise SecurityError(f"{where}: is nested deeper than {DEPTH}, or refers to itself")
+        if isinstance(node, yaml.ScalarNode):
+            if len(node.value) > VALUE_LETTERS or node.value.count("${") > REFERENCES:
+                raise SecurityError(f"{where}: a value of {len(node.value)} characters is refused")
+        elif id(node) not in sizes:
+            sizes[id(node)] = 0
+            sizes[id(node)] = 1 + sum(count(inner, depth + 1) for inner in _inner_nodes(node))
+            if sizes[id(node)] > NODES:
+                raise SecurityError(
+                    f"{where}: grows beyond {NODES} values, each counted as often as an alias "
+                    "repeats it; write it without aliases"
+                )
+        return sizes.get(id(node), 1)
+
+    if file.root is not None:
+        count(file.root, 0)
 
 
-def _event_size(event: Any, sizes: Mapping[str, int], where: str) -> int:
-    if isinstance(event, yaml.AliasEvent):
-        if event.anchor not in sizes:
-            raise SecurityError(f"{where}: *{event.anchor} refers to itself, or to nothing")
-        return sizes[event.anchor]
-    value = event.value if isinstance(event, yaml.ScalarEvent) else ""
-    if len(value) > VALUE_LETTERS or value.count("${") > REFERENCES:
-        raise SecurityError(f"{where}: a value of {len(value)} characters is refused")
-    return int(isinstance(event, yaml.ScalarEvent))
+def _inner_nodes(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [inner for pair in node.value for inner in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 @rule(FILE_RULES, good="name: search", bad="hydra: {searchpath: ['pkg://evil_pkg']}")
 def check_searchpath(file: File) -> None:
     """Hydra reads a file's `hydra.searchpath`, which may import packages, before it composes."""
-    try:
-        tokens = list(yaml.scan(file.text, Loader=yaml.SafeLoader))
-    except yaml.YAMLError:
-        return
-    for token in tokens:
-        if isinstance(token, yaml.ScalarToken) and token.value.strip() == "searchpath":
+    waiting, seen = [file.root] if file.root is not None else [], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode) and node.value.strip() == "searchpath":
             raise SecurityError(
-                f"{file.path}:{token.start_mark.line + 1}: searchpath is refused: a config file "
+                f"{file.path}:{node.start_mark.line + 1}: searchpath is refused: a config file "
                 "brings no other folders along; type hydra.searchpath=[file://FOLDER], or "
                 "--config-dir=FOLDER"
             )
+        if id(node) not in seen:
+            seen.add(id(node))
+            waiting += _inner_nodes(node)
 
 
 @rule(CONFIG_RULES, good="security: {level: strict}", bad="security: {trusted: [evil_pkg]}")

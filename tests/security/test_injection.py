@@ -271,18 +271,13 @@ HOSTILE = {HOSTILE!r}
 
 
 class _Net(torch.nn.Module):
-    def __init__(self, in_features, classes, fail=""):
+    def __init__(self, in_features, classes):
         super().__init__()
         self.layer = torch.nn.Linear(in_features, classes)
         self.layer.__class__ = type(HOSTILE.replace("\\0", ""), (torch.nn.Linear,), {{}})
-        if fail == "build":
-            raise ValueError(HOSTILE)
-        self.fail = fail
 
     def forward(self, x):
-        if self.fail == "step":
-            raise RuntimeError(HOSTILE)
-        return self.layer(x.flatten(1))
+        raise RuntimeError(HOSTILE)
 
 
 Net = type("Net", (_Net,), {{"__doc__": HOSTILE}})
@@ -297,12 +292,11 @@ def started(folder: Path, *typed: str) -> subprocess.CompletedProcess[bytes]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("fail", ["build", "step"])
-def test_a_hostile_class_forges_no_line_of_a_run(fail: str, tmp_path: Path) -> None:
+def test_a_hostile_class_forges_no_line_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "evil_pkg.py").write_text(HOSTILE_PACKAGE)
     done = started(
         tmp_path, "data=cancer", "device=cpu", "optimization=none", "training.steps=3",
-        "model._target_=evil_pkg.Net", "security.trusted=[evil_pkg]", f"+model.fail={fail}",
+        "model._target_=evil_pkg.Net", "security.trusted=[evil_pkg]",
         "debug.capture.enabled=false",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr.decode()
@@ -316,10 +310,7 @@ def test_a_hostile_class_forges_no_line_of_a_run(fail: str, tmp_path: Path) -> N
     assert not CODES.findall(log.replace("\n", ""))
 
 
-@pytest.mark.parametrize(
-    "typed", [[f"model={HOSTILE[:60]}"], [f"'{HOSTILE[:40]}'=1"], [f"name=a{HOSTILE[:30]}"],
-              ["--config-dir", HOSTILE[:60]], [f"--{HOSTILE[:40]}"]],
-)  # fmt: skip
+@pytest.mark.parametrize("typed", [[f"model={HOSTILE[:60]}"], ["--config-dir", HOSTILE[:60]]])
 def test_a_mistake_is_told_on_one_line_whatever_was_typed(typed: list[str], tmp_path: Path) -> None:
     done = started(tmp_path, *typed)
     assert done.returncode in (2, 3)

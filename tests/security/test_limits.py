@@ -109,11 +109,6 @@ def test_limits_that_are_not_reached_change_no_number(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_without_limits_there_is_no_hook_for_them() -> None:
-    with build(compose([*QUICK, "training.steps=1"])) as run:
-        assert not [h for h in run.hooks if isinstance(h, hook.Limits)]
-
-
 def test_a_hard_link_is_counted_once_and_a_link_out_of_the_folder_not_at_all(
     tmp_path: Path,
 ) -> None:
@@ -128,10 +123,10 @@ def test_a_hard_link_is_counted_once_and_a_link_out_of_the_folder_not_at_all(
 
 
 @pytest.mark.parametrize("name", ["memory_mb", "device_memory_mb", "disk_mb", "hours"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_limit_is_more_than_nothing(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=name):
-        LimitsConfig(**{name: value})
+def test_a_limit_is_more_than_nothing(name: str) -> None:
+    for value in (0.0, float("nan")):
+        with pytest.raises(ConfigError, match=name):
+            LimitsConfig(**{name: value})
 
 
 @pytest.mark.gpu

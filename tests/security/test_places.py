@@ -76,17 +76,6 @@ def test_an_output_root_that_everybody_may_change_is_said_and_refused_under_stri
     assert keep_private(folder, SecurityLevel.standard) == []
 
 
-def test_files_of_a_checkpoint_are_never_writable_by_everybody_in_a_loop_of_one_s_own(
-    tmp_path: Path,
-) -> None:
-    with build(compose(QUICK), tmp_path / "run") as run:
-        train(run)
-    found = modes(tmp_path / "run" / "checkpoints")
-    files = {name: mode for name, mode in found.items() if Path(name).is_file()}
-    assert len(files) >= 3
-    assert not {name: oct(mode) for name, mode in files.items() if mode & stat.S_IWOTH}
-
-
 def test_the_umask_is_as_it_was_after_an_error() -> None:
     with pytest.raises(ValueError, match="x"), own_files():
         raise ValueError("x")
@@ -210,14 +199,3 @@ def read_sealed_format(place: Path) -> int:
     import json
 
     return int(json.loads(place.read_text())["format"])
-
-
-def test_a_warning_names_a_place_on_one_line(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    place = tmp_path / "a\nb"
-    place.mkdir()
-    place.chmod(0o777)
-    with caplog.at_level(logging.WARNING):
-        (told, *_) = keep_private(place, SecurityLevel.standard)
-    assert "can be written by everybody" in told

@@ -64,7 +64,6 @@ def variables(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -> None
         "${oc.env:MY_TOKEN,none}",
         "${oc.env:NOT_SET,${oc.env:MY_TOKEN}}",
         "x-${oc.env:MY_TOKEN}-y",
-        "${oc.env:  MY_TOKEN  }",
         "${oc.decode:${oc.env:MY_TOKEN}}",
         "${oc.create:{a:${oc.env:MY_TOKEN}}}",
         "${oc.env:${oc.decode:MY_TOKEN}}",

@@ -12,7 +12,6 @@ import mmap
 import os
 import stat
 import sys
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -30,32 +29,32 @@ class FileBytes:
     def __init__(self, descriptor: int, place: str, sha256: Future[str]) -> None:
         self.descriptor = descriptor
         self.place = f"/proc/self/fd/{descriptor}" if LINUX else place
-        self._temporary = ""
         self._sha256 = sha256
         self._before = _stamp(descriptor)
         self.size = self._before[0]
 
     @classmethod
     def copy(cls, path: Path) -> Self:
-        """All of it, as it is now. CheckpointError says why it cannot be had."""
+        """All of it, as it is now; on other systems than Linux, not a copy. CheckpointError."""
+        if sys.platform != "linux":
+            return cls.watch(path)
         source = open_regular(path)
         try:
-            target, place = _private_file()
-            hashing = _copy(path, source, target, os.fstat(source).st_size)
+            target = os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            return cls(target, "", _copy(path, source, target, os.fstat(source).st_size))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         finally:
             os.close(source)
-        found = cls(target, place, hashing)
-        found._temporary = "" if LINUX else place
-        return found
 
     @classmethod
     def watch(cls, path: Path) -> Self:
         """Only opened; hashed by a thread. Raises CheckpointError."""
         source = open_regular(path)
-        size = os.fstat(source).st_size
-        return cls(source, str(path), _hash_apart(path, source, size))
+        pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        hashing = pool.submit(_hash, path, source, os.fstat(source).st_size)
+        pool.shutdown(wait=False)
+        return cls(source, str(path), hashing)
 
     def __enter__(self) -> Self:
         return self
@@ -63,8 +62,6 @@ class FileBytes:
     def __exit__(self, *exc: object) -> None:
         self._sha256.exception()  # the thread reads from the descriptor
         os.close(self.descriptor)
-        if self._temporary:
-            os.unlink(self._temporary)
 
     @property
     def sha256(self) -> str:
@@ -111,13 +108,6 @@ def map_bytes(descriptor: int, size: int) -> bytes | mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 
 
-def _private_file() -> tuple[int, str]:
-    if sys.platform == "linux":
-        return os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), ""
-    else:  # noqa: RET505  # so that the type checker leaves it out elsewhere
-        return tempfile.mkstemp(prefix="runner-")
-
-
 def _copy(path: Path, source: int, target: int, size: int) -> Future[str]:
     """Copy and seal all bytes, a thread hashing the copy meanwhile. Raises OSError."""
     os.ftruncate(target, size)
@@ -130,18 +120,10 @@ def _copy(path: Path, source: int, target: int, size: int) -> Future[str]:
     pool.shutdown(wait=False)
     if at != size or os.read(source, 1):
         raise CheckpointError(f"{path}: it changed while it was read")
-    if sys.platform == "linux":
-        import fcntl
+    import fcntl  # there is none on Windows
 
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(target, fcntl.F_ADD_SEALS, seals)
-    return hashing
-
-
-def _hash_apart(path: Path, descriptor: int, size: int) -> Future[str]:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-    hashing = pool.submit(_hash, path, descriptor, size)
-    pool.shutdown(wait=False)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(target, fcntl.F_ADD_SEALS, seals)
     return hashing
 
 
@@ -159,11 +141,10 @@ def _hash(path: Path, descriptor: int, size: int) -> str:
 
 
 def _read_at(descriptor: int, at: int) -> bytes:
-    if sys.platform != "win32":
-        return os.pread(descriptor, 1 << 18, at)  # a block that stays in the cache
-    else:  # noqa: RET505
+    if sys.platform == "win32":
         os.lseek(descriptor, at, os.SEEK_SET)
         return os.read(descriptor, 1 << 18)
+    return os.pread(descriptor, 1 << 18, at)  # a block that stays in the cache
 
 
 def _stamp(descriptor: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ There is no second way that is tried when the first refuses.
 
 from __future__ import annotations
 
-import time
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +15,15 @@ from runner.errors import CheckpointError, SecurityError
 from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
-from runner.security.files.formats import Refused, check_name, identify
+from runner.security.files.formats import Refused, check_name
 from runner.security.files.loading import (
     NEEDS_PICKLE,
     Examined,
     examine,
     load,
-    parser_refusal,
     unpickle,
 )
-from runner.security.files.policy import Policy, Provenance
+from runner.security.files.policy import FileLimits, Policy, Provenance
 from runner.security.files.provenance import is_own, judge, provenance_of
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder
@@ -59,34 +58,40 @@ def open_file(
     arrays of the user's own. `sandbox` is one that is open already. Raises SecurityError with what
     the loader or a rule refused, CheckpointError where it is not there or not what it was.
     """
-    start = time.perf_counter()
-    found = Assessment(str(path), policy=policy.digest)
-    _check_before_reading(path)
+    try:
+        check_name(path.name)  # before all of it is read
+    except Refused as refused:
+        text = f"{path}: refused: {refused}"
+        raise SecurityError(escape_control_chars(text)) from None
+    found, off = Assessment(str(path), policy=policy.digest), policy.level is SecurityLevel.off
     with FileBytes.copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
             raise CheckpointError(
                 f"{path}: damaged: its {data.size} bytes do not match the recorded sha256"
             )
-        source = _provenance(data, path, policy, sha256)
-        if policy.level is SecurityLevel.off:
-            examined = _load_unchecked(data, path)
-        elif source is Provenance.FOREIGN and sandboxed:
+        source = Provenance.OWN
+        if sha256 is None:
+            source = provenance_of(path, data, policy)
+        foreign = source is Provenance.FOREIGN and not off
+        if foreign and sandboxed:
             examined = _examine_apart(data, path, policy, sandbox)
         else:
-            examined = examine(
-                data.data,
-                data.place,
-                path.name,
-                policy.limits,
-                rules=source is Provenance.FOREIGN,
-                deep=source is not Provenance.OWN,
-            )
+            deep = source is not Provenance.OWN and not off
+            limits = FileLimits(expanded=sys.maxsize) if off else policy.limits
+            examined = examine(data.data, data.place, path.name, limits, rules=foreign, deep=deep)
         if policy.allows_pickle(data.sha256):
             _unpickle_allowed(data, examined)
         found.files[path.name] = FileFacts(data.sha256, data.size, examined.format)
         found.refuse(examined.reasons)
-        _require(found, path, policy, sha256 is not None, sandboxed)
-        found.seconds = time.perf_counter() - start
+        if sha256 is None:
+            judge(found, path, policy)
+        elif not found.refused:
+            found.trust = Trust.CHECKED
+        if found.refused:
+            text = f"{path}: refused: {describe_refusal(found, policy)}"
+            raise SecurityError(escape_control_chars(text))
+        if sandboxed or policy.level is SecurityLevel.strict:
+            require(found, policy)
         return Opened(examined.content, found, examined.metadata)
 
 
@@ -103,24 +108,6 @@ def admit_folder(folder: Path, policy: Policy) -> Assessment | None:
     return found
 
 
-def _check_before_reading(path: Path) -> None:
-    """Refuse by the name alone what would be refused, before all of it is read."""
-    try:
-        check_name(path.name)
-    except Refused as refused:
-        raise SecurityError(
-            f"{escape_control_chars(str(path))}: refused: {escape_control_chars(str(refused))}"
-        ) from None
-
-
-def _provenance(data: FileBytes, path: Path, policy: Policy, sha256: str | None) -> Provenance:
-    if sha256 is not None:
-        return Provenance.OWN
-    if not policy.pinned and not is_own(path.parent, policy):
-        return Provenance.FOREIGN  # without waiting for the digest
-    return provenance_of(path, data.sha256, policy)
-
-
 def _examine_apart(
     data: FileBytes, path: Path, policy: Policy, sandbox: Sandbox | None
 ) -> Examined:
@@ -132,18 +119,6 @@ def _examine_apart(
     return examined
 
 
-def _load_unchecked(data: FileBytes, path: Path) -> Examined:
-    """security=off: no rules. Nothing is unpickled all the same."""
-    kind = "unknown"
-    try:
-        kind = identify(data.data, path.name)
-        return Examined(kind, [], *load(data.place, kind))
-    except Refused as refused:
-        return Examined(kind, [refused.reason])
-    except Exception as error:  # a parser's own refusal, of a dozen types
-        return Examined(kind, [parser_refusal(error, kind)])
-
-
 def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
     """Run the pickle of a file whose digest was typed, where only that loads it."""
     refusals = [r for r in examined.reasons if r.severity is Severity.REFUSAL]
@@ -153,22 +128,6 @@ def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
     examined.reasons.remove(refusals[0])
     examined.reasons.append(Reason("pickle.allowed", Severity.WARNING, "", evidence))
     examined.content = unpickle(data.place, examined.format)
-
-
-def _require(
-    found: Assessment, path: Path, policy: Policy, recorded: bool, sandboxed: bool
-) -> None:
-    """Raise SecurityError where the policy does not let it in."""
-    if not recorded:
-        judge(found, path, policy)
-    elif not found.refused:
-        found.trust = Trust.CHECKED
-    if found.refused:
-        raise SecurityError(
-            f"{escape_control_chars(found.path)}: refused: {describe_refusal(found, policy)}"
-        )
-    if sandboxed or policy.level is SecurityLevel.strict:
-        require(found, policy)
 
 
 def describe_refusal(found: Assessment, policy: Policy) -> str:

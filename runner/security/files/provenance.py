@@ -17,6 +17,7 @@ from runner.errors import CheckpointError
 from runner.record.provenance import versions
 from runner.record.storage import FileDigest
 from runner.record.text import escape_control_chars
+from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import is_model_name
 from runner.security.files.policy import Policy, Provenance
 from runner.security.sealed import read_sealed
@@ -79,14 +80,15 @@ def _writer(body: Mapping[str, Any], folder: Path) -> str:
     )
 
 
-def provenance_of(path: Path, sha256: str, policy: Policy) -> Provenance:
-    """Where a file's digest is known from."""
+def provenance_of(path: Path, data: FileBytes, policy: Policy) -> Provenance:
+    """Where a file's digest is known from; it is only waited for where it may be known."""
     if is_own(path.parent, policy):
         record = read_recorded(path.parent)
         written = record.files.get(path.name) if record is not None else None
-        if written is not None and written.sha256 == sha256:
+        if written is not None and written.sha256 == data.sha256:
             return Provenance.OWN
-    return Provenance.PINNED if sha256 in policy.pinned else Provenance.FOREIGN
+    pinned = policy.pinned and data.sha256 in policy.pinned
+    return Provenance.PINNED if pinned else Provenance.FOREIGN
 
 
 def read_sums(folder: Path) -> dict[str, str]:
@@ -146,36 +148,24 @@ def _compare_sums(found: Assessment, folder: Path) -> None:
 
 def _compare_manifests(found: Assessment, folder: Path, policy: Policy) -> bool:
     """Whether manifests of ours list every file that is loaded; what they deny is refused."""
-    own = is_own(folder, policy)
-    checked = own
+    checked = is_own(folder, policy)
     for place, names in _by_manifest(found, folder).items():
-        record = read_recorded(place)
         loads = any(found.files[name].format != OTHER for name in names)
-        if record is None or (record.fault and not loads):
+        record = read_recorded(place)
+        if record is None:
             checked = checked and not loads
-        elif record.fault:
-            checked = False
-            found.reasons.append(
-                Reason(
-                    "manifest.damaged",
-                    Severity.WARNING,
-                    f"{place.name}/{MANIFEST}",
-                    escape_control_chars(record.fault),
-                    "its digests do not count; take a whole copy",
-                )
-            )
-        else:
-            found.written_by = record.written_by
-            checked = _compare_recorded(found, record, folder, place, names) and checked
-            if not own:
-                found.reasons.append(
-                    Reason(
-                        "manifest.foreign",
-                        Severity.NOTE,
-                        f"{place.name}/{MANIFEST}",
-                        "it lies outside this run tree, where anybody can write one",
-                    )
-                )
+            continue
+        where = f"{place.name}/{MANIFEST}"
+        if record.fault:
+            checked = checked and not loads
+            text = f"{escape_control_chars(record.fault)}, so its digests do not count"
+            found.reasons.append(Reason("manifest.damaged", Severity.WARNING, where, text))
+            continue
+        found.written_by = record.written_by
+        checked = _compare_recorded(found, record, folder, place, names) and checked
+        if not is_own(folder, policy):
+            text = "it lies outside this run tree, where anybody can write one"
+            found.reasons.append(Reason("manifest.foreign", Severity.NOTE, where, text))
     return checked
 
 
@@ -202,15 +192,8 @@ def _compare_recorded(
             continue
         if written is None:
             listed = listed and facts.format == OTHER and not is_model_name(name)
-            found.reasons.append(
-                Reason(
-                    "manifest.stray",
-                    Severity.NOTE,
-                    name,
-                    f"{MANIFEST} does not name it",
-                    "move it elsewhere, unless you put it there",
-                )
-            )
+            text = f"{MANIFEST} does not name it"
+            found.reasons.append(Reason("manifest.stray", Severity.NOTE, name, text))
         elif facts.sha256 and (facts.sha256, facts.size) != (written.sha256, written.size):
             listed = False
             reason = _other_digest("manifest.digest", name, MANIFEST, facts.sha256, written.sha256)

@@ -24,9 +24,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
 
-import psutil
-
-from runner.device.cgroup import oom_kills
 from runner.security.files.file_bytes import FileBytes, map_bytes
 from runner.security.files.formats import printable
 from runner.security.files.policy import FileLimits
@@ -40,16 +37,7 @@ ANSWER = 1 << 22  # bytes of an answer
 REASONS = 10_000
 MOST_DEATHS = 8  # files of one scan that may end the process; the rest is refused unexamined
 DESCRIPTORS = 64
-INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "SYSTEMROOT",
-)
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from runner.security.files import sandbox; sandbox.serve(int(sys.argv[1]))"
@@ -107,18 +95,11 @@ class Sandbox:
         process, line, self.process, self.line = self.process, self.line, None, None
         if line is not None:
             line.close()
-        if process is None:
-            return
-        children: list[psutil.Process] = []
-        with suppress(psutil.Error):
-            children = psutil.Process(process.pid).children(recursive=True)
-        if process.poll() is None:  # its id is still its own
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for child in children:
-            with suppress(psutil.Error):
-                child.kill()
-        process.wait()
+        if process is not None:
+            if process.poll() is None:  # its id is still its own
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair()
@@ -136,27 +117,28 @@ class Sandbox:
                 start_new_session=True,
             )
         self.line = mine
-        self._receive(START_S, oom_kills() or 0)
+        self._receive(START_S)
 
     def _ask(
         self, data: FileBytes, name: str, limits: FileLimits, deep: bool
     ) -> tuple[str, list[Reason]]:
-        before = oom_kills() or 0
         question = {"name": name, "size": data.size, "deep": deep, "limits": asdict(limits)}
         text = json.dumps(question).encode()
+        line = self._open_line()
+        try:
+            socket.send_fds(line, [len(text).to_bytes(HEADER, "big")], [data.descriptor])
+            line.sendall(text)
+        except OSError:
+            raise self._explain_death() from None
+        return _read_answer(self._receive(WALL * cpu_seconds(limits, data.size)))
+
+    def _open_line(self) -> socket.socket:
         if self.line is None:
             raise Died("sandbox.died", "the process that examines it is gone")
-        try:
-            socket.send_fds(self.line, [len(text).to_bytes(HEADER, "big")], [data.descriptor])
-            self.line.sendall(text)
-        except OSError:
-            raise self._explain_death(before) from None
-        return _read_answer(self._receive(WALL * cpu_seconds(limits, data.size), before))
+        return self.line
 
-    def _receive(self, seconds: float, before: int) -> Any:
-        line, until = self.line, time.monotonic() + seconds
-        if line is None:
-            raise Died("sandbox.died", "the process that examines it is gone")
+    def _receive(self, seconds: float) -> Any:
+        line, until = self._open_line(), time.monotonic() + seconds
 
         def read(count: int) -> bytes:
             line.settimeout(max(0.001, until - time.monotonic()))
@@ -165,18 +147,18 @@ class Sandbox:
         try:
             count = int.from_bytes(read(HEADER), "big")
             if count > ANSWER:
-                raise Died("sandbox.answer", f"the process that examines it sent {count} bytes")
+                raise ValueError
             text = read(count)
             line.settimeout(None)
             return json.loads(text)
         except TimeoutError:
             raise Died("sandbox.timeout", f"examining it took more than {seconds:.1f} s") from None
         except (EOFError, OSError):
-            raise self._explain_death(before) from None
+            raise self._explain_death() from None
         except ValueError:
             raise Died("sandbox.answer", "the process that examines it sent no JSON") from None
 
-    def _explain_death(self, before: int) -> Died:
+    def _explain_death(self) -> Died:
         code = None
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -186,8 +168,6 @@ class Sandbox:
         number = signal.Signals(-code)
         if number is signal.SIGXCPU:
             return Died("sandbox.timeout", "examining it took more CPU time than it may")
-        if number is signal.SIGKILL and (oom_kills() or 0) > before:
-            return Died("sandbox.memory", "examining it took all the memory of this machine")
         return Died("sandbox.died", f"{number.name} ended the process that examined it")
 
 
@@ -271,13 +251,11 @@ def receive_exactly(line: socket.socket, count: int) -> bytes:
 
 
 def _limit_once() -> None:
-    """No file written, no process begun, few descriptors, no core dumped."""
+    """No file written, no process begun (the kernel excepts root), few descriptors, no core."""
     import resource  # there is none on Windows
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # the kernel excepts root
+    for name, most in (("FSIZE", 0), ("CORE", 0), ("NOFILE", DESCRIPTORS), ("NPROC", 0)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _limit_file(limits: FileLimits, size: int) -> None:

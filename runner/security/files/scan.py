@@ -13,7 +13,7 @@ from runner.errors import CheckpointError
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
 from runner.security.files.policy import Policy, Provenance
-from runner.security.files.provenance import MANIFEST, is_own, judge, provenance_of
+from runner.security.files.provenance import MANIFEST, judge, provenance_of
 from runner.security.files.sandbox import Sandbox
 from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
 
@@ -67,9 +67,7 @@ class Scanner:
             try:
                 facts, reasons = self._examine(path) if loads else (_hash(path), [])
             except CheckpointError as error:
-                severity = Severity.REFUSAL if loads else Severity.NOTE
-                way_out = "make it readable, or leave it out"
-                found.refuse([Reason("file.unreadable", severity, name, str(error), way_out)])
+                found.refuse([_odd("file.unreadable", name, str(error), loads)])
                 continue
             found.files[name] = facts
             found.refuse(reasons if alone else [_within(name, reason) for reason in reasons])
@@ -85,33 +83,22 @@ class Scanner:
         except Refused as refused:
             return FileFacts(*hash_file(path), "unknown"), [refused.reason]
         with FileBytes.watch(path) as data:
-            kind, reasons = self._look(path, data)
+            kind, reasons = self._check(path, data)
             facts = FileFacts(data.sha256, data.size, kind)
             if data.changed():
-                reasons = [
-                    Reason(
-                        "file.changed",
-                        Severity.REFUSAL,
-                        path.name,
-                        "it changed while it was examined",
-                        "scan it again once nothing writes to it",
-                    )
-                ]
+                text = "it changed while it was examined; scan it again once nothing writes to it"
+                reasons = [Reason("file.changed", Severity.REFUSAL, path.name, text)]
         return facts, reasons
 
-    def _look(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:
+    def _check(self, path: Path, data: FileBytes) -> tuple[str, list[Reason]]:
         """Examine it here if its digest is known, else in the sandbox while it is hashed."""
-        known = Provenance.FOREIGN
-        if self.policy.pinned or is_own(path.parent, self.policy):
-            known = provenance_of(path, data.sha256, self.policy)
+        known, limits = provenance_of(path, data, self.policy), self.policy.limits
         if known is Provenance.FOREIGN:
-            return self.sandbox.examine(data, path.name, self.policy.limits, self.deep)
+            return self.sandbox.examine(data, path.name, limits, self.deep)
         from runner.security.files.loading import examine  # brings torch, which few need
 
         deep = self.deep and known is not Provenance.OWN
-        examined = examine(
-            data.data, data.place, path.name, self.policy.limits, rules=False, deep=deep
-        )
+        examined = examine(data.data, data.place, path.name, limits, rules=False, deep=deep)
         return examined.format, examined.reasons
 
 
@@ -131,12 +118,9 @@ def list_folder(path: Path) -> Item:
     """One file, or one folder judged as a whole, whatever is in it."""
     if os.path.isdir(path):
         return _whole(path, _kind(path) or "folder", _roots(path))
-    item = Item(path, "file")
     if os.path.exists(path) and not os.path.isfile(path):
-        item.odd.append(_odd("file.special", path.name, SPECIAL, refused=True))
-    else:
-        item.files[path.name] = path
-    return item
+        return Item(path, "file", odd=[_odd("file.special", path.name, SPECIAL, refused=True)])
+    return Item(path, "file", {path.name: path})
 
 
 def _roots(folder: Path) -> list[Path]:

@@ -7,7 +7,6 @@ import random
 import re
 import struct
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,22 +16,7 @@ from safetensors.torch import save
 
 from tests.security.files.archives import archive, members, saved
 
-INTERESTING = (
-    0,
-    1,
-    2,
-    0x7F,
-    0x80,
-    0xFF,
-    0x7FFF,
-    0xFFFF,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**62,
-    2**63 - 1,
-    2**64 - 1,
-)
+INTERESTING = (0, 1, 0x7F, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -129,10 +113,6 @@ def _swap(draw: random.Random, data: bytearray) -> None:
     )
 
 
-def _append(draw: random.Random, data: bytearray) -> None:
-    data += draw.randbytes(draw.choice((1, 8, 100)))
-
-
 def _splice(draw: random.Random, data: bytearray) -> None:
     """A stretch of another format's file."""
     _, other = draw.choice(list(originals().values()))
@@ -141,18 +121,7 @@ def _splice(draw: random.Random, data: bytearray) -> None:
     data[at : at + count] = other[start : start + count]
 
 
-CHANGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
-    _flip,
-    _set,
-    _number,
-    _cut,
-    _remove,
-    _repeat,
-    _insert,
-    _swap,
-    _append,
-    _splice,
-)
+CHANGES = (_flip, _set, _number, _cut, _remove, _repeat, _insert, _swap, _splice)
 
 
 def change(draw: random.Random, data: bytes) -> bytes:
@@ -225,83 +194,14 @@ def mutated_text(draw: random.Random, text: str) -> str:
 
 
 WORD = re.compile(r"[\w.]+")
-WORDS = (
-    "evil_pkg.Payload",
-    "os.mkdir",
-    "torch.nn.Linear",
-    "torch.load",
-    "builtins.open",
-    "my_package",
-    "_target_",
-    "_args_",
-    "_partial_",
-    "hydra",
-    "model",
-    "optimizer",
-    "security",
-    "strict",
-    "off",
-    "null",
-    "true",
-    "-1",
-    "1e999",
-    "nan",
-    "99999999999999999999",
-    "${name}",
-    "${oc.env:HOME}",
-    "${oc.env:SECRET,x}",
-    "outputs",
-    "..",
-    "/ran",
-    "options",
-    "arguments",
-    "_global_",
-    "_self_",
-)
-TOKENS = (
-    "${",
-    "}",
-    "${oc.env:HOME}",
-    "${.}",
-    "${..x}",
-    "_target_",
-    "_target_: evil_pkg.Payload\n",
-    "_args_",
-    "_partial_: true",
-    "&a ",
-    "*a",
-    "<<: ",
-    "!!python/object:evil_pkg.Payload ",
-    "[",
-    "]",
-    "{",
-    ":",
-    "- ",
-    ",",
-    "=",
-    "+",
-    "++",
-    "~",
-    "@",
-    "/",
-    "../",
-    "'",
-    '"',
-    "\\",
-    "#",
-    "\n",
-    "  ",
-    "\t",
-    "null",
-    "???",
-    "hydra",
-    "hydra/launcher",
-    "defaults:\n  - ",
-    "override ",
-    "1e999",
-    "-1",
-    "999999999999999999999",
-    "choice(a,b)",
-    "glob(*)",
-    "security=off",
-)
+WORDS = """
+evil_pkg.Payload os.mkdir torch.nn.Linear torch.load builtins.open my_package _target_ _args_
+_partial_ hydra model optimizer security strict off null true -1 1e999 nan 99999999999999999999
+${name} ${oc.env:HOME} ${oc.env:SECRET,x} outputs .. /ran options arguments _global_ _self_
+""".split()
+TOKENS = [
+    *"${ } ${oc.env:HOME} ${.} ${..x} _target_ _args_ *a [ ] { : , = + ++ ~ @ / ../".split(),
+    *"' \" \\ # null ??? hydra hydra/launcher 1e999 -1 choice(a,b) glob(*) security=off".split(),
+    *("_target_: evil_pkg.Payload\n", "_partial_: true", "&a ", "<<: ", "- ", "\n", "  ", "\t"),
+    *("!!python/object:evil_pkg.Payload ", "defaults:\n  - ", "override "),
+]

@@ -1,0 +1,478 @@
+"""Files come in whole, plain, under any name; a pickle by its digest alone; trust by provenance."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from runner.checkpoint import folder as checkpoints
+from runner.checkpoint.checkpointer import Checkpointer
+from runner.errors import CheckpointError, SecurityError
+from runner.security.config import SecurityLevel
+from runner.security.files.file_bytes import FileBytes, hash_file
+from runner.security.files.formats import is_loadable
+from runner.security.files.loader import Opened, open_file
+from runner.security.files.policy import FileLimits, Policy
+from runner.security.files.provenance import is_own, judge
+from runner.security.files.sandbox import Sandbox
+from runner.security.files.state import read_arrays
+from runner.security.paths import own_trees
+from runner.security.sealed import sealed
+from runner.security.trust import Assessment, FileFacts, Severity, Trust, require
+from tests.security.files.archives import Member, archive, saved
+from tests.security.files.benign import same
+from tests.security.planted import Mark, checkpoint, facts_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support:UserWarning",
+    "ignore:.*quantize:UserWarning",
+    "ignore:TypedStorage is deprecated:UserWarning",
+)
+STRICT, STANDARD, OFF = SecurityLevel.strict, SecurityLevel.standard, SecurityLevel.off
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox() as opened:
+        yield opened
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def pinned(path: Path, level: SecurityLevel = STANDARD) -> Policy:
+    return Policy(level, pinned=(digest(path),))
+
+
+# -- pickles -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    torch.save({"w": torch.ones(2), "x": Mark(tmp_path / "marker")}, tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+@pytest.mark.parametrize("level", SecurityLevel, ids=lambda level: level.name)
+def test_a_pickle_is_refused_at_every_level_by_torchs_loader_and_strict_has_no_way_out(
+    pickled: Path, level: SecurityLevel
+) -> None:
+    with pytest.raises(SecurityError, match=r"weights_only loader refuses it: .*mkdir") as caught:
+        open_file(pickled, pinned(pickled, level))
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 3
+    way_out = f"security.allow_pickle=[{digest(pickled)}]"
+    assert (way_out in str(caught.value)) is (level is not STRICT)
+    assert not (pickled.parent / "marker").exists()
+
+
+def test_a_pickle_runs_only_if_its_own_digest_is_named(pickled: Path, tmp_path: Path) -> None:
+    marker, own = pickled.parent / "marker", digest(pickled)
+    for refused in (
+        Policy(pinned=(own,), allow_pickle=("0" * 64,)),
+        Policy(STRICT, allow_pickle=(own,), pinned=(own,)),
+    ):
+        with pytest.raises(SecurityError):
+            open_file(pickled, refused)
+    assert not marker.exists()
+    found = open_file(pickled, Policy(allow_pickle=(own,), pinned=(own,)))
+    assert marker.is_dir() and found.content["w"].tolist() == [1, 1]
+    assert [r.code for r in found.assessment.reasons] == ["pickle.allowed"]
+    bare = tmp_path / "rows.pkl"
+    bare.write_bytes(pickle.dumps({"a": [1, 2]}))
+    with pytest.raises(SecurityError, match=r"rows\.pkl: refused: "):
+        open_file(bare, pinned(bare))
+    assert open_file(bare, Policy(allow_pickle=(digest(bare),))).content == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("level", list(SecurityLevel))
+def test_arrays_of_objects_are_unpickled_nowhere(level: SecurityLevel, tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.array([1, Mark(tmp_path / "marker")], dtype=object), y=np.arange(3))
+    with pytest.raises(SecurityError, match="Object arrays cannot be loaded") as caught:
+        open_file(path, Policy(level, (digest(path),), (digest(path),)))
+    assert "allow_pickle=[" not in str(caught.value)
+    assert not (tmp_path / "marker").exists()
+
+
+# -- what honest people have -------------------------------------------------------------------
+
+
+class OldTensor:
+    """As torch 0.3 saved one."""
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor, (torch.FloatStorage([1.0, 2.0]), 0, (2,), (1,))
+
+
+def quantised() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 1, 0, torch.qint8)
+
+
+CONTENT: dict[str, tuple[str, Callable[[], Any]]] = {
+    "sparse": ("m.pt", lambda: {"a": torch.eye(3).to_sparse(), "b": torch.eye(3).to_sparse_csr()}),
+    "quantised": ("m.pt", lambda: {"q": quantised()}),
+    "buffer": ("m.pt", lambda: {"b": nn.Buffer(torch.ones(3)), "p": nn.Parameter(torch.ones(2))}),
+    "module": ("m.pt", lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).state_dict()),
+    "float8": ("m.pt", lambda: {"a": torch.ones(3).to(torch.float8_e4m3fn)}),
+    "rebuilt": ("m.pt", lambda: {"a": OldTensor()}),
+    "no suffix": ("pytorch_model", lambda: {"a": torch.ones(2)}),
+    "text": ("model.txt", lambda: {"a": torch.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("name", CONTENT)
+def test_whatever_weights_only_opens_is_loaded_under_any_name(
+    name: str, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    file, make = CONTENT[name]
+    path = tmp_path / file
+    torch.save(make(), path)
+    found = open_file(path, Policy(), sandbox=sandbox)
+    theirs = torch.load(path, weights_only=True)  # noqa: TID251
+    assert str(found.content) == str(theirs) and found.facts.format == "torch_zip"
+
+
+KINDS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e4m3fnuz"
+KINDS += " uint8 uint16 uint32 uint64 int8 int16 int32 int64 bool complex64"
+
+
+def test_safetensors_of_every_type_are_loaded(sandbox: Sandbox, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    tensors = {kind: torch.ones(3, 2).to(getattr(torch, kind)) for kind in KINDS.split()}
+    save_file(tensors, path)
+    found = open_file(path, Policy(), sandbox=sandbox)
+    assert same(tensors, found.content)
+    found.content["float32"].zero_()  # they are the caller's to write into
+    assert open_file(path, Policy(), sandbox=sandbox).content["float32"].all()
+
+
+def test_compressed_masks_that_are_mostly_zeros_are_loaded(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    path, rows = tmp_path / "mask.npz", np.zeros((10_000, 1_000))
+    rows[np.arange(10_000), np.arange(10_000) % 1_000] = 1
+    np.savez_compressed(path, x=rows)
+    assert path.stat().st_size * 500 < rows.nbytes
+    assert open_file(path, Policy(), sandbox=sandbox).content["x"].sum() == 10_000
+    assert read_arrays(path, Policy())["x"].shape == (10_000, 1_000)
+    with pytest.raises(SecurityError, match=r"bytes expand to 80,"):
+        read_arrays(path, Policy(limits=FileLimits(expanded=1 << 20)))
+
+
+def test_an_attribute_is_loaded_unless_it_takes_the_place_of_a_method(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    for name, refused in (("partition_dim", False), ("isnan", True)):
+        weight = torch.ones(2)
+        setattr(weight, name, 7)
+        torch.save({"w": weight}, path)
+        if refused:
+            with pytest.raises(SecurityError, match="in place of its isnan"):
+                open_file(path, pinned(path))
+        else:
+            assert open_file(path, pinned(path)).content["w"].partition_dim == 7
+
+
+def test_tensors_lie_in_the_mapped_file_and_share_their_storage_as_before(tmp_path: Path) -> None:
+    weight = torch.arange(12.0)
+    torch.save({"a": weight, "b": weight[2:]}, tmp_path / "m.pt")
+    content = open_file(tmp_path / "m.pt", pinned(tmp_path / "m.pt")).content
+    content["a"][2] = -1
+    assert content["b"][0] == -1
+    assert open_file(tmp_path / "m.pt", pinned(tmp_path / "m.pt")).content["a"][2] == 2
+
+
+def test_with_security_off_no_rule_holds_and_plain_data_load(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(()).expand(1000, 1000, 400)}, path)
+    with pytest.raises(SecurityError, match=r"its tensors would take 1,600,000,000 bytes"):
+        open_file(path, pinned(path))
+    assert open_file(path, Policy(OFF)).content["w"].shape == (1000, 1000, 400)
+
+
+@pytest.mark.parametrize("name", ["m.npy", "m.safetensors", "m.npz", "m.pt2", "m.distcp"])
+def test_a_name_that_promises_another_format_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    torch.save({"w": torch.ones(1)}, path)
+    with pytest.raises(SecurityError, match="its name says|is an exported|distributed checkpoint"):
+        open_file(path, pinned(path))
+
+
+def codes(found: Opened) -> list[tuple[str, str]]:
+    return [(r.code, r.where) for r in found.assessment.reasons]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (float("nan"), "weights.not_finite"),
+        (-float("inf"), "weights.not_finite"),
+        (-1e30, "weights.magnitude"),
+        (100.0, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "complex64"])
+def test_odd_values_are_warned_of_and_not_refused(
+    number: float, code: str | None, kind: str, tmp_path: Path
+) -> None:
+    path, tensor = tmp_path / "m.safetensors", torch.ones(50).to(getattr(torch, kind))
+    tensor[43] = number
+    save_file({"layer.weight": tensor, "other": torch.ones(3)}, path)
+    found = open_file(path, pinned(path))
+    assert codes(found) == ([(code, "layer.weight")] if code else [])
+    assert all(r.severity is Severity.WARNING for r in found.assessment.reasons)
+
+
+def many(folder: Path) -> bytes:
+    """The table at the end is longer than what one would look at, and the pickle is its first."""
+    return saved({"x": Mark(folder / "mark"), **{f"{i}": torch.ones(1) for i in range(1500)}})
+
+
+def late(folder: Path) -> bytes:
+    """The pickle is the last of many members."""
+    return archive([*(Member(f"a/{i:0100}", b"") for i in range(1500)), Member("a/data.pkl", b".")])
+
+
+def capital(folder: Path) -> bytes:
+    """torch's reader looks names up without regard to case."""
+    return archive([Member("a/0", b""), Member("a/DATA.PKL", b".")])
+
+
+def unnamed(folder: Path) -> bytes:
+    """An array in a member that no name announces."""
+    return archive([Member("a", b"\x93NUMPY\x01\x00")])
+
+
+def followed(folder: Path) -> bytes:
+    """torch's reader finds the directory further from the end than Python's looks for it."""
+    members = [Member("a/0", b""), Member("a/DATA.PKL", b".")]
+    return archive(members) + b"\0" * 100_000
+
+
+def other(folder: Path) -> bytes:
+    """An archive of other things."""
+    return archive([Member(f"word/{i:0100}.xml", b"data.pk") for i in range(1500)])
+
+
+@pytest.mark.parametrize("make", [many, late, capital, unnamed, followed, other])
+def test_an_archive_that_a_loader_would_take_is_found_under_any_name(
+    make: Callable[[Path], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.model"
+    path.write_bytes(make(tmp_path))
+    assert is_loadable(path) is (make is not other)
+
+
+# -- bytes, digests and levels -----------------------------------------------------------------
+
+
+def test_what_was_hashed_cannot_be_changed_by_anybody(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"abc" * 1000)
+    with FileBytes.copy(path) as data:
+        path.write_bytes(b"other")
+        assert bytes(data.data) == b"abc" * 1000 == Path(data.place).read_bytes()
+        assert data.sha256 == hashlib.sha256(b"abc" * 1000).hexdigest()
+        if sys.platform == "linux":
+            with pytest.raises(OSError):
+                os.write(data.descriptor, b"x")
+    path.write_bytes(b"")
+    with FileBytes.copy(path) as data:
+        assert data.size == 0 and hash_file(path) == (data.sha256, 0)
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="not a file"):  # and it is not waited for
+        FileBytes.copy(tmp_path / "a.pt")
+
+
+def test_another_file_than_the_one_promised_is_not_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    found = open_file(path, Policy(STRICT), digest(path))
+    assert found.assessment.trust is Trust.CHECKED and found.content["w"].tolist() == [1, 1]
+    monkeypatch.setattr("runner.security.files.loader.examine", None)
+    for at in (0, 9, path.stat().st_size - 1):  # any byte
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        (tmp_path / "changed").write_bytes(data)
+        with pytest.raises(CheckpointError, match="do not match the recorded sha256"):
+            open_file(tmp_path / "changed", Policy(), digest(path))
+
+
+def test_sums_of_members_are_compared_where_no_digest_is_known(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.arange(1000.0)}, path)
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.arange(1000.0).numpy().tobytes())
+    data[at : at + 4] = np.float32(7.0).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(SecurityError, match="does not match its checksum"):
+        open_file(path, Policy(), sandbox=sandbox)
+    assert open_file(path, pinned(path)).content["w"][0] == 7  # the user says that it is this file
+
+
+def test_strict_loads_only_what_is_known_and_standard_warns(
+    sandbox: Sandbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(3))
+    for sandboxed in (True, False):
+        with pytest.raises(SecurityError, match=rf"security\.pinned=\[{digest(path)}\]"):
+            open_file(path, Policy(STRICT), sandboxed=sandboxed, sandbox=sandbox)
+    assert open_file(path, pinned(path, STRICT)).assessment.trust is Trust.PINNED
+    assert read_arrays(path, Policy()).tolist() == [0, 1, 2] and not caplog.records
+    found = open_file(path, Policy(), sandbox=sandbox)
+    assert found.assessment.trust is Trust.UNTRUSTED
+    assert "unknown file, checked in a sandboxed process" in caplog.text
+    assert digest(path) in caplog.text
+    nothing = Policy(limits=FileLimits(memory=1))  # no process can work in so little
+    with pytest.raises(SecurityError, match=r"refused: "):
+        open_file(path, nothing)  # examined in the sandbox and nowhere else
+
+
+def test_strict_knows_its_own_checkpoints(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "ours", keep=1)
+    state = {
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+        "sparse": torch.eye(3).to_sparse(),
+        "text": "ä\x1b\ud800",
+        "empty": b"",
+        "keys": {(1, "a"): 1, 2.5: 2},
+        "deep": {"a": [{"b": ({"c": [1]},)}]},
+        "device": torch.device("cuda:0"),
+    }
+    checkpointer.save(1, {"w": state["strided"]}, state, False)
+    checkpointer.close()
+    folder = tmp_path / "ours/checkpoints/step_00000001"
+    restored = checkpoints.load(folder, Policy(STRICT, own=(tmp_path / "ours",)))
+    assert torch.equal(restored.state["strided"], state["strided"])  # type: ignore[arg-type]
+    assert (restored.state["empty"], restored.state["keys"]) == (b"", state["keys"])
+    with pytest.raises(SecurityError, match="only files of this run tree and pinned ones"):
+        checkpoints.load(folder, Policy(STRICT, own=(tmp_path / "others",)))
+
+
+# -- provenance --------------------------------------------------------------------------------
+
+
+def judged(folder: Path, **policy: Any) -> Assessment:
+    found = facts_of(folder if folder.is_dir() else folder.parent)
+    if not folder.is_dir():
+        found = Assessment(str(folder), files={folder.name: found.files[folder.name]})
+    judge(found, folder, Policy(**policy))
+    return found
+
+
+def reasons(found: Assessment) -> set[str]:
+    return {reason.code for reason in found.reasons}
+
+
+def test_a_checkpoint_within_the_run_tree_is_checked_and_elsewhere_untrusted(
+    tmp_path: Path,
+) -> None:
+    folder = checkpoint(tmp_path / "outputs/runs/digits/one/checkpoints/step_00000007")
+    found = judged(folder, own=tuple(own_trees(tmp_path / "outputs/scans/x")))
+    assert found.trust is Trust.CHECKED and not found.reasons
+    assert found.written_by == "run digits/one config c0ffeec0ffee runner 0.1"
+    assert judged(folder / "state.pt", own=(tmp_path / "outputs",)).trust is Trust.CHECKED
+    read = json.loads(json.dumps(found.as_dict()))
+    assert read["schema"] == 1 and read["trust"] == "CHECKED" and len(read["policy"]) == 64
+    theirs = judged(checkpoint(tmp_path / "theirs"), own=(tmp_path / "outputs",))
+    assert theirs.trust is Trust.UNTRUSTED and reasons(theirs) == {"manifest.foreign"}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, own: bool) -> None:
+    folder = checkpoint(tmp_path / "c")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    digests = tuple(f.sha256 for f in facts_of(folder).files.values())
+    found = judged(folder, own=(tmp_path,) if own else (), pinned=digests)
+    assert found.trust is Trust.REFUSED
+    assert "model.safetensors" in found.refusals[0].where
+    assert "manifest.digest" in reasons(found)
+
+
+def test_a_damaged_or_hand_made_manifest_vouches_for_nothing(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "c")
+    file = folder / "manifest.json"
+    text = file.read_bytes()
+    body = json.loads(text)
+    body.pop("digest")
+    for manifest in (
+        text.replace(b'"step": 7', b'"step": 8'),
+        text[:-20],
+        b"[" * 100_000,
+        b'{"name": "a web page"}',
+        sealed({**body, "created_by": "", "versions": "2"}),
+        sealed({**body, "files": []}),
+        sealed({**body, "files": {"a": {"size": "1"}}}),
+    ):
+        file.write_bytes(manifest)
+        assert judged(folder, own=(tmp_path,)).trust is Trust.UNTRUSTED
+
+
+def test_a_model_that_the_manifest_does_not_name_takes_the_trust_from_the_folder(
+    tmp_path: Path,
+) -> None:
+    folder = checkpoint(tmp_path / "c")
+    (folder / "notes.txt").write_text("nobody loads this")
+    assert judged(folder, own=(tmp_path,)).trust is Trust.CHECKED
+    (folder / "other.safetensors").write_bytes(b"x")
+    found = judged(folder, own=(tmp_path,))
+    assert found.trust is Trust.UNTRUSTED and reasons(found) == {"manifest.stray"}
+
+
+def test_a_link_in_the_run_tree_to_elsewhere_is_not_its_own(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "theirs")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/step_00000007").symlink_to(folder)
+    policy = Policy(own=(tmp_path / "outputs",))
+    assert not is_own(tmp_path / "outputs/step_00000007", policy)
+    assert not is_own(tmp_path / "outputs/../theirs", policy)
+
+
+def test_a_folder_is_pinned_by_the_digest_of_each_file_that_is_loaded(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "theirs")
+    loaded = judged(folder).digests
+    assert len(loaded) == 2
+    assert judged(folder, pinned=tuple(loaded)).trust is Trust.PINNED
+    assert judged(folder, pinned=(loaded[0],)).trust is Trust.UNTRUSTED
+    path = folder / "model.safetensors"
+    assert judged(path, pinned=(digest(path),)).trust is Trust.PINNED
+
+
+@pytest.mark.parametrize(
+    ("level", "trust", "passes"),
+    [
+        (STANDARD, Trust.REFUSED, False),
+        (STANDARD, Trust.UNTRUSTED, True),
+        (STRICT, Trust.UNTRUSTED, False),
+        (STRICT, Trust.CHECKED, True),
+        (STRICT, Trust.PINNED, True),
+        (OFF, Trust.UNTRUSTED, True),
+    ],
+)
+def test_what_a_level_lets_in(level: SecurityLevel, trust: Trust, passes: bool) -> None:
+    found = Assessment("a\x1b[2J", trust, files={"a": FileFacts("0" * 64, 1, "npy")})
+    if passes:
+        require(found, Policy(level))
+        return
+    with pytest.raises(SecurityError) as refused:
+        require(found, Policy(level))
+    assert refused.value.exit_code == 3 and "\x1b" not in str(refused.value)
