@@ -90,7 +90,7 @@ class RunConfig:
     def _check_values(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigError(
-                "name", f"{self.name!r} is no folder's name", "letters, digits, . _ + -"
+                "name", f"must be a folder's name, got {self.name!r}", "letters, digits, . _ + -"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", f"{self.seed} is no seed", "use 0 or more")
@@ -116,75 +116,67 @@ class RunConfig:
                 permit(str(target), key, self.security.names)
 
     def _check_job(self) -> None:
-        resume = self.checkpoint.resume
+        resume, job = self.checkpoint.resume, self.job.kind
         named = resume not in ("none", "auto") or self.model.weights is not None
-        if self.job.kind is JobKind.evaluate and not named:
+        if job is JobKind.evaluate and not named:
             raise ConfigError(
                 "checkpoint.resume",
                 "job=evaluate needs to know which model",
                 "name a run's folder or one of its checkpoints/step_… folders; for weights alone, "
                 "model.weights=FILE",
             )
-        if self.job.kind is JobKind.replay and self.replay.path is None:
-            raise ConfigError(
-                "replay.path",
-                "job=replay needs to know which step",
-                "name a run's debug/captures/step_… folder",
-            )
-        if self.job.kind is JobKind.scan and self.scan.path is None:
-            raise ConfigError(
-                "scan.path", "job=scan needs to know which file or folder", "scan.path=…"
-            )
-        if self.scan.path is not None and self.job.kind is not JobKind.scan:
-            raise ConfigError("scan.path", "is for looking at files", "add job=scan")
-        if self.replay.path is not None and self.job.kind is not JobKind.replay:
-            raise ConfigError("replay.path", "is for looking into a bad step", "add job=replay")
+        for kind, key, what in (
+            (JobKind.replay, "replay.path", "which step: a run's debug/captures/step_… folder"),
+            (JobKind.scan, "scan.path", "which file or folder"),
+        ):
+            path = getattr(self, kind.name).path
+            if job is kind and path is None:
+                raise ConfigError(key, f"job={kind.name} needs to know {what}", f"{key}=…")
+            if job is not kind and path is not None:
+                raise ConfigError(key, f"is for job={kind.name}", f"add job={kind.name}")
         self._check_export()
-        asked = any(technique.enabled for _, technique in self.optimization.techniques())
-        asked = asked or self.optimization.level == "auto"
-        parity = self.job.kind is JobKind.verify and self.verify.what is VerifyKind.parity
-        if parity and not asked and not self.optimization.extra:
+        parity = job is JobKind.verify and self.verify.what is VerifyKind.parity
+        if parity and not self._requests_technique():
             raise ConfigError(
-                "optimization", "asks for no technique, so job=verify has nothing to hold against",
+                "optimization",
+                "requests no technique, so job=verify has nothing to compare",
                 "name a level, e.g. optimization=advanced, or verify.what=resume",
-            )  # fmt: skip
-        if self.job.kind is JobKind.train and resume == "auto" and not self.checkpoint.enabled:
-            raise ConfigError(
-                "checkpoint.resume",
-                "finds nothing to continue where checkpoint.enabled=false",
-                "use checkpoint=default",
             )
+        if job is JobKind.train and resume == "auto" and not self.checkpoint.enabled:
+            problem = "finds nothing to continue where checkpoint.enabled=false"
+            raise ConfigError("checkpoint.resume", problem, "use checkpoint=default")
+
+    def _requests_technique(self) -> bool:
+        level = self.optimization
+        enabled = any(technique.enabled for _, technique in level.techniques())
+        return enabled or level.level == "auto" or bool(level.extra)
 
     def _check_export(self) -> None:
         kind, key = self.evaluate.export, "evaluate.export"
         if kind is not ExportKind.none and self.job.kind is not JobKind.evaluate:
-            raise ConfigError(
-                key, "is for a trained model",
-                "train first, then job=evaluate checkpoint.resume=<run folder>",
-            )  # fmt: skip
+            fix = "train first, then job=evaluate checkpoint.resume=<run folder>"
+            raise ConfigError(key, "is for a trained model", fix)
         if kind is ExportKind.quantized and not self.optimization.quantization.enabled:
-            raise ConfigError(
-                key, "there is no quantised model", "add optimization.quantization.enabled=true"
-            )
+            fix = "add optimization.quantization.enabled=true"
+            raise ConfigError(key, "there is no quantised model", fix)
 
     def _check_fit(self) -> None:
-        """Ours with ours only; what a foreign class reads is its own affair."""
+        """Our models read our data; what a foreign class reads is its own affair."""
         data, model = self.data, self.model
         if data._target_ or model._target_ or data.kind == "arrays":
             return
         tokens = isinstance(data, data_config.Synthetic) and data.form.name == "tokens"
         needed = "gpt" if tokens else NEEDS_MODEL.get(data.kind)
-        if model.kind in FITS and needed != model.kind:
+        if needed == model.kind:
+            return
+        if model.kind in FITS:
             reads, kinds = FITS[model.kind]
-            raise ConfigError(
-                "model", f"{model.kind} reads {reads}, which data={data.kind} does not have",
-                f"use data={' or data='.join(kinds)}, or another model",
-            )  # fmt: skip
-        if needed is not None and needed != model.kind:
-            raise ConfigError(
-                "model", f"{model.kind} cannot read {FITS[needed][0]}, which data={data.kind} is",
-                f"use model={needed}",
-            )  # fmt: skip
+            problem = f"{model.kind} reads {reads}, which data={data.kind} does not have"
+            fix = f"use data={' or data='.join(kinds)}, or another model"
+            raise ConfigError("model", problem, fix)
+        if needed is not None:
+            problem = f"{model.kind} cannot read {FITS[needed][0]}, which data={data.kind} is"
+            raise ConfigError("model", problem, f"use model={needed}")
 
 
 def validate_config(config: RunConfig, made: Collection[str] = ()) -> None:
@@ -218,46 +210,45 @@ OF_NO_CONSEQUENCE = ("name", "monitoring", *NOT_OF_THE_RUN)
 
 def config_hash(config: RunConfig) -> str:
     """One sha256 of what shapes the numbers; runs that share it are the same experiment."""
-    asked = hidden.unresolved(asdict(config))  # a token may be another one tomorrow
-    found = {k: v for k, v in asked.items() if k not in OF_NO_CONSEQUENCE}
-    del found["checkpoint"]["resume"]
-    # tools only look, so one may be switched on when an unfinished run is resumed; hooks may act
-    found["debug"] = {"hooks": found["debug"]["hooks"]}
-    if found["optimization"]["level"] != "auto":  # how a choice is looked for, where there is none
-        del found["optimization"]["auto"]
-    text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=_plain)
+    whole = hidden.unresolved(asdict(config))  # hash the reference, not the secret
+    tree = {key: value for key, value in whole.items() if key not in OF_NO_CONSEQUENCE}
+    del tree["checkpoint"]["resume"]
+    # tools only watch, so one may be switched on when an unfinished run is resumed; hooks may act
+    tree["debug"] = {"hooks": tree["debug"]["hooks"]}
+    if tree["optimization"]["level"] != "auto":  # settings of a search that is not made
+        del tree["optimization"]["auto"]
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """All of it as JSON holds it, but for what is to be done with the run, and whom it trusts."""
-    asked = hidden.unresolved(asdict(config))
-    found = {k: v for k, v in asked.items() if k not in NOT_OF_THE_RUN}
-    found["checkpoint"]["resume"] = "none"
-    found["monitoring"]["domains"] = {}  # of the sweep, not of the run
-    kept: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
-    return kept
+    """The config as JSON holds it, without what to do with the run, and whom it trusts."""
+    whole = hidden.unresolved(asdict(config))
+    tree = {key: value for key, value in whole.items() if key not in NOT_OF_THE_RUN}
+    tree["checkpoint"]["resume"] = "none"
+    tree["monitoring"]["domains"] = {}  # of the sweep, not of the run
+    values: dict[str, Any] = json.loads(json.dumps(tree, default=_plain))
+    return values
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
     """Every key by its dotted path, as it is typed on the command line."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
         if isinstance(value, Mapping) and (value or not path):
             for key, inner in value.items():
                 walk(inner, f"{path}.{key}" if path else str(key))
         else:
-            found[path] = value.name if isinstance(value, Enum) else value
+            values[path] = value.name if isinstance(value, Enum) else value
 
     walk(hidden.unresolved(asdict(config)), "")
-    for group in ("data", "model"):  # a class of the user's own takes the option's place
-        if target := found[f"{group}._target_"]:
-            found[f"{group}.kind"] = str(target).rpartition(".")[2]
-    if target := found["optimizer._target_"]:
-        found["optimizer.name"] = str(target).rpartition(".")[2]
-    return found
+    # a class of the user's own takes the option's place
+    for group, key in (("data", "kind"), ("model", "kind"), ("optimizer", "name")):
+        if target := values[f"{group}._target_"]:
+            values[f"{group}.{key}"] = str(target).rpartition(".")[2]
+    return values
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> str:
     return value.name if isinstance(value, Enum) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,20 +44,32 @@ NEEDS = {
     ("job", "replay"): ["replay.path=x"],
     ("job", "scan"): ["scan.path=x"],
 }
-EVERY = [(group, option) for group, found in options().items() for option in found]
+ALONE = ("data", "model", "experiment", "job")
+EVERY = [(group, option) for group in ALONE for option in options()[group]]
+TOGETHER = {group: list(found) for group, found in options().items() if group not in ALONE}
+NAMED = {"data", "model", "objective", "device", "schedule", "job"}
 
 
 @pytest.mark.parametrize(("group", "option"), EVERY, ids=lambda value: value)
-def test_every_option_composes_and_says_what_it_is_for(group: str, option: str) -> None:
+def test_an_option_composes(group: str, option: str) -> None:
     config = compose([f"{group}={option}", *NEEDS.get((group, option), [])])
     assert isinstance(config, RunConfig)
-    assert options()[group][option][:1].strip(), "the file begins with a line of comment"
     part = getattr(config, group, None)
-    named = {"data", "model", "objective", "device", "schedule", "job"}
-    if group in named:
+    if group in NAMED:
         assert getattr(part.kind, "name", part.kind) == option
-    if group == "optimization":
-        assert part.level == option
+
+
+@pytest.mark.parametrize("number", range(max(map(len, TOGETHER.values()))))
+def test_options_of_all_other_groups_compose(number: int) -> None:
+    chosen = {group: names[number % len(names)] for group, names in TOGETHER.items()}
+    config = compose([f"{group}={option}" for group, option in chosen.items()])
+    assert config.optimization.level == chosen["optimization"]
+    for group in NAMED & chosen.keys():
+        assert getattr(config, group).kind.name == chosen[group]
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    assert all(what.strip() for found in options().values() for what in found.values())
 
 
 def test_every_part_has_a_group_and_every_kind_an_option() -> None:
@@ -172,6 +185,14 @@ def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -
     assert len({config_hash(default), *hashes}) == len(overrides) + 1
 
 
+def test_tools_that_only_watch_leave_the_hash_and_hooks_do_not(default: RunConfig) -> None:
+    same = config_hash(default)
+    assert config_hash(compose(["debug=anomaly", "debug.capture.at_most=0"])) == same
+    hooks = ["security.trusted=[my_package]", "debug.hooks=[my_package.Mine]"]
+    assert config_hash(compose(hooks)) != same
+    assert json.loads(json.dumps(plain(default))) == plain(default)
+
+
 def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
     found = flat(default)
     assert found["optimizer.lr"] == 0.001
@@ -196,13 +217,11 @@ def test_composing_inside_another_hydra_application_leaves_it_alone(
     assert not GlobalHydra.instance().is_initialized()
 
 
-@pytest.mark.parametrize("initialised", [True, False])
 def test_threads_compose_what_they_would_alone(
-    initialised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ConfigStore.instance().repo
     entries = {group: list(options) for group, options in store.items() if type(options) is dict}
-    base = hydra.version.getbase()
 
     def compose_one(number: int) -> object:
         if number % 4 == 1:
@@ -218,15 +237,14 @@ def test_threads_compose_what_they_would_alone(
     monkeypatch.setenv("CANARY", "canary_of_threads")
     (tmp_path / "other.yaml").write_text("a: 1\n")
     with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
-        if initialised:
-            stack.enter_context(hydra.initialize_config_dir(str(tmp_path), version_base="1.2"))
-            base = hydra.version.getbase()
+        stack.enter_context(hydra.initialize_config_dir(str(tmp_path), version_base="1.2"))
+        base = hydra.version.getbase()
         outer = GlobalHydra.instance().hydra
         expected = [0, 1, "canary_of_threads", 3, 4, 5, "canary_of_threads", 7]
         assert list(pool.map(compose_one, range(8))) == expected
         assert GlobalHydra.instance().hydra is outer
         assert hydra.version.getbase() == base
-        assert not initialised or hydra.compose("other").a == 1
+        assert hydra.compose("other").a == 1
     assert not GlobalHydra.instance().is_initialized()
     assert ConfigStore.instance().repo is store
     assert all(list(store[group]) == options for group, options in entries.items())
@@ -267,8 +285,8 @@ def test_composing_in_a_job_of_another_hydra_application_leaves_it_alone(tmp_pat
 
 
 def test_two_runs_of_the_same_second_have_different_folders() -> None:
-    folders = {compose_raw([], hydra_too=True).hydra.run.dir for _ in range(5)}
-    assert len(folders) == 5
+    folders = {compose_raw([], hydra_too=True).hydra.run.dir for _ in range(2)}
+    assert len(folders) == 2
     config = compose_raw([], hydra_too=True)
     assert config.hydra.run.dir == config.hydra.run.dir, "but one run has one"
 
@@ -311,20 +329,8 @@ def test_importing_the_package(code: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=CONF.parent, check=True)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "training.epochs",
-        "stability.clip_norm",
-        "schedule.warmup",
-        "schedule.every",
-        "optimizer.lr",
-        "optimizer.weight_decay",
-        "data.validation",
-        "data.timeout_s",
-    ],
-)
-def test_a_number_that_is_none_is_refused(key: str) -> None:
+@pytest.mark.parametrize("key", ["training.epochs", "schedule.warmup", "optimizer.lr"])
+def test_a_number_that_is_nan_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         compose([f"{key}=nan"])
 

@@ -83,7 +83,7 @@ def _find_earlier(
         fix = "leave it out: the same command again continues a sweep that was cut off"
         raise ConfigError("checkpoint.resume", "auto is for one run", fix)
     named = any(text.startswith("hydra.sweep.dir=") for text in overrides)
-    earlier = plan.find_sweep(session.folder, named, resume, session.hash, session.flags)
+    earlier = plan.find_sweep(session.folder, named, resume, session.hash)
     session.folder = earlier or session.folder
     session.resumed = resume not in ("auto", "none", "None", "")
     if earlier is not None and config.security.level is not SecurityLevel.off:

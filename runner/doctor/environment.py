@@ -1,4 +1,4 @@
-"""Checks of what surrounds a run, each with the fix; one function a check, given what it judges."""
+"""Checks of what surrounds a run, each with the fix; one function a check, given its input."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from runner.device import memory
 from runner.device.device import Device
-from runner.doctor import packages
 from runner.techniques import compiler
 
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY = 256 * MIB  # a few batches of images from a few workers; containers get 64 MiB
-DISK, DISK_LAST = GIB, 100 * MIB
-FILES = 1024  # every worker holds pipes, and every batch on its way a file in /dev/shm
+MIN_DISK = 100 * MIB
+FILES = 1024  # every worker holds pipes, and every batch in flight a file in /dev/shm
+PACKAGES = (
+    "torch", "hydra-core", "omegaconf", "tensorboard", "numpy", "safetensors", "rich", "psutil",
+    "matplotlib", "Pillow", "pyarrow", "triton",
+)  # fmt: skip
 
 
 class Status(Enum):
-    """How a check came out."""
+    """The result of a check."""
 
     ok = "ok"
     warn = "warn"  # slower, or will fail in some runs
@@ -39,138 +45,147 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at, what was found, and what to do about it."""
+    """What was checked, what was found, and what to do about it."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
 
+    @classmethod
+    def of(cls, name: str, good: bool, found: str, fix: str, bad: Status = Status.warn) -> Check:
+        """A check that has a fix unless it is good."""
+        return cls(name, Status.ok, found) if good else cls(name, bad, found, fix)
+
 
 def checks(device: Device, outputs: Path) -> list[Check]:
-    """Everything, for a run on this device that writes under `outputs`."""
-    requirements, python_range = packages.declared()
-    found = [
+    """All checks, for a run on this device that writes below `outputs`."""
+    requirements, python_range = declared()
+    results = [
         python(sys.version_info[:3], python_range),
-        requirements_met(requirements, packages.unmet(requirements)),
-        hydra(packages.versions()["hydra-core"]),
+        packages(requirements),
         *compilers(device.kind, os.environ),
-        inductor_cache(os.environ),
+        compile_cache(os.environ),
         shared_memory(memory.shared_memory_bytes()),
         available_memory(memory.available_bytes()),
         disk(outputs),
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        load(os.getloadavg()[0], os.cpu_count() or 1, os.environ),
+        load(os.getloadavg()[0], os.cpu_count() or 1),
     ]
     if device.kind == "cuda":
-        found.append(device_memory(*torch.cuda.mem_get_info(device.torch)))
-    found += [Check("device", Status.warn, text) for text in device.warnings]
-    return found
+        results.append(device_memory(*torch.cuda.mem_get_info(device.torch)))
+    return results + [Check("device", Status.warn, text) for text in device.warnings]
 
 
-def python(version: tuple[int, int, int], wanted: str) -> Check:
+def versions() -> dict[str, str | None]:
+    """The packages that decide how a run goes; None for one that is not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def declared() -> tuple[list[str], str]:
+    """What the project requires and its Python range, from the checkout or the installed wheel.
+
+    Both are empty where neither says, such as a folder that was only copied.
+    """
+    try:
+        file = Path(__file__).parents[2] / "pyproject.toml"
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        if project["name"] == "runner":
+            return list(project["dependencies"]), str(project["requires-python"])
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        pass
+    try:
+        wheel = metadata.metadata("runner")["Requires-Python"]
+        return metadata.requires("runner") or [], str(wheel or "")
+    except metadata.PackageNotFoundError:
+        return [], ""
+
+
+def python(version: tuple[int, int, int], supported: str) -> Check:
     """The interpreter is one that the project supports."""
-    here = ".".join(map(str, version))
-    if SpecifierSet(wanted).contains(here):
-        return Check("python", Status.ok, here)
-    return Check("python", Status.fail, f"{here} is not in {wanted}", "use Python 3.11 to 3.13")
+    text, fix = ".".join(map(str, version)), "use Python 3.11 to 3.13"
+    return Check.of("python", SpecifierSet(supported).contains(text), text, fix, Status.fail)
 
 
-def requirements_met(requirements: list[str], unmet: list[packages.Unmet]) -> Check:
-    """Every package needed is there in a version that fits."""
+def packages(requirements: Sequence[str]) -> Check:
+    """Every package that the project needs is installed in a version that fits."""
     if not requirements:
-        problem = "the project's requirements are not to be found, so nothing was compared"
+        problem = "the project's requirements are unknown, so nothing was compared"
         return Check("packages", Status.warn, problem, "pip install the project")
-    if not unmet:
-        return Check("packages", Status.ok, f"all {len(requirements)} requirements hold")
-    problems = [
-        f"{one.needed_by} needs {one.requirement}, "
-        + ("which is not installed" if one.found is None else f"found {one.found}")
-        for one in unmet
-    ]
-    wanted = " ".join(sorted({f"'{one.requirement}'" for one in unmet}))
-    return Check("packages", Status.fail, "; ".join(problems), f"pip install {wanted}")
-
-
-def hydra(version: str | None) -> Check:
-    """Hydra is one whose target checks hold."""
-    if version is None or SpecifierSet(">=1.3.7").contains(version):
-        return Check("hydra", Status.ok, version or "not installed")
-    problem = f"{version} can be made to call a _target_ that it means to block"
-    return Check("hydra", Status.fail, problem, "pip install 'hydra-core>=1.3.8,<1.4'")
+    unmet = []
+    for need in map(Requirement, requirements):
+        version = _version(need.name)
+        here = need.marker is None or need.marker.evaluate({"extra": ""})
+        if here and not (version and need.specifier.contains(version, prereleases=True)):
+            unmet.append((f"{need.name}{need.specifier}", version or "not installed"))
+    text = "; ".join(f"{need} is needed, found {version}" for need, version in unmet)
+    fix = f"pip install {' '.join(repr(need) for need, _ in unmet)}"
+    good = f"all {len(requirements)} requirements hold"
+    return Check.of("packages", not unmet, text or good, fix, Status.fail)
 
 
 def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[Check]:
     """What torch.compile needs: a C++ compiler, Python's headers, on a GPU triton."""
-    wanted = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    path = shutil.which(wanted, path=environ.get("PATH", os.defpath))
-    if path is None:
-        fix = "install g++ (Debian: apt install g++), or name another in CXX; or compile nothing"
-        yield Check("C++ compiler", Status.warn, f"no {wanted}, which torch.compile calls", fix)
-    else:
-        yield _compiler(path)
+    name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    path = shutil.which(name, path=environ.get("PATH", os.defpath))
+    fix = "install g++ (Debian: apt install g++), or name a compiler that works in CXX"
+    yield Check.of("C++ compiler", *_compiler(path) if path else (False, f"no {name}"), fix)
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if header.is_file():
-        yield Check("Python headers", Status.ok, str(header.parent))
-    else:
-        problem = f"no {header}, which torch.compile includes"
-        fix = "install them (Debian: apt install python3-dev)"
-        yield Check("Python headers", Status.warn, problem, fix)
+    fix = "install them (Debian: apt install python3-dev); torch.compile includes them"
+    yield Check.of("Python headers", header.is_file(), str(header.parent), fix)
     if kind == "cuda":
-        if importlib.util.find_spec("triton") is not None:
-            yield Check("triton", Status.ok, packages.versions()["triton"] or "installed")
-        else:
-            problem = "not installed, torch.compile on a GPU needs it"
-            yield Check("triton", Status.warn, problem, "install torch's CUDA build, it brings it")
+        installed = importlib.util.find_spec("triton") is not None
+        fix = "install torch's CUDA build, which brings it; torch.compile on a GPU needs it"
+        yield Check.of("triton", installed, _version("triton") or "not installed", fix)
 
 
-def _compiler(path: str) -> Check:
+def _compiler(path: str) -> tuple[bool, str]:
+    """Whether it runs, and its version."""
     try:
         answer = subprocess.run(  # noqa: S603  # the compiler that torch would run, asked its version
             [path, "--version"], capture_output=True, text=True, timeout=10, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        fix = "name a compiler that works in CXX"
-        return Check("C++ compiler", Status.warn, f"{path} does not run: {error}", fix)
-    version = answer.partition("\n")[0].strip()
-    return Check("C++ compiler", Status.ok, f"{path}: {version}")
+        return False, f"{path} does not run: {error}"
+    return True, f"{path}: {answer.splitlines()[0] if answer else ''}"
 
 
-def inductor_cache(environ: Mapping[str, str]) -> Check:
+def compile_cache(environ: Mapping[str, str]) -> Check:
     """Runs can keep compiled code; without that each run compiles again (25 s against 3)."""
     folder = compiler.cache_folder(environ)
     problem = _unwritable(folder)
     if problem is None and folder.exists():
         reason = compiler.cache_problem(folder, environ)
         problem = reason and f"{folder} {reason}"
-    if problem is None:
-        return Check("compile cache", Status.ok, str(folder))
     fix = "name a folder that can be written in TORCHINDUCTOR_CACHE_DIR"
-    return Check("compile cache", Status.warn, problem, fix)
+    return Check.of("compile cache", problem is None, problem or str(folder), fix)
 
 
 def shared_memory(free: int | None) -> Check:
     """Loader workers have room to hand over their batches."""
     if free is None:
         return Check("shared memory", Status.ok, "no /dev/shm; workers use files instead")
-    if free >= SHARED_MEMORY:
-        return Check("shared memory", Status.ok, f"{size(free)} free")
     fix = "data.workers=0; in a container --shm-size=1g or --ipc=host"
-    return Check("shared memory", Status.warn, f"{size(free)} free in /dev/shm", fix)
+    return Check.of("shared memory", free >= SHARED_MEMORY, f"{size(free)} in /dev/shm", fix)
 
 
 def available_memory(free: int) -> Check:
     """There is memory left to work in."""
-    status = Status.ok if free >= GIB else Status.warn
-    fix = "" if status is Status.ok else "end other programs, or raise the container's limit"
-    return Check("memory", status, f"{size(free)} available", fix)
+    fix = "end other programs, or raise the container's limit"
+    return Check.of("memory", free >= GIB, f"{size(free)} available", fix)
 
 
 def device_memory(free: int, total: int) -> Check:
-    """Nobody else holds the GPU's memory."""
-    status = Status.ok if free >= total / 2 else Status.warn
-    fix = "" if status is Status.ok else "nvidia-smi shows who holds it; device.index picks another"
-    return Check("GPU memory", status, f"{size(free)} of {size(total)} free", fix)
+    """No other process holds the GPU's memory."""
+    fix = "nvidia-smi shows what holds it; device.index picks another GPU"
+    return Check.of("GPU memory", free >= total / 2, f"{size(free)} of {size(total)} free", fix)
 
 
 def disk(outputs: Path) -> Check:
@@ -179,36 +194,23 @@ def disk(outputs: Path) -> Check:
     if problem is not None:
         return Check("disk", Status.fail, problem, "set hydra.run.dir, or free the folder")
     free = shutil.disk_usage(_existing(outputs)).free
-    text = f"{size(free)} free under {outputs}"
-    if free >= DISK:
-        return Check("disk", Status.ok, text)
-    status = Status.warn if free >= DISK_LAST else Status.fail
-    return Check("disk", status, text, "free some, or checkpoint less often")
+    bad = Status.warn if free >= MIN_DISK else Status.fail
+    fix = "free some, or checkpoint less often"
+    return Check.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, bad)
 
 
 def open_files(limit: int) -> Check:
     """The process may open enough files for loader workers."""
-    if limit == resource.RLIM_INFINITY:
-        return Check("open files", Status.ok, "unlimited")
-    status = Status.ok if limit >= FILES else Status.warn
-    fix = "" if status is Status.ok else "ulimit -n 4096 before the runner starts"
-    return Check("open files", status, f"at most {limit}", fix)
+    unlimited = limit == resource.RLIM_INFINITY
+    text = "unlimited" if unlimited else f"at most {limit}"
+    fix = "ulimit -n 4096 before the runner starts"
+    return Check.of("open files", unlimited or limit >= FILES, text, fix)
 
 
-def load(average: float, cores: int, environ: Mapping[str, str]) -> Check:
+def load(average: float, cores: int) -> Check:
     """The machine is not busy; on a busy one, waiting threads spin: steps took 4 times as long."""
-    policy = environ.get("OMP_WAIT_POLICY", "").lower()
-    text = f"load {average:.1f} on {cores} cores"
-    if average <= cores:
-        return Check("load", Status.ok, text)
-    if policy == "passive":
-        return Check("load", Status.warn, f"{text}; timings will not mean much", "wait, or nice it")
-    return Check(
-        "load",
-        Status.warn,
-        f"{text}, and OMP_WAIT_POLICY is {policy or 'not set'}: waiting threads spin",
-        "OMP_WAIT_POLICY=passive before the runner starts, or fewer device.threads",
-    )
+    fix = "wait; or OMP_WAIT_POLICY=passive before the runner starts, or fewer device.threads"
+    return Check.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
 
 
 def size(count: float) -> str:
@@ -217,13 +219,13 @@ def size(count: float) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written there, or None; found by writing, since permissions may lie."""
+    """Why nothing can be written there, or None; tried by writing, since permissions may lie."""
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)):
             return None

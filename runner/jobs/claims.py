@@ -20,21 +20,15 @@ def main(config: RunConfig, folder: Path) -> Claims:
 
     Interrupted then; StorageError, once the table is shown, where the disk did not take them.
     """
-    failed: list[StorageError] = []
 
-    def keep(found: Claims) -> None:
+    def save(claims: Claims) -> None:
         try:
-            report.write(found, folder)
-        except StorageError as error:
-            failed[:] = [error]
+            report.write(claims, folder)
+        except StorageError as error:  # the next one may be written
             log.warning("%s", error)
-        else:
-            failed.clear()
 
-    found = measure_claims(config, log.info, keep)
-    keep(found)
-    print_stdout(report.show(found))
-    if failed:
-        raise failed[0]
+    claims = measure_claims(config, log.info, save)
+    print_stdout(report.show(claims))
+    report.write(claims, folder)
     print_stdout("", f"as Markdown: {folder / 'claims.md'}", soft_wrap=True)
-    return found
+    return claims

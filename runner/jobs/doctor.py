@@ -1,4 +1,4 @@
-"""job=doctor: what this machine has, what each technique would do here, and what is amiss."""
+"""job=doctor: what this machine has, what each technique would do on it, and what is wrong."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rich.text import Text
 
 from runner.device import capabilities, cgroup, memory
 from runner.device.config import DeviceConfig, DeviceKind
-from runner.device.device import Device, select
-from runner.doctor import environment, packages
+from runner.device.device import select
+from runner.doctor import environment
 from runner.doctor.environment import Check, Status, size
 from runner.errors import StorageError, UsageError
 from runner.record.console import plain_text, print_stdout
@@ -29,10 +29,8 @@ from runner.record.text import escape_control_chars
 
 if TYPE_CHECKING:
     from runner.config import RunConfig
-    from runner.techniques.base import Technique
 
-OUTPUTS = Path("outputs")
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found; `doctor.json` holds the same."""
+    """The doctor's report; `doctor.json` holds the same."""
 
     device: dict[str, Any]  # as in the summary
     cpu: dict[str, Any]
@@ -59,8 +57,7 @@ class Report:
     @property
     def status(self) -> Status:
         """The worst of the checks."""
-        found = {check.status for check in self.checks}
-        return next((s for s in (Status.fail, Status.warn) if s in found), Status.ok)
+        return max((check.status for check in self.checks), key=list(Status).index)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in plain values."""
@@ -85,19 +82,20 @@ def main(config: RunConfig, folder: Path | None) -> Report:
 
 
 def examine(config: RunConfig, folder: Path | None = None) -> Report:
-    """Look at everything, as a run with this config would find it.
+    """Check everything, as a run with this config would find it.
 
-    A device that cannot be had is a failed check, and the rest is told for the CPU.
+    A device that does not exist is a failed check, and the rest is reported for the CPU.
     """
-    found: list[Check] = []
+    checks: list[Check] = []
     with ExitStack() as scope:
         try:
             device = select(config.device, scope)
         except UsageError as error:  # its message ends with the fix
-            found.append(Check("device", Status.fail, str(error)))
+            checks.append(Check("device", Status.fail, str(error)))
             device = select(DeviceConfig(kind=DeviceKind.cpu), scope)
-            device = replace(device, reason="what was asked for cannot be had, see the checks")
-        found += environment.checks(device, folder or OUTPUTS)
+            device = replace(device, reason="the requested one is not available, see the checks")
+        checks += environment.checks(device, folder or Path("outputs"))
+        reasons = [(n, t, t.unavailable(device)) for n, t in config.optimization.techniques()]
         return Report(
             device=device.describe(),
             cpu={
@@ -115,81 +113,75 @@ def examine(config: RunConfig, folder: Path | None = None) -> Report:
             },
             versions={
                 "python": platform.python_version(),
-                **packages.versions(),
+                **environment.versions(),
                 "cuda": torch.version.cuda,
             },
             techniques=[
-                outlook(name, technique, device)
-                for name, technique in config.optimization.techniques()
+                Outlook(name, technique.enabled, reason is None, reason or "")
+                for name, technique, reason in reasons
             ],
-            checks=found,
+            checks=checks,
         )
 
 
-def outlook(name: str, technique: Technique, device: Device) -> Outlook:
-    """Whether the technique could be applied on this device."""
-    reason = technique.unavailable(device)
-    return Outlook(name, technique.enabled, reason is None, reason or "")
-
-
 def show(report: Report) -> RenderableType:
-    """The report for a terminal; made for 80 columns, fits fewer."""
-    device = report.device
+    """The report for a terminal of 80 columns."""
+    device, cpu = report.device, report.cpu
     able = device["capabilities"]
-    yes = [name for name, value in able.items() if value is True]
-    no = [name for name, value in able.items() if value is False]
-    parts: list[RenderableType] = []
-
-    def section(heading: str, rows: Sequence[tuple[str, RenderableType]]) -> None:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
-        table.add_column(ratio=1, overflow="fold")
-        for name, value in rows:
-            table.add_row(plain_text(name), plain_text(value) if isinstance(value, str) else value)
-        parts.extend([Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))])
-
-    section(
-        "device",
-        [
-            ("picked", f"{device['kind']}: {device['name']}"),
-            ("why", device["reason"]),
-            ("can", ", ".join(yes)),
-            ("cannot", ", ".join(no)),
-            *(("note", note) for note in able["notes"]),
-            ("memory", size(device["memory_bytes"])),
-            *((name, str(value)) for name, value in device["settings"].items()),
-        ],
+    counts = [sum(check.status is status for check in report.checks) for status in Status]
+    return Group(
+        *_section(
+            "device",
+            [
+                ("picked", f"{device['kind']}: {device['name']}"),
+                ("why", device["reason"]),
+                ("can", ", ".join(name for name, value in able.items() if value is True)),
+                ("cannot", ", ".join(name for name, value in able.items() if value is False)),
+                *(("note", note) for note in able["notes"]),
+                ("memory", size(device["memory_bytes"])),
+                *((name, str(value)) for name, value in device["settings"].items()),
+            ],
+        ),
+        *_section(
+            "machine",
+            [
+                ("cpu", cpu["name"]),
+                ("flags", ", ".join(cpu["flags"]) or "none that matter"),
+                ("torch's kernels", cpu["kernels"]),
+                ("cores", f"{device['cores']} usable, load {cpu['load']:.1f}"),
+                *(
+                    (name, size(count))
+                    for name, count in report.memory.items()
+                    if count is not None
+                ),
+            ],
+        ),
+        *_section(
+            "versions", [(n, text or "not installed") for n, text in report.versions.items()]
+        ),
+        *_section("techniques", [(row.name, _outlook(row)) for row in report.techniques]),
+        *_section("checks", [(check.name, _check(check)) for check in report.checks]),
+        Text("{} ok, {} warnings, {} failed".format(*counts), style="bold"),
     )
-    section(
-        "machine",
-        [
-            ("cpu", report.cpu["name"]),
-            ("flags", ", ".join(report.cpu["flags"]) or "none that matter"),
-            ("torch's kernels", report.cpu["kernels"]),
-            ("cores", f"{device['cores']} usable, load {report.cpu['load']:.1f}"),
-            *((name, size(count)) for name, count in report.memory.items() if count is not None),
-        ],
-    )
-    section("versions", [(name, found or "not here") for name, found in report.versions.items()])
-    section("techniques", [(row.name, _outlook_line(row)) for row in report.techniques])
-    section("checks", [(check.name, _check_line(check)) for check in report.checks])
-    counts = [sum(c.status is status for c in report.checks) for status in Status]
-    parts.append(Text("{} ok, {} to look at, {} failed".format(*counts), style="bold"))
-    return Group(*parts)
 
 
-def _outlook_line(row: Outlook) -> Text:
-    asked = "asked for" if row.requested else "not asked for"
+def _section(heading: str, rows: Sequence[tuple[str, RenderableType]]) -> list[RenderableType]:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", min_width=15, max_width=32, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
+    for name, value in rows:
+        table.add_row(plain_text(name), plain_text(value) if isinstance(value, str) else value)
+    return [Text(heading, style="bold cyan"), Padding(table, (0, 0, 1, 2))]
+
+
+def _outlook(row: Outlook) -> Text:
+    asked = ("" if row.requested else "not ") + "requested"
     if row.available:
         return Text.assemble(("can be applied", "green"), (f", {asked}", "dim"))
-    return Text.assemble(("not here", "yellow"), f": {row.reason}", (f", {asked}", "dim"))
+    return Text.assemble(("not available", "yellow"), f": {row.reason}", (f", {asked}", "dim"))
 
 
-def _check_line(check: Check) -> RenderableType:
-    status = check.status.value
-    line = Text.assemble((f"{status:4}", STYLES[status]), f"  {escape_control_chars(check.found)}")
-    if not check.fix:
-        return line
-    return Group(
-        line, Padding(Text(f"fix: {escape_control_chars(check.fix)}", "italic"), (0, 0, 0, 6))
-    )
+def _check(check: Check) -> Text:
+    status = (f"{check.status.value:4}", STYLES[check.status])
+    fix = f"\n      fix: {escape_control_chars(check.fix)}" if check.fix else ""
+    return Text.assemble(status, f"  {escape_control_chars(check.found)}", (fix, "italic"))

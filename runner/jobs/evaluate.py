@@ -33,12 +33,6 @@ def main(config: RunConfig, folder: Path) -> Summary:
     """
     kind = config.evaluate.export
     check(kind)
-    if config.checkpoint.resume in ("none", "auto") and config.model.weights is None:
-        raise ConfigError(
-            "checkpoint.resume",
-            "job=evaluate needs to know which model",
-            "name a run's folder or one of its checkpoints/step_… folders",
-        )
     config = copy(config)  # debug tools look at steps, of which there are none
     config.debug = DebugConfig(hooks=config.debug.hooks)
     given = None

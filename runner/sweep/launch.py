@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoint.lock import lock
 from runner.composing import typed
-from runner.config import config_hash, flat
+from runner.config import flat
 from runner.errors import RunnerError, StorageError, SweepFailed
 from runner.jobs.config import JobKind
 from runner.record.console import close_logging, set_up_logging
@@ -32,36 +33,13 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-
-class Composer:
-    """Stands in for the method of Hydra's loader that sweepers call, and keeps what they got."""
-
-    def __init__(self, loader: Any) -> None:
-        self.compose = loader.load_sweep_config
-        self.kept: dict[tuple[str, ...], DictConfig] = {}
-        loader.load_sweep_config = self.ahead
-
-    def ahead(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """A sweeper's question."""
-        found: DictConfig = self.compose(master_config, sweep_overrides)
-        self.kept[tuple(sweep_overrides)] = found
-        return found
-
-    def take(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-        """The config of the job that is to be run now."""
-        found = self.kept.pop(tuple(overrides), None)
-        if found is None:
-            found = self.compose(config, list(overrides))
-        return found
-
-
-PUTS_UP = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""It would end the sweep at the first failure that it is told of; others learn from failures."""
+TOLERANT = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+"""It would end the sweep at the first failure that it learns of; others learn from failures."""
 
 
 def launch(
     config: DictConfig,
-    composer: Composer,
+    compose: Callable[[DictConfig, list[str]], DictConfig],
     settings: LauncherConfig,
     job_overrides: Sequence[Sequence[str]],
     first: int,
@@ -77,26 +55,25 @@ def launch(
     set_up_logging("info", None)
     try:
         with lock(folder):
-            configs = [composer.take(config, o) for o in job_overrides]
-            wanted = [
-                _wanted(one, list(overrides), first + i)
-                for i, (one, overrides) in enumerate(zip(configs, job_overrides, strict=True))
+            jobs = [
+                (list(overrides), compose(config, list(overrides))) for overrides in job_overrides
             ]
-            planned = _planned(session, wanted)
+            specs = [_spec(one, texts, first + i) for i, (texts, one) in enumerate(jobs)]
+            plans = _plan(session, specs)
             # as typed: what stands for a secret, or for the job's number, is the job's to resolve
             hydras: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-            _run(session, planned, wanted, settings, hydras)
+            _run(session, plans, settings, hydras)
     finally:
         close_logging()
-    puts_up = config.hydra.sweeper._target_ == PUTS_UP
+    tolerant = config.hydra.sweeper._target_ == TOLERANT
     return [
-        _return(one, folder, composed, puts_up)
-        for one, composed in zip(planned, configs, strict=True)
+        _result(plan, folder, composed, tolerant)
+        for plan, (_, composed) in zip(plans, jobs, strict=True)
     ]
 
 
-def _wanted(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
-    """The job as its process will see it; one that it would refuse says why."""
+def _spec(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
+    """The job as its process will see it, or the reason why it would refuse it."""
     with open_dict(config):
         config.hydra.job.num = config.hydra.job.id = number
     subdir = str(secrets.place(config, "hydra.sweep.subdir"))
@@ -113,90 +90,78 @@ def _wanted(config: DictConfig, overrides: list[str], number: int) -> JobSpec:
         overrides,
         subdir,
         job_hash(checked, environment),
-        config_hash(checked),
-        kind is JobKind.train,
-        kind in (JobKind.train, JobKind.evaluate),
+        trains=kind is JobKind.train,
+        records=kind in (JobKind.train, JobKind.evaluate),
         settings=flat(checked),
     )
 
 
-def _planned(session: Session, wanted: list[JobSpec]) -> list[JobPlan]:
-    """What is left to do; noted in the session's sweep, and said."""
+def _plan(session: Session, specs: list[JobSpec]) -> list[JobPlan]:
+    """What is left to do; recorded in the session's sweep, and logged."""
     sweep = session.sweep
-    earlier = load_previous_jobs(session.folder) if sweep is None else session.left
+    earlier = load_previous_jobs(session.folder) if sweep is None else session.earlier
     wait_for_running_jobs(session.folder, earlier)
-    planned = plan_jobs(wanted, earlier, session.folder)
+    plans = plan_jobs(specs, earlier, session.folder)
     if sweep is None:
         sweep = session.sweep = Sweep(session.command, session.hash, started=now())
-    mine = {one.job.folder for one in planned}
-    session.left = [job for job in earlier if job.folder not in mine]
-    sweep.jobs += [one.job for one in planned]
-    done, onward = sum(one.done for one in planned), sum(one.continues for one in planned)
-    left = len(planned) - done
-    if done or onward:
-        parts = [f"{done} of {len(planned)} done before", f"{left} to run"]
-        if onward:
-            parts[-1] += f", {onward} of them from a checkpoint"
-        afresh = "" if left else " (sweep.resume=none does it all afresh)"
-        log.info("%s: %s%s", session.folder, "; ".join(parts), afresh)
-    else:
-        log.info("%d jobs, in %s", len(planned), session.folder)
-    return planned
+    mine = {plan.job.folder for plan in plans}
+    session.earlier = [job for job in earlier if job.folder not in mine]
+    sweep.jobs += [plan.job for plan in plans]
+    done, onward = sum(plan.done for plan in plans), sum(plan.continues for plan in plans)
+    if not done and not onward:
+        log.info("%d jobs, in %s", len(plans), session.folder)
+        return plans
+    left = len(plans) - done
+    text = f"{done} of {len(plans)} done before; {left} to run"
+    text += f", {onward} of them from a checkpoint" if onward else ""
+    text += "" if left else " (sweep.resume=none begins anew)"
+    log.info("%s: %s", session.folder, text)
+    return plans
 
 
 def _run(
-    session: Session,
-    planned: list[JobPlan],
-    wanted: list[JobSpec],
-    settings: LauncherConfig,
-    hydras: list[str],
+    session: Session, plans: list[JobPlan], settings: LauncherConfig, hydras: list[str]
 ) -> None:
     sweep, folder = session.sweep, session.folder
     if sweep is None:
         return
-    values = command.domains([(one.overrides, one.settings) for one in wanted if one.settings])
+    specs = [plan.spec for plan in plans]
+    values = command.domains([(spec.overrides, spec.settings) for spec in specs if spec.settings])
 
-    def start(one: JobPlan) -> Child:
-        place = folder / one.job.folder
-        arguments = command.typed(session.flags, hydras, one.wanted.overrides)
-        where = f"checkpoint.resume={quote_for_hydra(str(place))}"
-        told = [where if one.continues else f"hydra.run.dir={quote_for_hydra(str(place))}"]
-        told += [values] if values else []
+    def arguments(plan: JobPlan) -> list[str]:
+        return command.job_arguments(session.flags, hydras, plan.spec.overrides)
+
+    def start(plan: JobPlan) -> Child:
+        place = folder / plan.job.folder
+        key = "checkpoint.resume" if plan.continues else "hydra.run.dir"
         return Child.start(
-            command.process(arguments),
+            command.process_command(arguments(plan)),
             command.environment(settings.jobs),
             place,
             settings.timeout_s,
-            told,
-            one.wanted.records,
+            [f"{key}={quote_for_hydra(str(place))}", *([values] if values else [])],
+            plan.spec.records,
             chosen=not session.resumed,
         )
 
-    for one in planned:
-        arguments = command.typed(session.flags, hydras, one.wanted.overrides)
-        one.job.command = command.shown(arguments)
+    for plan in plans:
+        plan.job.command = shlex.join(["python", "-m", "runner", *arguments(plan)])
     sweep.write(folder)
-    display = Display(sweep.jobs)
-    Schedule(sweep, folder, settings, start, display).run([p for p in planned if not p.done])
+    schedule = Schedule(sweep, folder, settings, start, Display(sweep.jobs))
+    schedule.run([plan for plan in plans if not plan.done])
 
 
-def _return(one: JobPlan, folder: Path, config: DictConfig, puts_up: bool) -> JobReturn:
-    """What the sweeper is told: the value that the run monitors."""
-    job = one.job
-    told = JobReturn(
-        overrides=job.overrides,
-        cfg=config,
-        working_dir=str(folder / job.folder),
-        task_name="runner",
-    )
-    if job.status in WELL:
-        told.status, told.return_value = JobStatus.COMPLETED, _value(folder / job.folder)
-    elif puts_up:
-        told.status, told.return_value = JobStatus.COMPLETED, None
+def _result(plan: JobPlan, folder: Path, config: DictConfig, tolerant: bool) -> JobReturn:
+    """What the sweeper gets: the value that the run monitors."""
+    job, place = plan.job, folder / plan.job.folder
+    result = JobReturn(job.overrides, config, working_dir=str(place), task_name="runner")
+    if job.status in WELL or tolerant:
+        result.status = JobStatus.COMPLETED
+        result.return_value = _value(place) if job.status in WELL else None
     else:
-        told.status = JobStatus.FAILED
-        told.return_value = SweepFailed(f"{job.title}: {job.status}: {job.reason}")
-    return told
+        result.status = JobStatus.FAILED
+        result.return_value = SweepFailed(f"{job.title}: {job.status}: {job.reason}")
+    return result
 
 
 def _value(folder: Path) -> float | None:

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: so many at a time, with retries, shown as they work."""
+"""Run the jobs of a sweep: so many at a time, with retries, and show their progress."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from runner.errors import CheckpointError, Interrupted, StorageError
-from runner.overrides.groups import as_typed
 from runner.record.console import console
 from runner.record.text import escape_control_chars
 from runner.sweep.child import GRACE_S, Child
@@ -28,32 +28,36 @@ from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
-POLL_S = 0.1  # between two looks at the processes
-ONWARD = "the same command again goes on with this sweep"
+POLL_S = 0.1  # of the processes
 UNUSABLE = CheckpointError.exit_code
-AGAIN = ("failed", "killed", "timeout", "oom")  # worth another try, where one is asked for
-
-Start = Callable[[JobPlan], Child]
+RETRIED = ("failed", "killed", "timeout", "oom")  # where `retries` allows it
+REFRESH_S = 0.5  # of the display, which reads the end of each log
+LINE_S = 60.0  # between two lines about a job, where there is no terminal
 
 
 class Schedule:
     """Runs what is planned; every change is in `sweep.json` at once."""
 
     def __init__(
-        self, sweep: Sweep, folder: Path, settings: LauncherConfig, start: Start, display: Display
+        self,
+        sweep: Sweep,
+        folder: Path,
+        settings: LauncherConfig,
+        start: Callable[[JobPlan], Child],
+        display: Display,
     ) -> None:
         self.sweep, self.folder, self.settings = sweep, folder, settings
         self.start, self.display = start, display
         self.waiting: deque[JobPlan] = deque()
         self.running: list[tuple[JobPlan, Child]] = []
         self.retried: dict[int, int] = {}
-        self.over = ""  # why no further job is begun
+        self.over = ""  # why no further job begins
 
-    def run(self, planned: Sequence[JobPlan]) -> None:
+    def run(self, plans: Sequence[JobPlan]) -> None:
         """Until every job has ended. Raises Interrupted after Ctrl-C, SIGTERM or SIGHUP: the first
         one asks the jobs to end, which leaves a checkpoint, a second one ends them at once.
         """
-        self.waiting.extend(planned)
+        self.waiting.extend(plans)
         with Interrupts() as interrupts, self.display:
             try:
                 while self.running or (self.waiting and not self.over):
@@ -61,72 +65,71 @@ class Schedule:
                         self._interrupt(interrupts.received)
                     self._begin()
                     self._collect()
-                    self.display.refresh([(p.job, child) for p, child in self.running])
+                    self.display.refresh([(plan.job, child) for plan, child in self.running])
                     time.sleep(POLL_S)
             except KeyboardInterrupt:  # the second one
                 self.over = self.over or "the sweep was interrupted"
                 for _, child in self.running:
-                    child.wanted, child.why = "interrupted", "ended at once by a second signal"
+                    child.requested, child.why = "interrupted", "ended at once by a second signal"
             finally:
-                for one, child in self.running:
+                for plan, child in self.running:
                     child.kill()
                     child.process.wait()
-                    self._settle(one, child, again=False)
+                    self._settle(plan, child, again=False)
                 self._skip()
             if interrupts.received is not None:
-                raise Interrupted(interrupts.received, f"; {ONWARD}")
+                raise Interrupted(
+                    interrupts.received, "; the same command again continues this sweep"
+                )
 
     def _begin(self) -> None:
         while self.waiting and not self.over and len(self.running) < self.settings.jobs:
-            one = self.waiting.popleft()
-            job = one.job
-            refused = one.wanted.error  # there can be no such job
+            plan = self.waiting.popleft()
+            job, refused, child = plan.job, plan.spec.error, None
             try:
-                if one.replaces:
-                    archive_job(self.folder, job.folder, weights=one.unusable)
-                child = None if refused else self.start(one)
+                if plan.replaces:
+                    archive_job(self.folder, job.folder, plan.unusable)
+                child = None if refused else self.start(plan)
             except OSError as error:
-                child, refused = None, f"it cannot be started: {error}"
+                refused = f"it cannot be started: {error}"
             if child is None:
                 job.status, job.reason, job.ended = "failed", refused, now()
-                self._changed(one, 0.0)
+                self._report(plan, 0.0)
                 continue
             job.status, job.reason, job.ended, job.exit_code = RUNNING, "", "", None
-            job.started = job.started or now()
-            job.tries += 1
-            self.running.append((one, child))
+            job.started, job.tries = job.started or now(), job.tries + 1
+            self.running.append((plan, child))
             self.sweep.write(self.folder)
-            self.display.began(job, one.continues)
+            self.display.began(job, plan.continues)
 
     def _collect(self) -> None:
-        for one, child in list(self.running):
+        for plan, child in list(self.running):
             if child.has_ended():
-                self.running.remove((one, child))
-                self._settle(one, child, again=not self.over)
+                self.running.remove((plan, child))
+                self._settle(plan, child, again=not self.over)
 
-    def _settle(self, one: JobPlan, child: Child, again: bool) -> None:
-        """Note what became of a process, and put the job back if it is to be tried again."""
+    def _settle(self, plan: JobPlan, child: Child, again: bool) -> None:
+        """Record how a process ended, and put the job back if it is to be tried again."""
         child.close()
-        job = one.job
+        job = plan.job
         job.exit_code = child.process.returncode
         job.status, job.reason = child.ending()
         job.seconds, job.ended = job.seconds + child.seconds, now()
-        useless = one.continues and job.exit_code == UNUSABLE and not child.left_a_record
-        again = again and job.status in AGAIN
-        retries = again and self.retried.get(job.number, 0) < self.settings.retries
-        if again and useless:  # so it would end again each time
-            one.continues, one.replaces, one.unusable = False, True, True
-            retries = True
-            self.waiting.appendleft(one)
+        unusable = plan.continues and job.exit_code == UNUSABLE and not child.left_a_record
+        used = self.retried.get(job.number, 0)
+        retries = again and job.status in RETRIED and (unusable or used < self.settings.retries)
+        if retries and unusable:  # from that checkpoint it would fail each time
+            plan.continues, plan.replaces, plan.unusable = False, True, True
         elif retries:
-            self.retried[job.number] = self.retried.get(job.number, 0) + 1
-            one.continues = can_continue(one.wanted, self.folder / job.folder)
-            one.replaces = not one.continues
-            self.waiting.appendleft(one)
-        self._changed(one, child.seconds, retries)
+            self.retried[job.number] = used + 1
+            plan.continues = can_continue(plan.spec, self.folder / job.folder)
+            plan.replaces = not plan.continues
+        if retries:
+            self.waiting.appendleft(plan)
+        self._report(plan, child.seconds, retries)
 
-    def _changed(self, one: JobPlan, seconds: float, retries: bool = False) -> None:
-        job = one.job
+    def _report(self, plan: JobPlan, seconds: float, retries: bool = False) -> None:
+        job = plan.job
         write_failed_summary(self.folder / job.folder, job.status, job.reason, job.command)
         self.sweep.write(self.folder)
         self.display.ended(job, seconds, retries)
@@ -138,125 +141,94 @@ class Schedule:
     def _interrupt(self, number: int) -> None:
         self.over = "the sweep was interrupted"
         log.warning("ending %d jobs; once more to end them at once", len(self.running))
-        # after Ctrl-C somebody is there to press it once more; whoever sends another waits in vain
+        # after Ctrl-C a person can press it once more; whatever sends another signal waits in vain
         grace_s = float("inf") if number == signal.SIGINT else GRACE_S
         for _, child in self.running:
             child.ask(number, "interrupted", self.over, grace_s)
 
     def _skip(self) -> None:
-        for one in self.waiting:
-            if not one.job.ended:
-                one.job.status, one.job.reason = SKIPPED, self.over or "the sweep ended before it"
+        for plan in self.waiting:
+            if not plan.job.ended:
+                plan.job.status = SKIPPED
+                plan.job.reason = self.over or "the sweep ended before it"
         self.sweep.ended = now()
         self.sweep.write(self.folder)
 
 
 def write_failed_summary(folder: Path, status: str, reason: str, command: str) -> None:
-    """Make the job's `summary.json` say how it ended, where it could not itself."""
+    """Make the job's `summary.json` state how it ended, where the job could not itself."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            before = Summary.read(folder)
-        except StorageError:
-            before = Summary(command=command)
-        if (before.status, before.reason) != (status, reason):
-            replace(before, status=status, reason=reason).write(folder)
+        summary = Summary(command=command)
+        with suppress(StorageError):
+            summary = Summary.read(folder)
+        if (summary.status, summary.reason) != (status, reason):
+            replace(summary, status=status, reason=reason).write(folder)
     except (OSError, StorageError) as error:
-        log.warning("%s: what became of the job is in sweep.json only: %s", folder, error)
-
-
-REFRESH_S = 0.5  # each time, the end of each log is read
-LINE_S = 60.0  # between two lines about a job, where there is no terminal
+        log.warning("%s: the job's end is in sweep.json only: %s", folder, error)
 
 
 class Display:
-    """A line at the start and the end of each job; in between a live row of how far it has come on
-    a terminal, elsewhere a line now and then.
+    """A line at the start and the end of each job; in between a live row of its progress on a
+    terminal, elsewhere a line now and then.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self.names = names(jobs)
         self.jobs = jobs
         self.live: Live | None = None
         self.refreshed = 0.0
-        self.told: dict[int, float] = {}  # when a job was last spoken of, by its number
+        self.reported: dict[int, float] = {}  # when a job had its last line, by its number
 
     def __enter__(self) -> Display:
         screen = console()
         if screen.is_terminal and not screen.is_dumb_terminal:
             live = Live(console=screen, auto_refresh=False, transient=True)
-            try:
+            with suppress(OSError, ValueError):
                 live.start()
                 self.live = live
-            except (OSError, ValueError) as error:
-                log.debug("no live display: %s", error)
         return self
 
     def __exit__(self, *exc: object) -> None:
         live, self.live = self.live, None
         if live is not None:
-            try:
+            with suppress(OSError, ValueError):  # the terminal has gone
                 live.stop()
-            except (OSError, ValueError) as error:
-                log.debug("the terminal has gone: %s", error)
 
     def began(self, job: Job, continues: bool) -> None:
         """Say that a job has begun."""
         again = f", try {job.tries}" if job.tries > 1 else ""
         onward = ", from its checkpoint" if continues else ""
-        self.told[job.number] = time.monotonic()
-        log.info("%s: begun%s%s", self.names[job.number], again, onward)
+        self.reported[job.number] = time.monotonic()
+        log.info("%s: begun%s%s", job.title, again, onward)
 
     def ended(self, job: Job, seconds: float, retries: bool) -> None:
-        """Say what became of it."""
-        again = "; tried again" if retries else ""
-        reason = f": {job.reason}" if job.reason else ""
-        level = logging.INFO if job.status in WELL else logging.ERROR
-        log.log(
-            level,
-            "%s: %s in %.1f s%s%s",
-            self.names[job.number],
-            job.status,
-            seconds,
-            reason,
-            again,
-        )
+        """Say how it ended."""
+        line = f"{job.title}: {job.status} in {seconds:.1f} s"
+        line += (f": {job.reason}" if job.reason else "") + ("; tried again" if retries else "")
+        log.log(logging.INFO if job.status in WELL else logging.ERROR, "%s", line)
 
     def refresh(self, running: Iterable[tuple[Job, Child]]) -> None:
-        """Draw the rows anew, or say a line, if it is time."""
+        """Draw the rows again, or print a line, if it is time."""
         now = time.monotonic()
         if self.live is None:
             for job, child in running:
-                if now - self.told[job.number] >= LINE_S:
-                    self.told[job.number] = now
-                    log.info("%s: %s", self.names[job.number], child.at_work())
-            return
-        if now - self.refreshed < REFRESH_S:
-            return
-        self.refreshed = now
+                if now - self.reported[job.number] >= LINE_S:
+                    self.reported[job.number] = now
+                    log.info("%s: %s", job.title, child.last_line() or "starting")
+        elif now - self.refreshed >= REFRESH_S:
+            self.refreshed = now
+            try:
+                self.live.update(self._rows(running), refresh=True)
+            except (OSError, ValueError):  # the terminal has gone; the sweep continues
+                self.__exit__()
+
+    def _rows(self, running: Iterable[tuple[Job, Child]]) -> Group:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True, overflow="ellipsis", max_width=40)
         table.add_column(justify="right", no_wrap=True, min_width=6)
         table.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
         for job, child in running:
-            said = Text(escape_control_chars(child.at_work()), no_wrap=True, overflow="ellipsis")
-            name = Text(
-                escape_control_chars(self.names[job.number]), no_wrap=True, overflow="ellipsis"
-            )
-            table.add_row(name, f"{child.seconds:.0f} s", said)
-        over = sum(bool(job.ended) for job in self.jobs)
-        lines: list[RenderableType] = [table, Text(f"{over} of {len(self.jobs)} jobs ended")]
-        try:
-            self.live.update(Group(*lines), refresh=True)
-        except (OSError, ValueError):  # the terminal has gone; the sweep goes on
-            self.__exit__()
-
-
-def names(jobs: Sequence[Job]) -> dict[int, str]:
-    """Each job's number and what sets it apart from the others."""
-    everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
-    found = {}
-    for job in jobs:
-        own = [as_typed(text) for text in job.overrides if text not in everywhere]
-        found[job.number] = " ".join([f"#{job.number}", *(own if len(jobs) > 1 else [])])
-    return found
+            cells = (job.title, f"{child.seconds:.0f} s", child.last_line() or "starting")
+            table.add_row(*(Text(escape_control_chars(cell)) for cell in cells))
+        ended = sum(bool(job.ended) for job in self.jobs)
+        return Group(table, Text(f"{ended} of {len(self.jobs)} jobs ended"))

@@ -1,4 +1,4 @@
-"""A sweep's jobs and how far they have come: `sweep.json`, written after each change."""
+"""A sweep's jobs and their progress: `sweep.json`, written after each change."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from typing import Any
 
 from runner.errors import StorageError, UsageError
 from runner.overrides.groups import as_typed
-from runner.record import hydra_files
 from runner.record.storage import read_record, replace_text
 from runner.record.text import dataclass_from_dict
-from runner.training.summary import Summary
 
 log = logging.getLogger("runner")
 
 FILE = "sweep.json"
 WAITING, RUNNING, SKIPPED = "waiting", "running", "skipped"
 LONGEST = 240  # bytes of a name in a folder's path; file systems take 255
-DEPTH = 6  # of the folders of jobs
 WELL = ("done", "stopped")
 """How a job ends that is not run again. Otherwise: interrupted failed killed timeout oom skipped"""
 
@@ -38,7 +35,7 @@ class Job:
     number: int  # as Hydra counts them
     overrides: list[str]
     folder: str  # relative to the sweep's
-    hash: str = ""  # of config, code, versions and device; "" where that is not known
+    hash: str = ""  # of config, code, versions and device; "" for a job that cannot be composed
     status: str = WAITING
     reason: str = ""
     started: str = ""  # ISO 8601
@@ -50,12 +47,12 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether it has come to a bad end; what was never begun has not."""
+        """Whether it ended badly; a job that never began has not."""
         return self.status not in (*WELL, WAITING, RUNNING, SKIPPED)
 
     @property
     def title(self) -> str:
-        """Its number and what sets it up."""
+        """Its number and overrides."""
         return f"#{self.number} {' '.join(map(as_typed, self.overrides))}"
 
 
@@ -70,72 +67,32 @@ class Sweep:
     ended: str = ""
     schema: int = 1
 
-    @property
-    def failures(self) -> list[Job]:
-        """The jobs that came to a bad end."""
-        return [job for job in self.jobs if job.failed]
-
     def write(self, folder: Path) -> None:
-        """Replace `sweep.json`, never leaving half of one. A disk that does not take it is a
-        warning: jobs are then judged by their folders.
-        """
-        text = json.dumps(asdict(self), indent=2) + "\n"
+        """Replace `sweep.json` atomically; a disk that does not take it is a warning."""
         try:
-            replace_text(folder / FILE, text)
+            replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
         except OSError as error:
             log.warning("%s: not written: %s", folder / FILE, error.strerror or error)
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """What stands in a sweep's folder. StorageError where there is none or it is damaged."""
+        """The sweep in a folder. StorageError where there is none or it is damaged."""
         path = folder / FILE
         try:
-            found = json.loads(read_record(path))
-            jobs = [_job(values) for values in found["jobs"]]
+            record = json.loads(read_record(path))
+            jobs = [_job(values) for values in record["jobs"]]
             if len({job.folder for job in jobs}) < len(jobs):
                 raise ValueError("two jobs have one folder")
-            return cls(str(found["command"]), str(found["hash"]), jobs, str(found["started"]))
+            return cls(str(record["command"]), str(record["hash"]), jobs, str(record["started"]))
         except FileNotFoundError:
-            raise StorageError(f"{path}: there is none") from None
+            raise StorageError(f"{path}: does not exist") from None
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise StorageError(f"{path}: damaged ({type(error).__name__}: {error})") from error
 
 
 def now() -> str:
-    """The time, as it is written down."""
+    """The time, as it is recorded."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def jobs_from_folders(folder: Path) -> list[Job]:
-    """The jobs of a sweep as far as their own folders tell; without hashes."""
-    found: list[Job] = []
-    for place in job_folders(folder):
-        try:
-            lines = hydra_files.read_overrides(place)
-            status = Summary.read(place).status
-        except StorageError:
-            continue  # it is run again
-        own = [line for line in lines if not line.startswith("++monitoring.domains")]
-        inside = place.relative_to(folder).as_posix()
-        found.append(Job(len(found), own, inside, status=status, tries=1))
-    return found
-
-
-def job_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The folders in which jobs of the sweep have begun, in their order."""
-    try:
-        visible = [p for p in folder.iterdir() if not p.name.startswith(".") and p.is_dir()]
-    except OSError:
-        return
-    for inside in sorted(visible, key=_in_order):
-        if (inside / hydra_files.OVERRIDES).exists():
-            yield inside
-        elif depth and not inside.is_symlink():
-            yield from job_folders(inside, depth - 1)
-
-
-def _in_order(path: Path) -> tuple[int, str]:
-    return (len(path.name) if path.name.isdigit() else 99, path.name)
 
 
 def _job(values: Any) -> Job:
@@ -159,15 +116,15 @@ def _job(values: Any) -> Job:
 
 @dataclass
 class Session:
-    """A sweep that was asked for; the launcher notes in `sweep` how it goes."""
+    """A sweep that was asked for; the launcher records its progress in `sweep`."""
 
     folder: Path
     command: str  # as typed
     flags: list[str] = field(default_factory=list)  # Hydra's own that jobs need: --config-dir=…
     hash: str = ""  # of what was typed
-    resumed: bool = False  # it was named to be gone on with, and may be anybody's
+    resumed: bool = False  # its folder was named to be continued, and may be anybody's
     sweep: Sweep | None = None
-    left: list[Job] = field(default_factory=list)  # from before, and not asked for yet
+    earlier: list[Job] = field(default_factory=list)  # of an earlier process, not asked for yet
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
@@ -175,7 +132,7 @@ _CURRENT: ContextVar[Session | None] = ContextVar("runner.sweep", default=None)
 
 @contextmanager
 def active_session(session: Session) -> Iterator[Session]:
-    """While entered, the launcher finds it."""
+    """While entered, the launcher uses this session."""
     token = _CURRENT.set(session)
     try:
         yield session
@@ -184,7 +141,7 @@ def active_session(session: Session) -> Iterator[Session]:
 
 
 def current_session() -> Session:
-    """The sweep that was asked for. UsageError where it was not `python -m runner` that asked."""
+    """The active session. UsageError where the sweep was not started by `python -m runner`."""
     session = _CURRENT.get()
     if session is None:
         raise UsageError(

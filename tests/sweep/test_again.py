@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from runner.checkpoint.lock import lock
+from runner.cli.arguments import read_arguments
+from runner.cli.preflight import check
+from runner.errors import StorageError, UsageError
+from runner.sweep.plan import find_sweep, load_previous_jobs
 
-from .conftest import only, statuses, sweep, told
+from .conftest import SHORT, only, sweep, told
 
 TYPED = ["seed=0,1", "security.trusted=[own]", "hydra.launcher.jobs=2"]
 AGAIN = ["hydra.launcher.jobs=1", *TYPED[1::-1]]  # how it is run is not what is run
@@ -58,23 +61,14 @@ def test_one_changed_value_runs_that_job_in_a_folder_of_its_own(folder: Path) ->
     assert "left as they are: 0" in done.stderr and (here / "0" / "summary.json").exists()
 
 
-def test_other_code_of_a_package_that_is_trusted_is_another_job(folder: Path) -> None:
-    (folder / "own.py").write_text("WIDTH = 2\n")
-    done = sweep(folder, *TYPED)
-    assert done.returncode == 0 and "done before" not in done.stderr
-    assert [job["folder"] for job in told(only(folder))["jobs"]] == ["0", "1"]
-    earlier = [told(only(folder) / ".earlier" / f"{n}-1", "summary.json") for n in (0, 1)]
-    assert [record["status"] for record in earlier] == ["done", "done"]  # and was kept, hidden
-    assert not list((only(folder) / ".earlier").rglob("events.out*"))
-
-
-def test_a_damaged_record_is_said_and_the_folders_tell(folder: Path) -> None:
-    (only(folder) / "sweep.json").write_text('{"command": "python -m runner')
-    done = sweep(folder, *AGAIN)
-    assert done.returncode == 0, done.stderr
-    assert "sweep.json: damaged" in done.stderr and "judged by their folders" in done.stderr
-    assert "2 of 2 done before; 0 to run" in done.stderr
-    assert statuses(only(folder)) == ["done", "done"]
+def test_a_damaged_record_is_another_sweep_unless_it_is_named(folder: Path) -> None:
+    here = only(folder)
+    flags = told(here)["hash"]
+    assert find_sweep(here.parent / "new", False, "auto", flags) == here
+    (here / "sweep.json").write_text('{"command": "python -m runner')
+    assert find_sweep(here.parent / "new", False, "auto", flags) is None
+    with pytest.raises(StorageError, match=r"sweep\.json: damaged"):
+        load_previous_jobs(here)
 
 
 def test_two_processes_do_not_write_into_one_sweep(folder: Path) -> None:
@@ -94,7 +88,11 @@ def test_two_processes_do_not_write_into_one_sweep(folder: Path) -> None:
         ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: 'soon' is not a number"),
     ],
 )
-def test_a_mistake_about_the_sweep_is_one_line(folder: Path, typed: str, says: str) -> None:
-    done: subprocess.CompletedProcess[str] = sweep(folder, "seed=0,1", typed)
-    assert done.returncode == 2
-    assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+def test_a_mistake_about_the_sweep_is_one_line(
+    typed: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    with pytest.raises(UsageError, match=says) as refused:
+        check(read_arguments(["-m", *SHORT, "seed=0,1", typed]))
+    assert "\n" not in str(refused.value)

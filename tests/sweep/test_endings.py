@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.sweep.child import Child
+from runner.sweep import schedule
+from runner.sweep.child import LOG, Child
 from runner.sweep.plan import wait_for_running_jobs
-from runner.sweep.schedule import write_failed_summary
+from runner.sweep.schedule import Display, write_failed_summary
 from runner.sweep.state import Job
 from runner.training.summary import Summary
 
@@ -174,6 +176,26 @@ def test_an_ending_without_a_summary_is_told_by_the_exit_code_and_the_last_words
     found = child.ending()
     child.close()
     assert found[0] == status and reason in found[1]
+
+
+def test_without_a_terminal_a_job_has_a_line_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / LOG).write_text("12:00:00 of an earlier try\n")
+    child = Child.start([sys.executable, "-c", ""], {}, tmp_path, None)
+    child.close()
+    job = Job(3, ["seed=3"], "3")
+    caplog.set_level(logging.INFO, "runner")
+    with Display([job]) as display:
+        display.began(job, False)
+        display.refresh([(job, child)])
+        assert caplog.messages == ["#3 seed=3: begun"]
+        monkeypatch.setattr(schedule, "LINE_S", 0.0)
+        display.refresh([(job, child)])
+        with (tmp_path / LOG).open("a") as log:
+            log.write("12:00:00 step 30/30 (100%)\n")
+        display.refresh([(job, child)])
+    assert caplog.messages[1:] == ["#3 seed=3: starting", "#3 seed=3: step 30/30 (100%)"]
 
 
 def started(folder: Path, *typed: str) -> subprocess.Popen[str]:

@@ -18,7 +18,6 @@ from runner.errors import StorageError
 from runner.record.text import quote_for_hydra
 from runner.sweep import identity, job
 from runner.sweep.command import domains
-from runner.sweep.plan import load_previous_jobs
 from runner.sweep.state import Sweep
 
 from .conftest import NET, environment, only, statuses, sweep, told
@@ -35,8 +34,6 @@ def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(folder: Path) -> No
     files = [path for path in only(folder).rglob("*") if path.is_file()]
     assert not [path for path in files if b"hunter-2" in path.read_bytes()]
     assert "oc.env" in told(only(folder))["jobs"][0]["command"]
-    (only(folder) / "sweep.json").write_text("[")
-    assert [one.folder for one in load_previous_jobs(only(folder))] == ["g/0", "g/1"]
 
 
 def test_what_an_interpolation_comes_to_is_told_to_no_other_job() -> None:
@@ -70,7 +67,6 @@ def test_a_record_of_other_things_is_a_damaged_one(tmp_path: Path, jobs: Any) ->
     (tmp_path / "sweep.json").write_text(json.dumps(whole))
     with pytest.raises(StorageError, match="damaged"):
         Sweep.read(tmp_path)
-    assert load_previous_jobs(tmp_path) == []
 
 
 def test_a_job_is_another_one_once_a_file_of_its_data_has_changed(tmp_path: Path) -> None:
@@ -84,6 +80,19 @@ def test_a_job_is_another_one_once_a_file_of_its_data_has_changed(tmp_path: Path
     (tmp_path / "cats" / "back").symlink_to(tmp_path)  # leads nowhere new
     identity.stamp.cache_clear()
     assert len({*found, identity.stamp(tmp_path)}) == 2
+
+
+def test_other_code_of_a_package_that_is_trusted_is_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose(["data=cancer", "security.trusted=[own]"])
+    hashes = []
+    for text in ("WIDTH = 1\n", "WIDTH = 2\n"):
+        (tmp_path / "own.py").write_text(text)
+        identity.code_hash.cache_clear()
+        hashes.append(identity.job_hash(config))
+    assert hashes[0] != hashes[1]
 
 
 def test_a_job_is_another_one_with_another_checkpoint_or_variable(tmp_path: Path) -> None:
@@ -109,7 +118,7 @@ def test_a_job_is_another_one_with_other_weights(tmp_path: Path) -> None:
         assert len(set(hashes)) == 2
 
 
-@pytest.mark.parametrize("left", ["garbage", "5", "[]", '{"token": "", "told": ["seed=3"]}'])
+@pytest.mark.parametrize("left", ["garbage", "5", "[]", '{"token": "", "overrides": ["seed=3"]}'])
 def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
     code = "from runner.sweep.job import take_job_context; print(take_job_context().overrides)"
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):
@@ -121,7 +130,7 @@ def test_a_variable_that_somebody_left_behind_makes_no_job(left: str) -> None:
         assert (process.returncode, said) == (0, "[]\n")
 
 
-def test_a_job_takes_its_orders_from_the_one_who_holds_its_lifeline() -> None:
+def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe() -> None:
     code = "from runner.sweep.job import take_job_context; print(take_job_context())"
     variables, reads, writes = job.parent_death_pipe(["seed=3"], chosen=False)
     try:

@@ -24,9 +24,7 @@ class IsolatedLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keep what jobs are composed with; their task is a process's, not this function."""
-        from runner.sweep.launch import Composer
-
-        self.composer, self.config = Composer(hydra_context.config_loader), config
+        self.compose, self.config = hydra_context.config_loader.load_sweep_config, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -36,4 +34,4 @@ class IsolatedLauncher(Launcher):
         from runner.sweep.launch import launch
 
         settings = LauncherConfig(**self.settings)
-        return launch(self.config, self.composer, settings, job_overrides, initial_job_idx)
+        return launch(self.config, self.compose, settings, job_overrides, initial_job_idx)
