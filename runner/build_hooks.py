@@ -4,7 +4,8 @@ what looks at its batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,8 @@ from runner.config import RunConfig
 from runner.data.loader import BatchLoader
 from runner.data.tensors import Tensors
 from runner.debug.config import DebugConfig, enabled_tools
-from runner.debug.oom_report import OomReport
 from runner.device.resources import Machine
-from runner.errors import ConfigError
+from runner.errors import ConfigError, OutOfMemory
 from runner.hooks.faults import Faults
 from runner.hooks.limits import Limits
 from runner.hooks.progress import Progress
@@ -85,6 +85,21 @@ def batch_checks(config: RunConfig, run: Run, train: BatchLoader) -> BatchValida
         prescan=prescan,
     )
     return train.inspector
+
+
+class OomReport(Hook):
+    """Writes what holds the memory when that ends a run; until then it costs nothing."""
+
+    @contextmanager
+    def session(self, run: Run) -> Iterator[None]:
+        """Write debug/out_of_memory.md if the run ends with `OutOfMemory`."""
+        try:
+            yield
+        except OutOfMemory as error:
+            from runner.debug.oom_report import write_report
+
+            write_report(run, str(error))
+            raise
 
 
 def load_tools(debug: DebugConfig) -> list[Hook]:

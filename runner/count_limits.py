@@ -45,7 +45,6 @@ LARGEST = {
     "debug.gradcheck.samples": 10_000,
     "debug.gradcheck.length": 100_000,
     "debug.memory.rows": 100_000,
-    "debug.memory.snapshot_entries": 10_000_000,
     "debug.profile.warmup": 10_000,
     "debug.profile.steps": 10_000,
     "debug.profile.at_most": 10_000,

@@ -34,7 +34,7 @@ HUGE = {
     "training.batch_size=1000000000000": [],
     "training.steps=1000000000000": [],
     "checkpoint.keep=1000000000000": [],
-    "debug.memory.snapshot_entries=1000000000000": [],
+    "debug.memory.rows=1000000000000": [],
     "debug.every=99999999999999999999": [],
     "checks.inputs.schema.shape=[99999999999999999999]": [],
 }

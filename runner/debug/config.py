@@ -71,7 +71,7 @@ class GradientsConfig:
     exploding: Bounds = field(default_factory=lambda: Bounds(1e3, 1e2))  # of its own median so far
     dead_after: int = bounded(3, min=0)  # looks; 0: no activations, and those steps stay compiled
     dead_share: float = bounded(0.25, above=0, max=1)  # of a layer's units: a fault from there on
-    histograms_every: int = bounded(10, min=0)  # looks; 0: no histograms, a picture at the end
+    histograms_every: int = bounded(10, min=0)  # looks; 0: no histograms
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.gradients")
@@ -102,9 +102,7 @@ class MemoryConfig:
     enabled: bool = False
     every: int | None = bounded(None, min=1)  # steps between two looks; None: debug.every
     rows: int = bounded(30, min=1)  # of the table of modules, the largest ones
-    census: bool = True  # count objects and tensors, so that a leak can be named; 50 ms, twice
     snapshot: bool = True  # what CUDA's allocator did, for pytorch.org/memory_viz
-    snapshot_entries: int = bounded(100_000, min=1)  # events kept for it
 
     def __post_init__(self) -> None:
         check_bounds(self, "debug.memory")

@@ -286,34 +286,30 @@ def check_gradients(
 # -- pictures and tables ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A module, or as many as have to share a row of a picture."""
-
-    name: str
-    norm: float | None  # of its gradients
-    update: float | None  # norm of its updates / norm of its weights
-    state: State  # the worst of its layers; no gradient only where none has one
-
-
-def bars(layers: Sequence[Layer], most: int = 24) -> list[Bar]:
-    """The layers by module, in their order."""
-    groups: list[Bar] = []
-    for name, own in _by_module(layers, most).items():
-        weight = _root_sum([layer.weight_norm for layer in own])
-        updates = [layer.update_ratio for layer in own]
-        weights = [layer.weight_norm or 0.0 for layer in own]
-        steps = [u * w for u, w in zip(updates, weights, strict=True) if u is not None]
-        update = _root_sum(steps) if steps else None
-        ratio = update / weight if update is not None and weight else None
-        untrained = all(layer.state is State.NO_GRADIENT for layer in own)
-        states = [row.state for row in own if untrained or row.state is not State.NO_GRADIENT]
-        worst = next(state for state in State if state in states)
-        groups.append(Bar(name, _root_sum([layer.norm for layer in own]), ratio, worst))
-    return groups
+def by_module(layers: Sequence[Layer], most: int = 24) -> list[Layer]:
+    """The modules as layers, in their order: norms over their parameters, and the worst state."""
+    modules = []
+    for name, own in _group_by_path(layers, most).items():
+        weight = _root_sum([layer.weight_norm for layer in own]) or 0.0
+        steps = [
+            layer.update_ratio * (layer.weight_norm or 0.0)
+            for layer in own
+            if layer.update_ratio is not None
+        ]
+        trained = [layer for layer in own if layer.state is not State.NO_GRADIENT] or own
+        module = Layer(
+            name,
+            sum(layer.size for layer in own),
+            1,
+            norm=_root_sum([layer.norm for layer in own]),
+            update_ratio=math.hypot(*steps) / weight if steps and weight else None,
+            state=next(state for state in State if state in {layer.state for layer in trained}),
+        )
+        modules.append(module)
+    return modules
 
 
-def _by_module(layers: Sequence[Layer], most: int) -> dict[str, list[Layer]]:
+def _group_by_path(layers: Sequence[Layer], most: int) -> dict[str, list[Layer]]:
     """Layers by as much of their module's path as leaves no more than `most` groups."""
     paths = [layer.name.split(".")[:-1] or [layer.name] for layer in layers]
     depth = max(map(len, paths), default=1)
@@ -341,11 +337,11 @@ def draw_flow(layers: Sequence[Layer], step: int) -> Any:
         State.EXPLODING: plots.RED,
         State.VANISHING: plots.ORANGE,
     }
-    rows = bars(layers)
+    rows = by_module(layers)
     return plots.gradient_flow(
         [row.name for row in rows],
         [row.norm for row in rows],
-        [row.update for row in rows],
+        [row.update_ratio for row in rows],
         [colours[row.state] for row in rows],
         {state.value: colours[state] for state in State if state in {r.state for r in rows}},
         step,

@@ -23,7 +23,7 @@ from runner.debug.gradient_layers import (
     Layer,
     Named,
     State,
-    bars,
+    by_module,
     describe,
     draw_flow,
     join_names,
@@ -43,7 +43,6 @@ FILE, PICTURE = "debug/gradients.json", "debug/plots/gradient_flow.png"
 CHARTS = 48  # of one kind in TensorBoard; beyond that, deeper modules share one
 CONFIRMED = 3  # looks, after which what was never trained, or vanishes, is a fault
 REMEMBERED = 20  # looks, whose median is what a layer's norm usually is
-SHARE = 0.01  # of the run's time, that pictures and files may take
 LOGGED = 5  # layers with the same fault that get a line in the log; all are in history.json
 SLOW = 0.01  # of the largest learning rate so far; the updates of slower steps show nothing
 SAMPLE = 10_000  # values of a tensor in a histogram, evenly spread
@@ -88,7 +87,6 @@ class Gradients(Tool):
         self.faulty: dict[State, dict[str, None]] = {}  # layers, by their fault
         self.peak = 0.0  # largest learning rate at a look
         self.shown: tuple[list[Layer], Dead, int] = ([], {}, 0)  # in pictures
-        self.drawing = 0.0  # seconds
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -135,7 +133,7 @@ class Gradients(Tool):
             before = [p.detach().clone() for _, p in named]
             every = self.knobs.histograms_every
             wanted = every and self.looks % every == 0 and run.recorder.showing
-            samples = _sample_values(named, scale) if wanted and self._is_cheap(run) else {}
+            samples = _sample_values(named, scale) if wanted else {}
         self.pending = [_Look(step.number, step.skipped, named, statistics, before, samples)]
         self.seconds += time.perf_counter() - start
 
@@ -244,29 +242,20 @@ class Gradients(Tool):
     def _show(self, run: Run, look: _Look) -> None:
         if run.recorder.showing:
             values: dict[str, float] = {}
-            for bar in bars(self.layers, CHARTS):
-                for chart, value in (("norm", bar.norm), ("update_ratio", bar.update)):
+            for bar in by_module(self.layers, CHARTS):
+                for chart, value in (("norm", bar.norm), ("update_ratio", bar.update_ratio)):
                     if value is not None:
                         values[f"{chart}/{bar.name}"] = value
             for name, (gone, units) in self.dead.items():
                 values[f"dead_units/{name}"] = gone / units
             run.recorder.show(look.step, "gradients", values)
-        start = time.perf_counter()
         for tag, sample in look.samples.items():
             run.recorder.histogram(tag, sample.float().cpu().numpy(), look.step)  # waits
-        self.drawing += time.perf_counter() - start
-        every = self.knobs.histograms_every
-        if every and (self.looks + 1) % every == 0 and self._is_cheap(run):
-            self._draw(run)
-
-    def _is_cheap(self, run: Run) -> bool:
-        return self.drawing <= SHARE * run.watch.elapsed()
 
     def _draw(self, run: Run) -> None:
         """Picture, table and file."""
         if run.folder is None:
             return
-        start = time.perf_counter()
         layers, dead, step = self.shown
         if layers:
             picture = draw_flow(layers, step)
@@ -275,7 +264,6 @@ class Gradients(Tool):
             run.recorder.text("gradients/layers", layer_table(layers, dead), step)
         record = {"finding": self.finding, "layers": self.rows, "units": self.unit_rows}
         self.write_json(run.folder, FILE, record)
-        self.drawing += time.perf_counter() - start
 
 
 def _sample_values(named: Named, scale: Tensor | None) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ log = logging.getLogger("runner")
 FILE = "debug/memory.json"
 SNAPSHOT = "debug/memory_snapshot.pickle"
 NOT_WATCHED = "leaks are not watched for (stability.watch.leaks)"
+ENTRIES = 100_000  # events of the allocator that are kept
 SHOW_S = 0.5  # between two points in TensorBoard
 MOST = 1024  # points of the time line; more could not be seen
 
@@ -55,43 +56,6 @@ class Point:
     reserved: int = 0  # by the device's caching allocator
 
 
-@dataclass
-class Timeline:
-    """Points of a run, thinned when they become too many, and the peaks of its phases."""
-
-    points: list[Point] = field(default_factory=list)
-    phases: dict[str, int] = field(default_factory=dict)  # on the device, or of the process
-
-    def add(self, step: int, device: Device, phase: str) -> Point:
-        """Read, and begin the next stretch; 40 µs on a CPU."""
-        point = Point(step, memory.process_bytes(), memory.process_mark())
-        if device.kind == "cuda":
-            point.device = torch.cuda.memory_allocated(device.torch)
-            point.reserved = torch.cuda.memory_reserved(device.torch)
-        point.device_peak = memory.device_mark(device)
-        peak = point.process_peak if device.kind == "cpu" else point.device_peak
-        self.phases[phase] = max(self.phases.get(phase, 0), peak)
-        phases.restart(device)
-        if phase == "training":
-            self.points.append(point)
-        if len(self.points) > MOST:
-            for kept, left_out in zip(self.points[1::2], self.points[::2], strict=False):
-                kept.process_peak = max(kept.process_peak, left_out.process_peak)
-                kept.device_peak = max(kept.device_peak, left_out.device_peak)
-            self.points = self.points[1::2]
-        return point
-
-    def lines(self) -> dict[str, list[tuple[int, float]]]:
-        """What to draw, in MiB by step."""
-        shown = {"process, at most": "process_peak", "process": "process"}
-        if any(point.device_peak for point in self.points):
-            shown = {"device, at most": "device_peak", "device": "device", "process": "process"}
-        return {
-            name: [(point.step, getattr(point, key) / MIB) for point in self.points]
-            for name, key in shown.items()
-        }
-
-
 class MemoryTool(Tool):
     """A time line, the breakdown of a step by module, and what grows where there is a leak.
 
@@ -105,7 +69,8 @@ class MemoryTool(Tool):
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config, config.memory.every)
-        self.timeline = Timeline()
+        self.points: list[Point] = []  # after stretches of training
+        self.phases: dict[str, int] = {}  # peaks, on the device, or of the process
         self.breakdown: Breakdown | None = None
         self.predicted: Prediction | None = None
         self.micro_batch = 0  # of the breakdown
@@ -126,8 +91,7 @@ class MemoryTool(Tool):
         phases.restart(run.device)
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if snapshots:
-            entries = self.config.memory.snapshot_entries
-            torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
         try:
             yield
         except OutOfMemory as error:
@@ -135,7 +99,7 @@ class MemoryTool(Tool):
             write_report(run, str(error), self.breakdown)
             raise
         finally:
-            if self.timeline.points:
+            if self.points:
                 self._conclude(run)
             if snapshots:
                 torch.cuda.memory._record_memory_history(enabled=None)
@@ -173,8 +137,7 @@ class MemoryTool(Tool):
                 self.predicted = predicted if predicted.saved >= 0 else None
             except Exception as error:  # whatever a model raises that cannot be traced
                 log.debug("no prediction of the memory: %s", error)
-            if self.config.memory.census:
-                self.first = count_objects()
+            self.first = count_objects()
         self.breakdown, self.micro_batch = breakdown, run.micro_batch
         self.next_look = max(2 * breakdown.step // self.every, 1) * self.every
         self._show_breakdown(run, breakdown)
@@ -185,7 +148,8 @@ class MemoryTool(Tool):
         """A point of the time line; name what grows, where a leak was found since."""
         start = time.perf_counter()
         self.usual = report.seconds / len(report.loss)
-        point = self.timeline.add(report.last, run.device, "training")
+        point = self._measure(run.device, report.last, "training")
+        self._add_point(point)
         if self.breakdown is not None and run.micro_batch != self.micro_batch:
             self.next_look = 0  # the breakdown is of other steps
         self._show_point(run, point)
@@ -197,6 +161,27 @@ class MemoryTool(Tool):
             reason = "A step did not fit; it was cut smaller and the run goes on."
             with self.looking():
                 write_report(run, reason, self.breakdown)
+
+    def _measure(self, device: Device, step: int, phase: str) -> Point:
+        """Read, and begin the next stretch; 40 µs on a CPU."""
+        point = Point(step, memory.process_bytes(), memory.process_mark())
+        if device.kind == "cuda":
+            point.device = torch.cuda.memory_allocated(device.torch)
+            point.reserved = torch.cuda.memory_reserved(device.torch)
+        point.device_peak = memory.device_mark(device)
+        peak = point.process_peak if device.kind == "cpu" else point.device_peak
+        self.phases[phase] = max(self.phases.get(phase, 0), peak)
+        phases.restart(device)
+        return point
+
+    def _add_point(self, point: Point) -> None:
+        """Keep it; of too many every second one stays, with the peak of both."""
+        self.points.append(point)
+        if len(self.points) > MOST:
+            for kept, dropped in zip(self.points[1::2], self.points[::2], strict=False):
+                kept.process_peak = max(kept.process_peak, dropped.process_peak)
+                kept.device_peak = max(kept.device_peak, dropped.device_peak)
+            self.points = self.points[1::2]
 
     def _is_new(self, run: Run, kind: str) -> bool:
         """Whether the history counts more faults of that kind than when last asked."""
@@ -221,7 +206,7 @@ class MemoryTool(Tool):
     def on_validation(self, run: Run, evaluation: Evaluation) -> None:
         """The peak of the pass over the validation set."""
         start = time.perf_counter()
-        self.timeline.add(evaluation.step, run.device, "validation")
+        self._measure(run.device, evaluation.step, "validation")
         self.seconds += time.perf_counter() - start
 
     # -- findings ------------------------------------------------------------------------------
@@ -270,7 +255,7 @@ class MemoryTool(Tool):
         else:
             self.finding = "; ".join(filter(None, [self.finding, self.leak]))
         self._draw(run)
-        rows = [(name, _mib(peak)) for name, peak in self.timeline.phases.items()]
+        rows = [(name, _mib(peak)) for name, peak in self.phases.items()]
         text = markdown.table(("phase", "MiB at most"), rows)
         run.recorder.text("memory/phases", text, run.progress.step)
         self._write(run)
@@ -282,7 +267,14 @@ class MemoryTool(Tool):
         from runner.record import plots
 
         step = run.progress.step
-        pictures = {"memory": plots.memory_timeline(self.timeline.lines(), {}, step, "MiB")}
+        shown = {"process, at most": "process_peak", "process": "process"}
+        if run.device.kind != "cpu":
+            shown = {"device, at most": "device_peak", "device": "device", "process": "process"}
+        lines = {
+            name: [(point.step, getattr(point, key) / MIB) for point in self.points]
+            for name, key in shown.items()
+        }
+        pictures = {"memory": plots.memory_timeline(lines, {}, step, "MiB")}
         if self.breakdown is not None:
             rows = self.breakdown.largest(10)
             parts = {part: [getattr(row, part) / MIB for row in rows] for part in PARTS}
@@ -308,8 +300,8 @@ class MemoryTool(Tool):
             "predicted": None if self.predicted is None else asdict(self.predicted),
             "leak": self.leak,
             "grown": [asdict(growth) for growth in self.grown],
-            "phases": self.timeline.phases,
-            "timeline": [asdict(point) for point in self.timeline.points],
+            "phases": self.phases,
+            "timeline": [asdict(point) for point in self.points],
         }
         self.write_json(run.folder, FILE, record)
 

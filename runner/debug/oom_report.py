@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from runner.errors import OutOfMemory
-from runner.training.hook import Hook
+from runner.debug.memory_breakdown import Breakdown, predict_step
+from runner.device import resources
+from runner.record import markdown
+from runner.record.storage import replace_text
 from runner.training.run import Run
-
-if TYPE_CHECKING:
-    from runner.debug.memory_breakdown import Breakdown
 
 log = logging.getLogger("runner")
 
@@ -20,23 +16,8 @@ FILE = "debug/out_of_memory.md"
 MIB = 2**20
 
 
-class OomReport(Hook):
-    """Writes the report when memory ends a run; until then it costs nothing."""
-
-    @contextmanager
-    def session(self, run: Run) -> Iterator[None]:
-        """Write the report if the run ends with `OutOfMemory`."""
-        try:
-            yield
-        except OutOfMemory as error:
-            write_report(run, str(error))
-            raise
-
-
 def write_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> None:
     """Write what holds the memory, ranked; an error here is logged, the run's own error counts."""
-    from runner.record.storage import replace_text
-
     if run.folder is None:
         return
     try:
@@ -50,9 +31,6 @@ def write_report(run: Run, reason: str, breakdown: Breakdown | None = None) -> N
 
 
 def _report(run: Run, reason: str, breakdown: Breakdown | None) -> str:
-    from runner.device import resources
-    from runner.record import markdown
-
     room = resources.room()
     left = (
         f"There are {room.limit / MIB:,.0f} MiB of {markdown.escape(room.whose)}, "
@@ -82,9 +60,6 @@ def _report(run: Run, reason: str, breakdown: Breakdown | None) -> str:
 
 def _predicted(run: Run) -> list[str]:
     """What a step holds by what it is for, largest first; a model may refuse to be traced."""
-    from runner.debug.memory_breakdown import predict_step
-    from runner.record import markdown
-
     try:
         step = predict_step(run, min(run.micro_batch, run.train.samples(0)))
     except Exception as error:

@@ -57,9 +57,7 @@ class Profile(Tool):
         self.without_modules = ""  # why there are no times by module
         self.totals = Totals()
         self.before: dict[str, float] = {}  # the stopwatch when the window began
-        self.tools_before = 0.0  # seconds of the other tools then
         self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds of windows, which are no usual steps
-        self.tools_excluded = 0.0
         self.verdicts: list[str] = []
         self.facts = Facts({})
         self.collected = 0.0  # seconds for which sections were counted
@@ -112,7 +110,7 @@ class Profile(Tool):
         if free > step:
             return
         start = perf_counter()
-        self.before, self.tools_before = dict(run.watch.spent), _tool_seconds(run)
+        self.before = dict(run.watch.spent)
         try:
             self.window = Window(run, self.own, self.totals, steps)
         except RuntimeError as error:  # another profiler is at work
@@ -160,7 +158,6 @@ class Profile(Tool):
             # the watch may have begun anew since: then it knows of less
             self.excluded[phase] += max(0.0, seconds - self.before.get(phase, 0.0))
         self.excluded["other"] += reading_s if run.watch.running else 0.0
-        self.tools_excluded += _tool_seconds(run) - self.tools_before
 
     def _give_up(self, run: Run, error: Exception) -> None:
         self.next = math.inf
@@ -176,8 +173,7 @@ class Profile(Tool):
     # -- findings ------------------------------------------------------------------------------
 
     def _judge(self, run: Run) -> None:
-        tools = max(0.0, _tool_seconds(run) - self.tools_excluded)
-        self.facts = _collect_facts(run, self.trace, self.excluded, tools)
+        self.facts = _collect_facts(run, self.trace, self.excluded)
         self.verdicts = verdicts(self.facts)
         self.finding = "; ".join(self.verdicts[:2])
 
@@ -228,7 +224,7 @@ class Profile(Tool):
         split = [("a step", f"{self.facts.step_ms:.3g} ms")]
         split += [(PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.facts.split.items() if v]
         lines += ["## Time of a step", "", md.table(("", ""), split), ""]
-        lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
+        lines += ["Of the steps that were not profiled.", ""]
         if self.trace is not None:
             row = self.windows[-1]
             lines += [f"## Steps {row['first']} to {row['first'] + row['steps'] - 1}, profiled", ""]
@@ -242,12 +238,6 @@ class Profile(Tool):
             lines += ["## Traces", "", "To be opened in ui.perfetto.dev:", ""]
             lines += [f"- `{name}`" for name in traces]
         return "\n".join(lines).rstrip() + "\n"
-
-
-def _tool_seconds(run: Run) -> float:
-    """What the other debug tools have on their accounts so far."""
-    tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook.name != "profile")
-    return sum(tool.seconds for tool in tools)
 
 
 def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, int]:
@@ -276,16 +266,9 @@ def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, in
     return steps, next((first for first in range(step, latest + 1) if is_clear(first)), step)
 
 
-def _collect_facts(
-    run: Run, trace: Trace | None, excluded: dict[str, float], tools: float
-) -> Facts:
-    """What is known of the run's steps.
-
-    `excluded` are seconds of windows by phase. Those of debug `tools` lie between steps for the
-    most part, and are taken from there.
-    """
+def _collect_facts(run: Run, trace: Trace | None, excluded: dict[str, float]) -> Facts:
+    """What is known of the run's steps; `excluded` are seconds of windows by phase."""
     spent = {phase: max(0.0, run.watch.spent[phase] - excluded[phase]) for phase in PHASES}
-    spent["other"] = max(0.0, spent["other"] - tools)
     if not any(spent.values()):
         spent = dict(run.watch.spent)
     whole = sum(spent.values())

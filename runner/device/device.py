@@ -135,20 +135,19 @@ def seed_everything(seed: int) -> None:
 
 def _pick(asked: DeviceKind) -> tuple[str, str]:
     """The kind to use, and why; DeviceError when the one asked for is not there."""
-    no_cuda, no_mps = _why_no_cuda(), _why_no_mps()
+    absent = {"cuda": _why_no_cuda(), "mps": _why_no_mps(), "cpu": None}
+    kind = asked.value
     if asked is DeviceKind.auto:
-        if no_cuda is None:
-            return "cuda", "auto: a CUDA GPU is the fastest that is here"
-        if no_mps is None:
-            return "mps", f"auto: an Apple GPU is here, CUDA is not ({no_cuda})"
-        return "cpu", f"auto: no accelerator is here (cuda: {no_cuda}; mps: {no_mps})"
-    why_not = {DeviceKind.cuda: no_cuda, DeviceKind.mps: no_mps}.get(asked)
-    if why_not is not None:
+        kind = next(kind for kind, why_not in absent.items() if why_not is None)
+        others = "; ".join(f"{kind}: {why_not}" for kind, why_not in absent.items() if why_not)
+        fastest = f"no accelerator is here ({others})" if kind == "cpu" else "the fastest here"
+        return kind, f"auto: {fastest}"
+    if absent[kind] is not None:
         raise DeviceError(
-            f"device.kind={asked.value} is not here: {why_not}; there is: {_present()}; "
+            f"device.kind={kind} is not here: {absent[kind]}; there is: {_present()}; "
             "use device=auto to take the fastest that is there"
         )
-    return asked.value, "asked for"
+    return kind, "asked for"
 
 
 def _why_no_cuda() -> str | None:
@@ -159,11 +158,9 @@ def _why_no_cuda() -> str | None:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return None
-    if caught:
-        return str(caught[0].message).splitlines()[0]
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides every GPU"
-    return "no GPU or no driver"
+    return str(caught[0].message).splitlines()[0] if caught else "no GPU or no driver"
 
 
 def _why_no_mps() -> str | None:

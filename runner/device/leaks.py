@@ -30,22 +30,15 @@ class Trend:
     last: int
     held: int  # bytes, at its end
 
-    @property
-    def grown(self) -> int:
-        """Bytes added over the window, by the slope."""
-        return round(self.slope * (self.last - self.first))
-
 
 class LeakDetector:
     """Finds steady growth in (step, bytes) samples; `add` says when memory should be cleaned.
 
-    A window is cut into eight blocks, of which the smallest sample counts: a saw-tooth of garbage
-    collection and the peaks of validations vanish. Over these, the Theil-Sen estimator with Sen's
-    interval (Sen 1968) gives the slope. A window is suspicious if the interval's lower end is above
-    `least_slope`, it has grown by `least` bytes and 2 %, in no single jump and without slowing
-    down. Then memory is cleaned, a quarter of a window later again, and what grew between the two
-    cleanings is a leak. Each further window is of minima of two samples of the one before, so that
-    slow leaks are found late rather than never. A sample takes 1 µs, a window's verdict 30 µs.
+    A window is cut into eight blocks, of which the smallest sample counts, so that a saw-tooth of
+    garbage collection vanishes; the Theil-Sen estimator with Sen's interval (1968) gives the slope.
+    Where it grows surely, in no single jump and without slowing down, memory is cleaned, a quarter
+    of a window later again, and what grew between the two cleanings is a leak. Each further window
+    is of minima of two samples of the one before, for slow leaks. A sample takes 1 µs.
     """
 
     def __init__(

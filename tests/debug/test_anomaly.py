@@ -159,14 +159,6 @@ def test_a_healthy_run_is_the_same_to_the_bit() -> None:
     assert "anomaly" not in summary.faults
 
 
-def test_micro_batches_and_recompute_are_named_right(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "model=mlp", "training.micro_batch=10"]
-    _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3,)))
-    assert summary.status == "done"
-    assert HERE in anomalies(tmp_path)[0]["message"]
-    assert "in part" in anomalies(tmp_path)[0]["message"]
-
-
 def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
     overrides = [*ANOMALY, "model=mlp", "debug.anomaly.every=2"]
     _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3, 4)))

@@ -121,16 +121,6 @@ def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
     assert check_gradients(nn.ReLU()).problems == []
 
 
-def test_deep_sigmoids_vanish_towards_the_input() -> None:
-    torch.manual_seed(0)
-    hidden = [m for _ in range(12) for m in (nn.Linear(32, 32), nn.Sigmoid())]
-    model = Net(nn.Linear(64, 32), *hidden, nn.Linear(32, 10))
-    model(torch.randn(16, 64)).square().mean().backward()
-    states = [row.state for row in check_gradients(model).layers if row.dimensions == 2]
-    assert states[:3] == [State.VANISHING] * 3
-    assert states[-6:] == [State.FINE] * 6
-
-
 @pytest.mark.parametrize(
     ("bounds", "state"),
     [

@@ -12,8 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import build, compose, train
 from runner.build import Components
@@ -185,12 +183,6 @@ def test_a_leak_is_named_by_its_tensors_and_by_the_list_that_keeps_them(
     assert summary.faults["leak"] == 1, "one leak, however often longer windows find it"
 
 
-def test_a_run_that_is_not_watched_for_leaks_says_so(tmp_path: Path) -> None:
-    with build(compose([*MLP, *LOOK, "stability.watch.leaks=false"]), tmp_path) as run:
-        train(run)
-    assert found_in(tmp_path)["leak"] == "leaks are not watched for (stability.watch.leaks)"
-
-
 # of 60 samples 48 are trained on: batches of 32 and 16, by turns
 RAGGED = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memory"]
 
@@ -199,10 +191,9 @@ RAGGED = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memor
     ("more", "step", "rows"),
     [
         (["training.steps=40", "debug.every=4"], 5, 32),  # each look would be at a small batch
-        (["training.steps=2"], 1, 32),  # the run ends with one
         (["training.steps=9", "debug.memory.every=50"], 9, 32),
     ],
-    ids=["paced", "last", "unreached"],
+    ids=["paced", "unreached"],
 )
 def test_the_account_is_of_a_full_batch(
     more: list[str], step: int, rows: int, tmp_path: Path
@@ -231,7 +222,7 @@ class First(Hook):
 KEPT: list[Any] = []
 
 
-def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
+def test_a_count_names_the_list_of_a_module_and_forgets_what_is_gone() -> None:
     before = count_objects()
     KEPT.extend([object()] for _ in range(5000))
     gone = [[] for _ in range(5000)]
@@ -239,19 +230,6 @@ def test_a_census_names_a_list_of_a_module_and_forgets_what_is_gone() -> None:
     said = [str(growth) for growth in find_growth(before, count_objects())]
     KEPT.clear()
     assert any("5,000 more items in the list" in x and x.endswith("test_memory.KEPT") for x in said)
-
-
-def test_what_grew_is_the_list_that_keeps_most_and_no_small_tensor(
-    mapped: Callable[[int], mmap.mmap],
-) -> None:
-    before = count_objects()
-    for _ in range(400):
-        KEPT.append(mapped(100_000))
-    small = torch.zeros(2, 2, dtype=torch.int64)
-    grown = find_growth(before, count_objects())
-    KEPT.clear()
-    assert small.nbytes == 32 and not any(growth.kind == "tensors" for growth in grown)
-    assert (grown[0].kind, grown[0].more) == ("items", 400) and grown[0].what.endswith(".KEPT")
 
 
 # out of memory
@@ -300,14 +278,6 @@ def test_a_step_that_did_not_fit_leaves_the_page_and_the_run_goes_on(tmp_path: P
     assert "run goes on" in (tmp_path / "debug/out_of_memory.md").read_text()
 
 
-def test_a_report_that_cannot_be_made_never_hides_the_error(tmp_path: Path) -> None:
-    (tmp_path / "debug").write_text("a file where the folder would be")
-    with build(compose([*MLP, "checkpoint.enabled=false"]), tmp_path) as run:
-        run.objective = Limited(run.objective, 0)
-        with pytest.raises(OutOfMemory, match="with one sample"):
-            train(run)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_path: Path) -> None:
     on = [x for x in CNN if x not in ("device=cpu", "device.threads=1")]
@@ -316,12 +286,3 @@ def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_pa
     assert (tmp_path / "debug/memory_snapshot.pickle").stat().st_size > 1000
     found = found_in(tmp_path)
     assert found["account"]["peak"] > 0 and found["timeline"][-1]["device_peak"] > 0
-
-
-def test_a_tensor_of_the_compilers_tracer_is_not_counted() -> None:
-    real = torch.ones(7, 73)
-    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 73))
-    assert isinstance(fake.numel(), torch.SymInt)  # which has no hash
-    shapes = [shape for shape, *_ in count_objects().tensors]
-    assert shapes.count("7×73") == 1 and not [shape for shape in shapes if shape.startswith("s")]
-    assert real.numel() == 511

@@ -15,11 +15,9 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 from runner import Hook, build, compose, profile, train
-from runner.debug.config import DebugConfig
 from runner.debug.profile import Profile
 from runner.debug.profile_report import Facts, operator_name, verdicts
 from runner.debug.profile_trace import operator_kind, read_events
-from runner.debug.tool import Tool
 from runner.training.hook import Step
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -83,25 +81,6 @@ def test_a_run_is_told_what_keeps_it_from_being_faster(
     assert row.finding == "; ".join(tool.verdicts[:2])
     assert row.looks == 1
     assert row.seconds > 0
-
-
-class Looking(Tool):
-    """A debug tool that takes longer than the steps, between them."""
-
-    name = "looking"
-
-    def on_step(self, run: Run, step: Step) -> None:
-        with self.looking():
-            for _ in range(2):
-                Dawdling().on_step(run, step)
-
-
-def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
-    tool, _, run = profiled([*SMALL, "model.width=8"], hook=Looking(DebugConfig()))
-    assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
-    assert not any("between steps" in said for said in tool.verdicts), tool.verdicts
-    assert tool.facts.split["other"] < 0.25
-    assert "without the time of debug tools" in tool.markdown()
 
 
 def test_a_run_whose_time_goes_to_few_long_operators_is_not_bound_by_its_many_short_ones() -> None:
@@ -326,19 +305,6 @@ def test_a_window_that_would_meet_a_validation_is_moved_behind_it() -> None:
     (row,) = tool.windows
     assert (row["first"], row["steps"]) == (23, 5)
     assert {m["calls"] for m in row["modules"] if m["calls"]} == {5}
-
-
-class Busy(Hook):
-    """Has a profiler of its own at work."""
-
-    def session(self, run: Run) -> Any:
-        return torch.autograd.profiler.profile()
-
-
-def test_somebody_elses_profiler_is_no_reason_to_fail() -> None:
-    _, summary, run = profiled(SMALL, hook=Busy())
-    assert summary.status == "done"
-    assert run.history.counts["no_profile"] == 1
 
 
 def test_a_tool_that_may_not_look_any_more_opens_no_window() -> None:
