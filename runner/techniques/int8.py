@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.dynamic = dynamic
         exact = weight.detach().float()
-        scale = exact.abs().amax(1).clamp(min=TINY) / LEVELS
+        levels = product_levels(weight.device.type) if dynamic else LEVELS
+        scale = exact.abs().amax(1).clamp(min=TINY) / levels
         self.register_buffer("quantized", (exact / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
@@ -61,6 +63,20 @@ class Int8Linear(nn.Module):
             levels = F.pad(levels, (0, 0, 0, MIN_CUDA_ROWS - 1))
         product = torch._int_mm(levels, self.quantized.t())[: rows.shape[0]]
         return (product * step).reshape(*x.shape[:-1], -1)
+
+
+@cache
+def product_levels(device_type: str) -> int:
+    """Levels of a weight on either side of zero with which int8 products are exact.
+
+    A CPU without VNNI adds pairs of products in 16 bits, which saturate beyond 64 levels (oneDNN,
+    "Nuances of int8 computations"); found by trying it, as torch does not say.
+    """
+    if device_type != "cpu":
+        return LEVELS
+    largest = torch.full((4, 64), LEVELS, dtype=torch.int8)
+    exact = bool((torch._int_mm(largest, largest.t()) == 64 * LEVELS**2).all())
+    return LEVELS if exact else 64
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:

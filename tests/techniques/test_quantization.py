@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
@@ -56,6 +60,24 @@ def test_an_int8_layer_is_close_to_the_linear_layer_it_replaces(
     others = [i for i in range(33) if i != 4]
     assert off(ours[..., others], exact[..., others]) < 0.03
     assert off(ours, exact) < 0.03
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86 instructions")
+def test_int8_products_are_exact_on_a_cpu_without_vnni() -> None:
+    code = """
+import torch
+from runner.techniques.int8 import Int8Linear, product_levels
+levels = product_levels("cpu")
+layer = Int8Linear(torch.ones(8, 64), None, dynamic=True)
+y = layer(torch.ones(4, 64))
+assert levels == 64, levels
+assert torch.allclose(y, torch.full((4, 8), 64.0), rtol=1e-3), y
+"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
