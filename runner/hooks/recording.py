@@ -126,7 +126,7 @@ class Recording(Hook):
             origin = {}
         domains = self.config.domains
         values, choices = hparams.swept_columns(
-            self.settings, hydra_files.read_override_values(run.folder), domains
+            self.settings, hydra_files.overrides_by_key(hydra_files.read_typed(run.folder)), domains
         )
         recorder.hparams(
             _row_name(run.name, run.folder),

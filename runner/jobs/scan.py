@@ -15,7 +15,7 @@ from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
 from runner.record.console import console, print_stdout
 from runner.record.text import escape_control_chars
-from runner.report.scan import JSON, PAGE, Row, Scan, terminal
+from runner.report.scan import JSON, Row, Scan, terminal
 from runner.security.files.formats import is_loadable
 from runner.security.files.policy import Policy
 from runner.security.files.scan import Item, Scanner, list_items
@@ -25,7 +25,7 @@ from runner.training.signals import Interrupts
 
 
 def main(config: RunConfig, folder: Path) -> Scan:
-    """Assess `scan.path`; the list on the screen, scan.json and scan.md in `folder`.
+    """Assess `scan.path`; the list on the screen, scan.json in `folder`.
 
     Raises SecurityError where anything is refused or is less than the security level demands,
     UsageError where there is nothing to assess, and Interrupted with what was found until then
@@ -44,7 +44,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
         interrupts.waiting = False
         scan.seconds = time.monotonic() - start
         _write(scan, folder, config.scan.rows)
-    files = f"{JSON} and {PAGE} lie in {folder}"
+    files = f"{JSON} lies in {folder}"
     if scan.interrupted:
         so_far = f" after {len(scan.rows)} of {scan.total}; what was found is in {folder / JSON}"
         raise Interrupted(interrupts.received or signal.SIGINT, so_far)

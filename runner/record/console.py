@@ -170,7 +170,7 @@ def _behind_bars(text: str) -> str:
 
 
 class _Handler(logging.Handler):
-    """Says a warning once, and is silent for good once nobody listens."""
+    """Says a warning once, and is silent for good once nothing takes what it says."""
 
     def __init__(self) -> None:
         super().__init__()

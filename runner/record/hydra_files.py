@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,24 @@ def _check_events(data: bytes) -> None:
             raise yaml.composer.ComposerError(None, None, "nested too deep", event.start_mark)
 
 
-def read_override_values(folder: Path) -> dict[str, str]:
-    """The overrides in a run's folder by key; {} where they cannot be read."""
+def overrides_by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Overrides by key; the last one wins. `~key` is a key with the value "removed"."""
+    found = {}
+    for override in overrides:
+        key, equals, value = str(override).partition("=")
+        if key.startswith("~"):
+            found[key.lstrip("~")] = "removed"
+        elif equals:
+            found[key.lstrip("+").partition("@")[0]] = value
+    return found
+
+
+def read_typed(folder: Path) -> list[str]:
+    """The overrides in a run's folder; [] where they cannot be read."""
     try:
-        pairs = [line.partition("=") for line in read_overrides(folder)]
+        return read_overrides(folder)
     except StorageError:
-        return {}
-    return {key.lstrip("+").partition("@")[0]: value for key, equals, value in pairs if equals}
+        return []
 
 
 def read_flat_config(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -174,11 +175,9 @@ class Recorder:
             file, self._events = self._events, None
         self.faults[kind] = self.faults.get(kind, 0) + 1
         log.warning("%s is no longer written, the run goes on: %s", TITLES[kind], error)
-        if file is not None:
-            try:
+        with suppress(OSError):  # it is lost already
+            if file is not None:
                 file.close()
-            except OSError as second:
-                log.debug("closing the file given up: %s", second)
 
 
 def _line(step: int, split: str, values: Mapping[str, float]) -> bytes:

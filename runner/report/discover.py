@@ -11,8 +11,9 @@ from pathlib import Path
 from runner.benchmark.result import FILE as BENCHMARK
 from runner.benchmark.result import BenchmarkResult
 from runner.errors import StorageError, UsageError
+from runner.record.hydra_files import overrides_by_key
 from runner.report.comparison import Comparison, Row, number, of_benchmark, text
-from runner.report.naming import keys, names
+from runner.report.naming import names
 from runner.report.read_run import TROUBLE, is_run, is_unstarted, of_job, of_run, read_json
 from runner.training.summary import FILE as SUMMARY
 
@@ -218,7 +219,7 @@ def _with_ratios(rows: list[Row]) -> tuple[str, list[Row], list[str]]:
     same = max(groups.values(), key=len, default=[])  # of several, the first
     if len(same) < 2:
         return "", rows, []
-    plain = [row for row in same if keys(row.overrides).get("optimization") == "none"]
+    plain = [row for row in same if overrides_by_key(row.overrides).get("optimization") == "none"]
     reference = (plain or same)[0]
     rate = reference.samples_per_second or 1.0
     notes = [ONE_RUN_EACH]

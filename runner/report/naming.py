@@ -7,21 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from runner.data.config import LOADING
 from runner.overrides.groups import as_typed
+from runner.record.hydra_files import overrides_by_key
 
 DEFAULT = "default"
 """A row in which the one key that others set is not set."""
-
-
-def keys(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides by key; the last one wins. `~key` is a key with the value "removed"."""
-    found = {}
-    for override in overrides:
-        key, equals, value = str(override).partition("=")
-        if key.startswith("~"):
-            found[key.lstrip("~")] = "removed"
-        elif equals:
-            found[key.lstrip("+").partition("@")[0]] = value
-    return found
 
 
 def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
@@ -31,7 +20,7 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
     `key=value` for each key that does. Rows that are alike are told apart by `places`, their
     folders.
     """
-    typed = [keys([as_typed(override) for override in row]) for row in rows]
+    typed = [overrides_by_key([as_typed(override) for override in row]) for row in rows]
     varied = varied_keys(typed)
     ends = _shortest_ends(places)
     if not varied:
@@ -55,7 +44,7 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
 
 def about_speed(rows: Iterable[Sequence[str]]) -> bool:
     """Whether what sets rows of overrides apart is how they compute, not what they train."""
-    varied = varied_keys([keys(row) for row in rows])
+    varied = varied_keys([overrides_by_key(row) for row in rows])
     return not varied or any(
         key.partition(".")[0] in ("optimization", "device")
         or (key.startswith("data.") and key.removeprefix("data.") in LOADING)

@@ -12,10 +12,9 @@ from typing import Any
 from runner.checkpoint.lock import is_locked
 from runner.data.config import LOADING
 from runner.errors import StorageError
-from runner.record import hydra_files
+from runner.record.hydra_files import OVERRIDES, overrides_by_key, read_flat_config, read_typed
 from runner.record.storage import read_record
 from runner.report.comparison import Row, number, text
-from runner.report.naming import keys
 from runner.training.summary import FILE as SUMMARY
 from runner.training.summary import Summary
 
@@ -34,10 +33,11 @@ def is_run(folder: Path) -> bool:
     try:
         if (folder / SUMMARY).exists():
             return True
-        begun = (folder / hydra_files.OVERRIDES).exists()
+        begun = (folder / OVERRIDES).exists()
     except PermissionError:
         return True
-    return begun and keys(_overrides_in(folder)).get("job", "train") in ("train", "evaluate")
+    typed = overrides_by_key(read_typed(folder)) if begun else {"job": "none"}
+    return typed.get("job", "train") in ("train", "evaluate")
 
 
 def is_unstarted(row: Row) -> bool:
@@ -93,7 +93,7 @@ def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, sweep_ru
 
 
 def _of_run(folder: Path, typed: list[str] | None) -> Row:
-    overrides = _overrides_in(folder) if typed is None else typed
+    overrides = read_typed(folder) if typed is None else typed
     row = Row(overrides, "failed", folder=str(folder), command=_command(overrides))
     if not (folder / SUMMARY).exists():
         if is_locked(folder):
@@ -110,8 +110,11 @@ def _of_run(folder: Path, typed: list[str] | None) -> Row:
     if status == "running" and not is_locked(folder):
         steps = number(summary, "steps") or 0
         status, reason = "killed", f"its process is gone; its last record is of step {steps:,.0f}"
-    settings = hydra_files.read_flat_config(folder)
-    settings = settings or {"data.name": text(summary, "name"), **keys(overrides)}
+    settings = read_flat_config(folder)
+    settings = settings or {
+        "data.name": text(summary, "name"),
+        **overrides_by_key(overrides),
+    }
     return replace(
         row,
         status=status,
@@ -146,14 +149,6 @@ def _work(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         if key.partition(".")[0] in ("data", "model") and key.removeprefix("data.") not in LOADING
     }
     return f"{device} {parts}"
-
-
-def _overrides_in(folder: Path) -> list[str]:
-    """What was typed for the run; [] where that cannot be had."""
-    try:
-        return hydra_files.read_overrides(folder)
-    except StorageError:
-        return []
 
 
 def _command(overrides: Sequence[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""What job=scan found: a list for the terminal, scan.md and scan.json for the folder."""
+"""What job=scan found: a list for the terminal, and scan.json for the folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from runner.record import markdown as md
 from runner.record.console import plain_text
 from runner.record.storage import replace_text
 from runner.record.text import escape_control_chars, json_safe
@@ -20,10 +19,8 @@ from runner.report.format import size
 from runner.security.config import SecurityLevel
 from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust, enough, way_in
 
-JSON, PAGE = "scan.json", "scan.md"
+JSON = "scan.json"
 SCHEMA = 1
-ROWS = 1000  # of scan.md; scan.json has them all
-HEADER = ("trust", "what", "format", "size", "sha256", "says it was written by", "why")
 STYLES = {Trust.REFUSED: "bold red", Trust.UNTRUSTED: "yellow"}
 KNOWN = {
     Trust.UNTRUSTED: "nothing is wrong with it, and its digest is unknown",
@@ -155,10 +152,9 @@ class Scan:
         }
 
     def write(self, folder: Path) -> None:
-        """scan.json and scan.md. Raises OSError."""
+        """Write scan.json. Raises OSError."""
         text = json.dumps(json_safe(self.as_dict()), indent=2, allow_nan=False) + "\n"
         replace_text(folder / JSON, text)
-        replace_text(folder / PAGE, markdown(self))
 
 
 def terminal(scan: Scan, most: int) -> RenderableType:
@@ -181,36 +177,9 @@ def terminal(scan: Scan, most: int) -> RenderableType:
     if len(scan.rows) > most:
         notes.insert(0, f"… and {_things(len(scan.rows) - most, ' more')}, in {JSON}")
     if scan.passed_over:
-        notes.append(_passed_over(scan))
+        files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
+        notes.append(f"{files} of other kinds, which nothing here loads")
     return Group(*parts, *(plain_text(note, "dim") for note in notes))
-
-
-def markdown(scan: Scan) -> str:
-    """The same as a document."""
-    parts = [f"# Scan of {md.escape(scan.path)}", f"**{md.escape(scan.verdict)}**"]
-    parts.append(f"security: {scan.level.value}.")
-    if scan.interrupted:
-        parts.append(f"Interrupted after {len(scan.rows)} of {_things(scan.total)}.")
-    rows = []
-    for row in scan.worst_first[:ROWS]:
-        found = row.found
-        cells = (found.trust.name, found.path, row.about, size(row.size), row.digest)
-        rows.append((*cells, found.written_by, row.why(scan.level)))
-    if rows:
-        parts.append(md.table(HEADER, rows))
-    if len(scan.rows) > ROWS:
-        parts.append(f"… and {_things(len(scan.rows) - ROWS, ' more')}, in {JSON}.")
-    if scan.odd:
-        parts.append("## Not opened")
-        parts.append("\n".join(f"- {md.escape(str(reason))}" for reason in scan.odd[:ROWS]))
-    if scan.passed_over:
-        parts.append(f"{_passed_over(scan)}.")
-    return "\n\n".join(parts) + "\n"
-
-
-def _passed_over(scan: Scan) -> str:
-    files = "1 file" if scan.passed_over == 1 else f"{scan.passed_over:,} files"
-    return f"{files} of other kinds, which nothing here loads"
 
 
 def _things(count: int, more: str = "") -> str:

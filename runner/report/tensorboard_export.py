@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.record.hparams import column_values
+from runner.record.hydra_files import overrides_by_key
 from runner.record.tensorboard import end_session, event_files, open_event_file
 from runner.record.text import escape_control_chars
 from runner.report import figures, page
 from runner.report.charts import Bar
 from runner.report.comparison import BOARD, Comparison
-from runner.report.naming import DEFAULT, keys, varied_keys
+from runner.report.naming import DEFAULT, varied_keys
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +46,7 @@ def export_comparison(comparison: Comparison, folder: Path) -> None:
 
 
 def _end_rows(comparison: Comparison, folder: Path) -> None:
-    typed = [keys(row.overrides) for row in comparison.rows]
+    typed = [overrides_by_key(row.overrides) for row in comparison.rows]
     columns = {
         key: column_values([job.get(key, DEFAULT) for job in typed]) for key in varied_keys(typed)
     }

@@ -72,7 +72,7 @@ def test_a_folder_is_told_apart_hostile_first_and_nothing_runs(tmp_path, folder,
     assert len(step["files"]) == 3
     shown = capsys.readouterr().out
     assert shown.index("evil.pt") < shown.index("good.npy")
-    assert "renamed.dat" in (folder / "scan.md").read_text()
+    assert "renamed.dat" in shown
 
 
 def test_own_runs_pass_strict_and_their_copies_elsewhere_do_not(tmp_path, folder):
@@ -147,9 +147,6 @@ def test_names_of_files_can_forge_nothing(tmp_path, folder, capsys):
     np.save(tmp_path / name, np.arange(3))
     scan(tmp_path / name, folder, pinned(tmp_path / name))
     assert "\x1b" not in capsys.readouterr().out
-    page = (folder / "scan.md").read_text()
-    assert "\x1b" not in page and "<b>" not in page.replace("\\<b\\>", "")
-    assert "\n" not in page.split("# Scan of ")[1].partition("**")[0].strip()
 
 
 def test_ctrl_c_leaves_what_was_found_so_far(tmp_path, folder, monkeypatch):

@@ -156,14 +156,6 @@ def test_every_other_handler_writes_what_ours_write(
     assert logging.getLogRecordFactory() is logging.LogRecord
 
 
-def test_a_pipe_in_the_place_of_the_log_is_said_and_not_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo(tmp_path / "run.log")
-    set_up_logging("info", tmp_path)
-    assert "no run.log" in capsys.readouterr().err
-
-
 def test_a_line_of_the_log_takes_a_live_display_away_before_it_and_draws_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from runner.record.config import MonitoringConfig
 from runner.record.recorder import Recorder
+from runner.record.storage import replace_text
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)
 
@@ -130,6 +132,7 @@ import json
 import sys
 from pathlib import Path
 from runner.record.recorder import Recorder
+from runner.record.storage import replace_text
 from runner.record.config import MonitoringConfig
 recorder = Recorder(Path(sys.argv[1]), MonitoringConfig())
 recorder.open()
@@ -157,3 +160,18 @@ def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_pa
     assert steps == list(range(1, len(steps) + 1))
     assert 4900 < size <= 5000
     assert done.stderr.count("no longer written") == 2
+
+
+def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no space")
+
+    path = tmp_path / "summary.json"
+    path.write_text("before")
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="no space"):
+        replace_text(path, "after")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]

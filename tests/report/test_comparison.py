@@ -100,16 +100,6 @@ def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
     assert "idle does not train: no parameter changed" in shouted
 
 
-def test_failures_are_named_and_a_failed_reference_claims_nothing() -> None:
-    found = of_benchmark(result(failed("none", "oom"), arm("basic", 1.2)), None)
-    said = texts(found)
-    assert "none, which the others were to be held against" in said[0]
-    assert not any("×" in text for text in said)
-    assert "1 of 2 arms did not come to an end: none (oom)." in said
-    nothing = of_benchmark(result(failed("none"), failed("basic")), None)
-    assert texts(nothing)[0].startswith("Nothing could be measured")
-
-
 def test_a_slow_arm_has_digits_and_much_noise_says_so() -> None:
     assert (times(0.00148), times(0.22), times(1.5)) == ("0.00148×", "0.22×", "1.50×")
     assert interval((0.00142, 0.2)) == "0.00142 to 0.20"

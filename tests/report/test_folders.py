@@ -97,16 +97,6 @@ def test_what_belongs_to_another_user_is_a_row_or_passed_over_with_a_note(tmp_pa
     assert found.notes == ["t is passed over: Permission denied"]
 
 
-def test_a_status_is_one_that_other_tools_know(tmp_path: Path) -> None:
-    states = ("waiting", "waiting", "lost")
-    folder = sweep(tmp_path / "s", [job(i, str(i), state) for i, state in enumerate(states)])
-    run(folder / "0", ["optimization=0"], status="running")
-    with lock(folder):
-        rows = of_folders([folder]).rows
-    assert [row.status for row in rows] == ["skipped", "skipped", "failed"]
-    assert "turn" in rows[1].reason and "lost" in rows[2].reason
-
-
 ODD = {
     "status": ["x"], "reason": 3, "metrics": {"a": "b", "c": None, "d": True, "e": 10**400},
     "throughput": {"samples_per_second": "many", "step_ms": {"p50": None}}, "memory": {},

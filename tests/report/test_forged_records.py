@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +14,13 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from runner.errors import StorageError, UsageError
+from runner.errors import StorageError
 from runner.record.console import print_stdout
 from runner.report import table
+from runner.report.__main__ import main
 from runner.report.discover import of_folders
 from runner.training.summary import Summary
-from tests.report.planted_results import arm, attribution, failed, reference, result, technique
+from tests.report.planted_results import technique
 from tests.report.planted_runs import job, run, sweep
 
 LINE = "FORGED: all is well"
@@ -94,17 +93,9 @@ def two_runs(folder: Path) -> Path:
     return run(folder / "2", ["optimization=ultra"], 1.0, "failed", **more)
 
 
-def a_benchmark(folder: Path) -> Path:
-    found = result(reference(), arm("ultra", 2.0), failed("basic", reason="why"))
-    found.attribution = attribution()
-    found.write(folder)
-    return folder
-
-
 RECORDS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "the summary of a run": (two_runs, "2/summary.json"),
     "the list of a sweep's jobs": (two_runs, "sweep.json"),
-    "a benchmark": (a_benchmark, "benchmark.json"),
 }
 
 
@@ -122,8 +113,7 @@ def test_a_forged_record_is_shown_as_text(
 
 def show(folder: Path, record: str, forged: Tree, capsys: pytest.CaptureFixture[str]) -> str:
     (folder / record).write_text(json.dumps(forged))
-    with suppress(UsageError):  # a benchmark whose record is damaged has no arms
-        print_stdout(table.terminal(of_folders([folder])), crop=False)
+    print_stdout(table.terminal(of_folders([folder])), crop=False)
     if record.endswith("summary.json"):
         from runner.report import run as report
 
@@ -136,14 +126,14 @@ def show(folder: Path, record: str, forged: Tree, capsys: pytest.CaptureFixture[
     return shown.out
 
 
-def test_names_of_folders_are_shown_as_text(tmp_path: Path) -> None:
+def test_names_of_folders_are_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outer = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
     for number in range(2):
         run(outer / f"{number}\x1b[31m", [f"seed={number}"])
-    done = subprocess.run(
-        [sys.executable, "-m", "runner.report", str(outer)], capture_output=True, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    for stream in (done.stdout, done.stderr):
-        check_text(stream.decode())
-    assert b"evil" in done.stdout
+    assert main([str(outer)]) == 0
+    shown = capsys.readouterr()
+    check_text(shown.out)
+    check_text(shown.err)
+    assert "evil" in shown.out

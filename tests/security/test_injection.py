@@ -162,7 +162,6 @@ PAGES = {
     "replay": lambda folder: replay_page.markdown(replay()),
     "comparison": lambda folder: page.document(comparison()),
     "failures": lambda folder: page.document(failed_comparison()),
-    "scan": lambda folder: scan.markdown(scanned()),
     "config": lambda folder: md.code(HOSTILE, "yaml"),
 }
 
