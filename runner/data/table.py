@@ -86,7 +86,8 @@ def read_table(
             if name not in names:
                 near = suggestion(name, names, "its columns are")
                 raise ConfigError(key, f"{path} has no column {name!r}", near)
-        return list(needed.values()) if ignore is None else [n for n in names if n not in ignore]
+        wanted = list(needed.values())
+        return wanted if ignore is None else [n for n in names if n in wanted or n not in ignore]
 
     read = _read_parquet if path.suffix in (".parquet", ".pq") else _read_csv
     content = read(path, select, ignore is None)

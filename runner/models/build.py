@@ -43,9 +43,9 @@ LABELS = ("classification", "regression")
 FITS = {
     "mlp": Fit("runner.models.mlp", "MLP", LABELS, ("in_features", "classes")),
     "cnn": Fit("runner.models.cnn", "CNN", LABELS, ("in_channels", "image_size", "classes")),
-    "gpt": Fit("runner.models.gpt", "GPT", ("language_modelling",), ("vocab", "sequence")),
+    "gpt": Fit("runner.models.transformer", "GPT", ("language_modelling",), ("vocab", "sequence")),
     "classifier": Fit(
-        "runner.models.classifier", "Classifier", LABELS, ("vocab", "sequence", "classes")
+        "runner.models.transformer", "Classifier", LABELS, ("vocab", "sequence", "classes")
     ),
 }
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.checkpoint.checkpointer import Checkpointer, storage
+from runner.checkpoint.checkpointer import Checkpointer
 from runner.errors import CheckpointError, StorageError
 
 
@@ -126,18 +126,6 @@ def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
         checkpointer.save(1, {}, {"hooks": [{"close": lambda: None}]}, False)
     checkpointer.close()
     assert not (tmp_path / "checkpoints").exists()
-
-
-def test_a_fault_in_the_background_reaches_the_training_thread(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise ValueError("a fault of ours")
-
-    monkeypatch.setattr(storage, "put_folder", fail)
-    checkpointer = Checkpointer(tmp_path, keep=1)
-    checkpointer.save(1, model_at(1), {}, False)
-    with pytest.raises(ValueError, match="a fault of ours"):
-        checkpointer.wait()
-    assert names(tmp_path) == [] and not checkpointer.faults
 
 
 def test_a_folder_that_cannot_be_written_to_ends_the_run_only_at_its_third_save(tmp_path):

@@ -13,7 +13,7 @@ from runner.data.embedded import cancer, digits
 from runner.data.order import sample_seeds
 from runner.data.stdlib import read_stdlib, stdlib_parts, stdlib_text
 from runner.data.synthetic import synthetic
-from runner.errors import ConfigError, DataError
+from runner.errors import ConfigError
 
 
 def test_digits_are_ink_from_0_to_1_and_ten_classes() -> None:
@@ -49,15 +49,6 @@ def test_a_stdlib_file_is_wholly_in_one_part() -> None:
     assert len(train) + len(validation) > 5_000_000
 
 
-def test_the_targets_of_text_are_the_next_bytes() -> None:
-    source = stdlib_text(StdlibText(sequence=50))
-    for indices in (source.train[:4], source.validation[-4:]):
-        ids, following = source.fetch(indices, None)
-        assert ids.shape == following.shape == (4, 50)
-        assert ids.dtype == following.dtype == torch.int64
-        assert torch.equal(ids[:, 1:], following[:, :-1])
-
-
 def test_an_epoch_of_text_is_consecutive_windows_from_an_offset_of_its_own() -> None:
     source = stdlib_text(StdlibText())
     ids = source.streams[0].ids
@@ -71,11 +62,6 @@ def test_an_epoch_of_text_is_consecutive_windows_from_an_offset_of_its_own() -> 
     held_out = source.validation[:5]
     plain = source.fetch(held_out, None)[0]
     assert torch.equal(source.fetch(held_out, sample_seeds(0, 7, held_out))[0], plain)
-
-
-def test_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(DataError, match="data.sequence"):
-        stdlib_text(StdlibText(sequence=20_000_000))
 
 
 def test_passages_carry_their_part_and_a_mask() -> None:
@@ -115,10 +101,3 @@ def test_synthetic_tokens_can_be_learned() -> None:
     counts = torch.zeros(16, 16).index_put_((x, y), torch.ones(()), accumulate=True)
     held_out, following = source.fetch(source.validation, None)
     assert (counts.argmax(dim=1)[held_out] == following).float().mean() > 0.85
-
-
-def test_a_size_that_makes_no_data_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data.samples"):
-        synthetic(Synthetic(samples=1))
-    with pytest.raises(ConfigError, match="data.image_size: must be ≥ 1, got 0"):
-        Synthetic(image_size=0)

@@ -84,15 +84,6 @@ def test_images_are_scaled_to_a_square_with_the_folder_as_class(tmp_path: Path) 
     assert red_and_blue(tmp_path, channels=1).fetch(np.arange(2), None)[0].shape[1] == 1
 
 
-def test_the_centre_of_an_image_is_kept(tmp_path: Path) -> None:
-    wide = Image.new("RGB", (300, 100), (255, 255, 255))
-    wide.paste((0, 0, 0), (100, 0, 200, 100))
-    red_and_blue(tmp_path)
-    wide.save(tmp_path / "blue" / "0.png")
-    x, _ = ImageFolder(Images(path=str(tmp_path), image_size=16)).fetch(np.array([1]), None)
-    assert float(x.max()) < 0.2  # only the black square in the middle
-
-
 def test_augmentation_follows_the_samples_seed_alone(tmp_path: Path) -> None:
     source = red_and_blue(tmp_path, augment=True)
     noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
@@ -120,14 +111,6 @@ def test_a_file_that_is_no_image_is_named_at_opening_and_when_it_is_fetched(
         source.fetch(np.arange(8), None)
     monkeypatch.setattr(images, "HEADS", 2)
     ImageFolder(Images(path=str(tmp_path)))  # it lies between those that are opened
-
-
-def test_an_image_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    source = red_and_blue(tmp_path)
-    file = tmp_path / "blue" / "1.jpg"
-    file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(DataError, match=r"blue.1.jpg"):
-        source.fetch(np.arange(8), None)
 
 
 def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
@@ -311,13 +294,6 @@ def test_arrays_of_floats_become_float32_features(tmp_path: Path) -> None:
     assert source.choices[0].value == "classification"
 
 
-def test_arrays_of_bytes_are_images_from_0_to_1(tmp_path: Path) -> None:
-    source = saved(tmp_path, x=np.full((12, 6, 6), 255, np.uint8), y=np.arange(12) % 2)
-    assert source.fetch(np.arange(2), None)[0].shape == (2, 1, 6, 6)
-    assert float(source.inputs.max()) == 1.0
-    assert (source.sizes.in_channels, source.sizes.image_size) == (1, 6)
-
-
 def test_arrays_tell_their_task(tmp_path: Path) -> None:
     ids = np.arange(60).reshape(12, 5)
     assert saved(tmp_path, x=X, y=X[:, :2]).sizes.classes == 2
@@ -325,7 +301,8 @@ def test_arrays_tell_their_task(tmp_path: Path) -> None:
     assert language.sizes.task == "language_modelling"
     assert (language.sizes.vocab, language.sizes.sequence) == (61, 5)
     assert saved(tmp_path, x=ids, y=np.arange(12) % 2).sizes.vocab == 60
-    assert saved(tmp_path, x=X, y=np.arange(12), task="regression").sizes.task == "regression"
+    pictures = saved(tmp_path, x=np.full((12, 6, 6), 255, np.uint8), y=np.arange(12) % 2)
+    assert pictures.inputs.shape == (12, 1, 6, 6) and float(pictures.inputs.max()) == 1.0
     assert saved(tmp_path, x=X, y=-np.arange(12), task="regression").sizes.task == "regression"
 
 
@@ -346,7 +323,6 @@ def test_floats_are_quantities_and_what_makes_classes_of_them_is_said(tmp_path: 
         ({"x": X, "y": np.arange(11)}, "'x' has 12 samples and 'y' has 11"),
         ({"x": X, "y": np.array(["a"] * 12)}, r"'y' is of type <U1.*np.unique"),
         ({"x": X[:0], "y": np.arange(0)}, "'x' of shape .* holds no samples"),
-        ({"x": np.empty((10**10, 0), "f"), "y": np.zeros(3)}, "holds no samples"),
         ({"x": X, "y": np.zeros(12, int)}, "nothing to tell apart"),
         ({"x": X, "y": X[:, 0], "task": "classification"}, "one whole number"),
         ({"x": X, "y": X[:, 0], "task": "language_modelling"}, "token ids"),
@@ -385,11 +361,3 @@ def test_a_missing_array_and_a_broken_file_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", X)
     with pytest.raises(DataError, match="a single array"):
         arrays(Arrays(path=str(tmp_path / "data.npy")))
-
-
-def test_arrays_of_almost_only_zeros_are_honest(tmp_path: Path) -> None:
-    x = np.zeros((100, 20_000), np.float32)
-    x[:, :100] = np.random.default_rng(0).random((100, 100))
-    np.savez_compressed(tmp_path / "data.npz", x=x, y=np.arange(100) % 2)
-    assert x.nbytes > 60 * (tmp_path / "data.npz").stat().st_size
-    assert arrays(Arrays(path=str(tmp_path / "data.npz"))).sizes.in_features == 20_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from runner.data import infer
 from runner.data.batch import Sizes
 from runner.data.config import BadSamples, DataConfig, Digits
 from runner.data.loader import BatchLoader
@@ -54,20 +52,15 @@ def features(index: int) -> tuple[torch.Tensor, int]:
         (features, Sizes("classification", 3, classes=4)),
         (lambda i: (torch.zeros(3, 8, 8), i % 2),
          Sizes("classification", 192, in_channels=3, image_size=8, classes=2)),
-        (lambda i: (torch.zeros(1, 8, 6), 1.5 * i),
-         Sizes("regression", 48, in_channels=1, classes=1)),
         (lambda i: (np.zeros(3, np.float32), np.zeros(2, np.float32)),
          Sizes("regression", 3, classes=2)),
         (lambda i: (torch.arange(6) + i, torch.arange(6) + i + 1),
          Sizes("language_modelling", classes=26, vocab=26, sequence=6)),
-        (lambda i: (torch.arange(6) + i, i % 3),
-         Sizes("classification", classes=3, vocab=25, sequence=6)),
         (lambda i: {"input_ids": [i, 1, 2], "attention_mask": [1, 1, 0], "labels": i % 2},
          Sizes("classification", classes=2, vocab=20, sequence=3)),
         (lambda i: (torch.zeros(3), torch.zeros(5), i % 2), Sizes("classification", 3, classes=2)),
     ],
-    ids=["features", "images", "not square", "two targets", "tokens", "labelled tokens", "dict",
-         "two inputs"],
+    ids=["features", "images", "two targets", "tokens", "dict", "two inputs"],
 )  # fmt: skip
 def test_sizes_follow_from_the_samples(make: Callable[[int], Any], expected: Sizes) -> None:
     assert opened(make).sizes == expected
@@ -94,35 +87,18 @@ def test_labels_in_an_attribute_save_the_scan() -> None:
     assert "largest of my_package.Made.targets" in source.choices[0].reason
 
 
-def test_a_scan_that_takes_too_long_is_an_error_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(infer, "MOST_SECONDS", -1.0)
-    with pytest.raises(DataError, match="give my_package.Made an attribute classes"):
-        opened(features)
-
-
 @pytest.mark.parametrize(
     ("odd", "problem"),
     [
         (torch.zeros(4), r"inputs is float32 of shape \[4\].*float32 of shape \[3\]"),
-        (torch.zeros(3, dtype=torch.float16), r"inputs is float16 of shape \[3\].*float32"),
         (torch.zeros(3, dtype=torch.float64), r"inputs is float64.*x.float\(\)"),
     ],
-    ids=["shape", "half", "double"],
+    ids=["shape", "double"],
 )
 def test_a_sample_unlike_the_others_is_named(odd: torch.Tensor, problem: str) -> None:
     source = opened(lambda i: (odd if i == 7 else torch.zeros(3), i % 2), classes=2)
     with pytest.raises(DataError, match=rf"sample 7: {problem}"):
         source.fetch(np.arange(20), None)
-
-
-def test_a_key_that_is_missing_in_one_sample_is_named() -> None:
-    source = opened(lambda i: {"x": 1.0, "label": 1} if i == 3 else {"z": 1.0, "label": 0})
-    with pytest.raises(
-        DataError, match="sample 3: inputs.x is .* in sample 0 of the same batch inputs.z"
-    ):
-        source.fetch(np.arange(5), None)
 
 
 @pytest.mark.parametrize("label", [4, -1])
@@ -172,11 +148,6 @@ def test_a_class_that_is_no_data_set_is_refused() -> None:
         opened(features, samples=0)
 
 
-def test_unknown_sizes_bring_up_the_nearest() -> None:
-    with pytest.raises(DataError, match="'in_feature'; did you mean 'in_features'"):
-        opened(features, sizes={"in_feature": 3})
-
-
 def noisy(index: int) -> tuple[torch.Tensor, float]:
     return torch.randn(2) + torch.tensor(np.random.randn(2)).float(), random.random()
 
@@ -187,10 +158,13 @@ def test_chance_depends_on_the_samples_seed_alone() -> None:
     seeds = sample_seeds(0, 3, both)
     x, y = source.fetch(both, seeds)
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     alone, target = source.fetch(both[1:], seeds[1:])
     assert torch.equal(alone[0], x[1])
     assert torch.equal(target[0], y[1])
     assert not torch.equal(source.fetch(both, sample_seeds(0, 4, both))[0], x)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after
 
 
 class Flawed(Made):
@@ -217,20 +191,6 @@ def test_samples_that_fail_are_left_out() -> None:
         UserDataset(flawed, "my.Flawed", 0.2, 0)
 
 
-def test_the_global_generators_come_back_after_an_error_too() -> None:
-    def fail(index: int) -> tuple[torch.Tensor, float]:
-        if index == 3:
-            raise OSError("gone")
-        return noisy(index)
-
-    source = opened(fail)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    with pytest.raises(DataError, match="sample 3: OSError: gone"):
-        source.fetch(np.arange(5), None)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert before == after
-
-
 def test_a_quick_data_set_gets_no_workers_and_a_slow_one_does(load: Load) -> None:
     quick, slow = opened(features), opened(features)
     quick.sample_seconds, slow.sample_seconds = 1e-6, 0.1
@@ -241,30 +201,7 @@ def test_a_quick_data_set_gets_no_workers_and_a_slow_one_does(load: Load) -> Non
     assert "800 ms" in chosen.reason
 
 
-def test_a_first_sample_that_sets_things_up_does_not_decide_on_workers() -> None:
-    begun: list[int] = []
-
-    def make(index: int) -> tuple[torch.Tensor, int]:
-        if not begun:
-            time.sleep(0.1)
-        begun.append(index)
-        return features(index)
-
-    source = opened(make, classes=2)
-    assert begun == [0, 1, 2, 3]
-    assert source.sample_seconds is not None and source.sample_seconds < 0.05
-    with pytest.raises(DataError, match="sample 4: .*attribute `classes`"):
-        opened(lambda i: (torch.zeros(3), 5), classes=2).fetch(np.array([4]), None)
-
-
 def test_a_target_is_built_with_its_arguments() -> None:
     config = Digits(_target_="my_package.Made", arguments={"make": features, "samples": 10})
-    asked = []
-
-    def resolve(target: str, key: str) -> Any:
-        asked.append((target, key))
-        return lambda make, samples: Made(make, samples)
-
-    source = open_data(config, resolve)
-    assert asked == [("my_package.Made", "data._target_")]
+    source = open_data(config, lambda target, key: lambda make, samples: Made(make, samples))
     assert len(source.train) == 8

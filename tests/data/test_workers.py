@@ -125,16 +125,13 @@ def test_a_hung_worker_is_an_error_when_its_time_is_up(
     assert children() == []
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["busy", "stopped"])
 def test_close_leaves_no_process_behind(
-    load: Load, children: Callable[[], list[psutil.Process]], stopped: bool
+    load: Load, children: Callable[[], list[psutil.Process]]
 ) -> None:
     loader = workers(load, lambda i: time.sleep(600), count=3)
     next(loader.batches(0))
     assert len(children()) == 3
-    if stopped:
-        for child in children():
-            child.suspend()
+    children()[0].suspend()
     loader.close()
     assert children() == []
     loader.close()  # twice does no harm

@@ -79,7 +79,6 @@ def test_sizes_come_from_the_data(
          r"gpt is for language_modelling, .*classification.*_features=64.*model=mlp or model=cnn"),
         (Cnn(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
         (Mlp(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
-        (Classifier(), TEXT, r"classifier is for classification or regression.*use model=gpt"),
         (Mlp(), Sizes("classification", 4), r"mlp needs classes.*in_features=4; .*model\._target_"),
         (Mlp(), Sizes("segmentation"), r"gives no sizes; name a model of your own"),
     ],
@@ -90,16 +89,6 @@ def test_data_that_does_not_fit_is_an_error_that_names_what_does(
     with pytest.raises(ConfigError, match=says) as caught:
         build_model(config, sizes, never)
     assert caught.value.key == "model"
-
-
-def test_an_unknown_kind_is_an_error_that_names_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"model\.kind: no model 'rnn'; one of mlp, cnn, gpt"):
-        build_model(ModelConfig(kind="rnn"), IMAGES, never)
-
-
-def test_a_key_that_ours_does_not_have_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"model\.heads: .*it has width, depth, dropout"):
-        build_model(Mlp(arguments={"heads": 2}), IMAGES, never)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.errors import DataError
-from runner.models.classifier import Classifier
-from runner.models.gpt import GPT
+from runner.models.transformer import GPT, Classifier
 
 VOCAB, SEQUENCE = 50, 16
 

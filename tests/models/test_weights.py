@@ -19,11 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from runner import build, compose, train
-from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.models.stored import KEY, Shard, Weights
 from runner.models.weights import fit_to, start_from
-from runner.replay.reopen import reopened
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
 from runner.security.trust import Trust
@@ -244,14 +242,6 @@ def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again
         assert equal(run.model.state_dict(), whole)
 
 
-def test_checkpoint_resume_wins_and_says_so(first: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "runner")
-    config = [*QUIET, "model.weights=nowhere.pt", f"checkpoint.resume={first}"]
-    with build(compose(config)) as run:
-        assert run.progress.step == 6
-    assert "model.weights: not read: checkpoint.resume brings weights of its own" in caplog.text
-
-
 def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
     first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -268,31 +258,6 @@ def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
     for path in (step, step / "model.safetensors"):  # the file alone has the same manifest
         with pytest.raises(CheckpointError, match="damaged"):
             build(compose([*QUIET, f"model.weights={path}"]))
-
-
-def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
-    first: Path, my_package: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = [
-        "data._target_=my_package.Noisy",
-        "+data.poison=[50,90]",
-        "model.width=8",
-        "security.trusted=[my_package]",
-        "monitoring.progress=false",
-        "training.epochs=1",
-        "checks=off",
-        "optimization=none",
-    ]
-    with build(compose(ours), Path("outputs/runs/noisy")) as run:
-        torch.save(run.model.state_dict(), "w.pt")
-    digest = hashlib.sha256(Path("w.pt").read_bytes()).hexdigest()
-    config = [*ours, "model.weights=w.pt", f"security.pinned=[{digest}]"]
-    with build(compose(config), Path("outputs/runs/bad")) as run:
-        train(run)
-    Path("w.pt").unlink()
-    capture = open_capture(next(Path("outputs/runs/bad/debug/captures").glob("step_*")))
-    with reopened(capture, trusted=["my_package"]) as (run, _):
-        assert run.progress.step == capture.step - 1
 
 
 def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
@@ -354,15 +319,6 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     assert equal(model.state_dict(), wanted)
     assert "pinned; 9 tensors; in 3 shards" in choice.reason
     assert most == 3  # of the nine
-
-
-def test_shards_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path) -> None:
-    snapshot, _, digests = sharded(tmp_path)
-    model = Net(classes=2)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ConfigError, match=r"head.weight is \[3, 5\], and the model's \[2, 5\]"):
-        start_from(model, snapshot, [], Policy(pinned=tuple(digests)))
-    assert equal(model.state_dict(), before)
 
 
 @pytest.mark.parametrize(
