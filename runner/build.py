@@ -186,7 +186,11 @@ class _Build:
     def loader(self, **how: Any) -> BatchLoader:
         """Batches of some samples of the data."""
         return make_loader(
-            self.data, batch_size=self.batch_size, seed=self.config.seed, device=self.device, **how
+            self.data,
+            batch_size=self.batch_size,
+            seed=self.config.seed,
+            device=self.device.torch,
+            **how,
         )
 
     def training_set(self, **how: Any) -> BatchLoader:

@@ -60,16 +60,17 @@ def usable_samples(
     """
     if not problems:
         return ()
-    told = [problems[number] for number in sorted(problems)]
+    listed = [problems[number] for number in sorted(problems)]
     if not drops_bad_samples(config):
         raise DataError(
-            f"{what}: {told[0]}; correct it, leave such samples out with data.bad_samples=drop{fix}"
+            f"{what}: {listed[0]}; correct it, leave such samples out with "
+            f"data.bad_samples=drop{fix}"
         )
-    more = f"; and {len(told) - NAMED:,} more" if len(told) > NAMED else ""
-    named = "; ".join(told[:NAMED]) + more
-    if len(told) / total > config.most_bad:
+    more = f"; and {len(listed) - NAMED:,} more" if len(listed) > NAMED else ""
+    named = "; ".join(listed[:NAMED]) + more
+    if len(listed) / total > config.most_bad:
         raise DataError(
-            f"{what}: {len(told):,} of {total:,} samples cannot be used, more than "
+            f"{what}: {len(listed):,} of {total:,} samples cannot be used, more than "
             f"data.most_bad={config.most_bad:g}: {named}"
         )
-    return (Choice(KEY, f"{len(told):,} of {total:,} left out", named),)
+    return (Choice(KEY, f"{len(listed):,} of {total:,} left out", named),)

@@ -25,14 +25,6 @@ QUICK_S = 0.005  # a batch that is fetched faster than this gains nothing from a
 PREFETCH = 2  # batches: one to hand over, one in the making
 
 
-class HasTorchDevice(Protocol):
-    """A device, as far as the loader needs it."""
-
-    @property
-    def torch(self) -> torch.device:
-        """Where batches go."""
-
-
 class Inspector(Protocol):
     """The checks of batches on the CPU."""
 
@@ -46,7 +38,7 @@ def make_loader(
     *,
     batch_size: int,
     seed: int,
-    device: HasTorchDevice,
+    device: torch.device,
     config: DataConfig,
     shuffle: bool,
     repeat: bool,
@@ -77,7 +69,7 @@ def make_loader(
         seeds=augment and source.augments,
     )
     workers, choices = _choose_workers(source, config, batch_size)
-    pin = device.torch.type == "cuda" and config.pin_memory is not False
+    pin = device.type == "cuda" and config.pin_memory is not False
     aside = pin and config.device_prefetch is True
     for key, honoured, reason in (
         ("pin_memory", pin, "pinned memory is for CUDA"),
@@ -87,7 +79,7 @@ def make_loader(
     ):
         if getattr(config, key) and not honoured:
             choices.append(Choice(f"data.{key}", False, reason))
-    fetch, move = Fetch(source, order), mover(device.torch, pin, aside)
+    fetch, move = Fetch(source, order), mover(device, pin, aside)
     pool = Workers(fetch, workers, config.prefetch or PREFETCH, config.timeout_s)
     return BatchLoader(
         fetch,

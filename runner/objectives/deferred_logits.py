@@ -42,10 +42,10 @@ class DeferredLogits:
         dtype = self.hidden.dtype
         if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(kind)  # what a linear layer would compute in
+        hidden, target = self.hidden.flatten(0, -2), target.flatten()
         loss: Tensor = _MeanCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            self.hidden.flatten(0, -2), self.weight, self.bias, target.flatten(), skip, self.chunk,
-            dtype,
-        )  # fmt: skip
+            hidden, self.weight, self.bias, target, skip, self.chunk, dtype
+        )
         return loss
 
 
@@ -64,18 +64,15 @@ def defer(layer: nn.Module, chunk: int) -> None:
     it back.
     """
 
-    def linear(self: nn.Linear, hidden: Tensor) -> Tensor | DeferredLogits:
+    def forward(self: Any, hidden: Tensor, weight: Tensor | None = None) -> Any:
+        weight = self.weight if weight is None else weight
+        bias = getattr(self, "bias", None)
         if self.training:
-            return DeferredLogits(hidden, self.weight, self.bias, chunk)
-        return F.linear(hidden, self.weight, self.bias)
+            return DeferredLogits(hidden, weight, bias, chunk)
+        return F.linear(hidden, weight, bias)
 
-    def output(self: OutputLayer, hidden: Tensor, weight: Tensor) -> Tensor | DeferredLogits:
-        if self.training:
-            return DeferredLogits(hidden, weight, None, chunk)
-        return F.linear(hidden, weight)
-
-    forward: Any = linear if isinstance(layer, nn.Linear) else output
-    layer.forward = MethodType(forward, layer)
+    bound: Any = MethodType(forward, layer)
+    layer.forward = bound
 
 
 def undo(layer: nn.Module) -> None:
@@ -105,17 +102,10 @@ class _MeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        skip: int,
-        chunk: int,
-        dtype: torch.dtype,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
     ) -> Tensor:
         compute = _opaque_pass if torch.compiler.is_compiling() else _pass
-        total, count, *slopes = compute(hidden, weight, bias, target, skip, chunk, dtype)
+        total, count, *slopes = compute(hidden, weight, bias, *rest)
         ctx.save_for_backward(count, *slopes)
         ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total / count
@@ -137,7 +127,7 @@ def _pass(
     skip: int,
     chunk: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Sum of the losses, how many there are, and the sum's gradients."""
     low_weight = weight.to(dtype)
     low_bias = None if bias is None else bias.to(dtype)
@@ -166,24 +156,16 @@ def _pass(
     return total, count, of_hidden, of_weight, of_bias
 
 
-def _room(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    skip: int,
-    chunk: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _room(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """What a pass fills in, still empty."""
+    dtype, device = rest[-1], hidden.device
     exact = torch.promote_types(dtype, torch.float32)
-    words = 0 if bias is None else len(bias)
     return (
-        torch.zeros((), dtype=exact, device=hidden.device),
-        torch.zeros((), dtype=torch.int64, device=hidden.device),
-        torch.empty(hidden.shape, dtype=dtype, device=hidden.device),
-        torch.zeros(weight.shape, dtype=exact, device=hidden.device),
-        torch.zeros(words, dtype=exact, device=hidden.device),
+        torch.zeros((), dtype=exact, device=device),
+        torch.zeros((), dtype=torch.int64, device=device),
+        torch.empty(hidden.shape, dtype=dtype, device=device),
+        torch.zeros(weight.shape, dtype=exact, device=device),
+        torch.zeros(0 if bias is None else len(bias), dtype=exact, device=device),
     )
 
 

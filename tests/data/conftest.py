@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,11 +11,6 @@ import torch
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader, make_loader
-
-
-@dataclass
-class Cpu:
-    torch: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -49,7 +43,7 @@ def load() -> Iterator[Callable[..., BatchLoader]]:
         } | changes  # fmt: skip
         config = config or DataConfig(kind="any", workers=0)
         indices = options.pop("indices", source.train)
-        loader = make_loader(source, indices, device=Cpu(), config=config, **options)
+        loader = make_loader(source, indices, device=torch.device("cpu"), config=config, **options)
         made.append(loader)
         return loader
 

@@ -142,15 +142,13 @@ def test_what_was_asked_for_and_cannot_be_is_said(load: Load) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_on_a_gpu_are_those_of_the_cpu(workers: int, same: Same) -> None:
-    from types import SimpleNamespace
-
     from runner.data.loader import make_loader
 
     source = digits(Digits())
     cpu, cuda = (
         make_loader(
             source, source.train, batch_size=32, seed=0, config=config(workers=workers),
-            device=SimpleNamespace(torch=torch.device(kind)), shuffle=True, repeat=True,
+            device=torch.device(kind), shuffle=True, repeat=True,
             augment=True,
         )
         for kind in ("cpu", "cuda")
