@@ -116,7 +116,7 @@ def check_size(file: File) -> None:
 @rule(
     FILE_RULES,
     good="optimizer: {options: {a: &a {x: 1}, b: *a}}",
-    bad="optimizer: {options: {a: &a [" + "1," * 200 + "], b: &b [" + "*a," * 200 + "]}}",
+    bad="optimizer: {options: {a: &a [" + "1," * 150 + "], b: &b [" + "*a," * 150 + "]}}",
 )
 def check_nodes(file: File) -> None:
     """Aliases are counted as often as they repeat a value, before anything is made of the text."""
@@ -334,16 +334,8 @@ def check_level(config: DictConfig, typed: SecurityConfig) -> None:
             raise SecurityError(f"{key}: {value} is refused: it stands for another value")
     level = str(group.get("level"))
     if level not in SecurityLevel.__members__:
-        raise ConfigError("security.level", f"{level!r} is none of off, standard, strict")
-    if LEVELS.index(SecurityLevel[level]) < LEVELS.index(typed.level):
-        raise _not_from_a_file("security.level", level, "lower the level")
-    for name, value in vars(typed).items():
-        if isinstance(value, list) and (
-            more := [v for v in group.get(name) or () if v not in value]
-        ):
-            raise _not_from_a_file(
-                f"security.{name}", f"[{','.join(map(str, more))}]", "allow more"
-            )
+        raise ConfigError("security.level", f"must be off, standard or strict, got {level!r}")
+    _check_allowed(group, SecurityLevel[level], typed, LEVELS.index(typed.level))
     for name, limit in vars(typed.limits).items():
         given = (group.get("limits") or {}).get(name)
         if (math.inf if given is None else given) > (math.inf if limit is None else limit):
@@ -355,11 +347,19 @@ def check_within(inner: SecurityConfig, typed: SecurityConfig) -> None:
 
     They may leave out what was typed, as the overrides of a config do that is only looked into.
     """
-    if LEVELS.index(inner.level) < min(LEVELS.index(typed.level), 1):
-        raise _not_from_a_file("security.level", inner.level.name, "lower the level")
-    for name, value in vars(inner).items():
-        if isinstance(value, list) and (more := [v for v in value if v not in vars(typed)[name]]):
-            raise _not_from_a_file(f"security.{name}", f"[{','.join(more)}]", "allow more")
+    _check_allowed(vars(inner), inner.level, typed, min(LEVELS.index(typed.level), 1))
+
+
+def _check_allowed(
+    group: Mapping[str, Any], level: SecurityLevel, typed: SecurityConfig, least: int
+) -> None:
+    if LEVELS.index(level) < least:
+        raise _not_from_a_file("security.level", level.name, "lower the level")
+    for name, value in vars(typed).items():
+        if isinstance(value, list):
+            more = [str(one) for one in group.get(name) or () if one not in value]
+            if more:
+                raise _not_from_a_file(f"security.{name}", f"[{','.join(more)}]", "allow more")
 
 
 def _not_from_a_file(key: str, value: object, what: str) -> SecurityError:

@@ -75,8 +75,6 @@ class Assessment:
     reasons: list[Reason] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)  # by path within `path`
     written_by: str = ""  # name and config hash of the run that wrote it, where it says so
-    versions: dict[str, str] = field(default_factory=dict)
-    policy: str = ""  # sha256 of what decided
     seconds: float = 0.0
     schema: int = SCHEMA
 

@@ -216,11 +216,9 @@ def test_a_schema_that_makes_no_sense_is_refused(key: str, schema: dict[str, Any
 # -- no alarm on healthy data ----------------------------------------------------------------------
 
 DATA = {
-    "digits": "data=digits model=mlp",
     "stdlib_text": "data=stdlib_text model=gpt training.batch_size=8",
     "images": "data=synthetic data.samples=256 model=cnn",
     "tabular": "data=synthetic data.form=tabular model=mlp",
-    "tokens": "data=synthetic data.form=tokens data.samples=256 model=gpt training.batch_size=4",
 }
 
 

@@ -70,10 +70,8 @@ def odd(batch: Tensor) -> Spoiled:
     return data
 
 
-@pytest.mark.parametrize("extra", [[], ["data.workers=2"], ["training.micro_batch=5"]])
-def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks(
-    extra: list[str],
-) -> None:
+def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks() -> None:
+    extra = ["data.workers=2", "training.micro_batch=5"]
     on, _ = trained(Spoiled(), None, *extra)
     off, _ = trained(Spoiled(), None, "checks=off", *extra)
     assert on.inputs is not None and off.inputs is None
@@ -84,11 +82,9 @@ def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks(
 HIGH = "checks.inputs.schema.high=100"
 SKIPS = {
     "not_finite": (poison(math.nan, 193, 200), []),
-    "infinite": (poison(math.inf, 193), []),
     "labels": (mislabelled(99, 195), ["checks.inputs.labels=skip"]),
     "range": (poison(1e5, 199), ["checks.inputs.range=skip", HIGH]),
     "form": (odd(torch.zeros(16, 5)), ["checks.inputs.form=skip"]),
-    "dtype": (odd(torch.zeros(16, FEATURES, dtype=torch.float64)), ["checks.inputs.form=skip"]),
     "constant": (odd(torch.ones(16, FEATURES)), ["checks.inputs.constant=skip"]),
 }
 
@@ -111,20 +107,20 @@ def test_after_a_skipped_batch_all_is_bit_equal_to_before_it(what: str, guard: s
 
 
 def test_the_finding_names_the_samples_and_is_counted(tmp_path: Path) -> None:
-    run, _ = trained(poison(math.nan, 193, 200), tmp_path)
-    (found,) = [fault for fault in faults(tmp_path) if fault["kind"] == "input_not_finite"]
-    assert (found["category"], found["steps"], found["action"]) == ("data", [13, 33], "skipped")
-    assert "in 2 of 16 samples (of the data set: 193,200)" in found["message"]
+    trained(poison(math.nan, 193, 200), tmp_path)
+    found = {fault["kind"]: fault for fault in faults(tmp_path)}
+    skipped = found["input_not_finite"]
+    assert (skipped["category"], skipped["steps"], skipped["action"]) == (
+        "data",
+        [13, 33],
+        "skipped",
+    )
+    assert "in 2 of 16 samples (of the data set: 193,200)" in skipped["message"]
+    loss = found["non_finite"]["message"]
+    assert loss.startswith("the loss was nan, and it comes from the batch: inputs: ")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["faults"]["input_not_finite"] == 2
     assert summary["skipped_steps"] == 2
-
-
-def test_a_loss_that_is_nan_because_of_the_batch_is_said_to_be(tmp_path: Path) -> None:
-    trained(poison(math.nan, 193), tmp_path)
-    (found,) = [fault for fault in faults(tmp_path) if fault["kind"] == "non_finite"]
-    assert found["message"].startswith("the loss was nan, and it comes from the batch: inputs: ")
-    assert "193" in found["message"]
 
 
 STOPS = {
@@ -175,7 +171,7 @@ class Leave(Hook):
 
 
 @pytest.mark.parametrize(
-    ("at", "extra"), [(5, []), (14, ["training.micro_batch=4"]), (17, ["optimizer.ema=0.9"])]
+    ("at", "extra"), [(14, ["training.micro_batch=4"]), (17, ["optimizer.ema=0.9"])]
 )
 def test_a_resumed_run_is_the_one_that_never_stopped(
     extra: list[str], at: int, tmp_path: Path
@@ -202,13 +198,6 @@ def averaged(run: Run) -> dict[str, Any]:
         return weights(run)
 
 
-def test_a_state_of_an_older_version_is_taken() -> None:
-    with spoiled(Spoiled(), None) as run:
-        assert run.inputs is not None
-        run.inputs.load({"checks": {"last": 7}, "in_a_row": 3, "underway": [[1, "", 2, 3, [0.0]]]})
-        assert run.inputs.state() == {"in_a_row": 3}
-
-
 def test_the_first_batch_after_a_checkpoint_is_held_to_the_first_of_the_data() -> None:
     with spoiled(odd(torch.randn(16, 5)), None, "checks.inputs.form=skip") as run:
         batch = next(iter(run.train.batches(12)))
@@ -224,24 +213,12 @@ def test_a_run_of_which_every_batch_is_skipped_comes_to_an_end() -> None:
             train(run)
 
 
-STRICTEST = {
-    "range stops where not_finite warns": (
-        poison(math.inf, 193), ["not_finite=warn", "range=stop"], "range"),
-    "NaN is in no range": (poison(math.nan, 193), ["not_finite=warn", "range=stop"], "range"),
-    "another form with no class": (
-        odd(torch.zeros(16, 5)), ["form=skip", "labels=stop", "schema.classes=1"], "labels"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", STRICTEST)
-def test_a_finding_hides_no_other_of_a_stricter_policy(
-    what: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    data, policies, check = STRICTEST[what]
-    with spoiled(data, None, *(f"checks.inputs.{one}" for one in policies), HIGH) as run:
-        with pytest.raises(DataError, match=rf"\(checks\.inputs\.{check}=stop\)"):
+def test_the_strictest_policy_of_several_findings_acts(caplog: pytest.LogCaptureFixture) -> None:
+    policies = ["checks.inputs.not_finite=warn", "checks.inputs.range=stop", HIGH]
+    with spoiled(poison(math.inf, 193), None, *policies) as run:
+        with pytest.raises(DataError, match=r"\(checks\.inputs\.range=stop\)"):
             train(run)
-    assert run.history.counts[f"input_{check}"] == 1
+    assert run.history.counts["input_range"] == 1
     assert "the run ends" not in caplog.text  # the error says it
 
 
@@ -259,8 +236,6 @@ def held(data: Spoiled, *overrides: str) -> Run:
     ("kind", "data"),
     [
         ("not_finite", poison(math.nan, 193)),
-        ("labels", mislabelled(99, 195)),
-        ("range", poison(1e5, 199)),
         ("constant", constant_rows()),
     ],
 )
@@ -321,7 +296,7 @@ def far(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("what", ["not_finite", "labels", "range", "constant"])
+@pytest.mark.parametrize("what", ["labels", "constant"])
 def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_later(
     what: str,
 ) -> None:
@@ -339,11 +314,8 @@ def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_lat
     assert run.progress.skipped == 2
 
 
-@pytest.mark.parametrize("at", [14, 15])
-def test_what_is_pending_on_an_accelerator_is_recorded_at_a_checkpoint(
-    at: int, tmp_path: Path
-) -> None:
-    data = poison(math.nan, 193)
+def test_what_is_pending_on_an_accelerator_is_recorded_at_a_checkpoint(tmp_path: Path) -> None:
+    at, data = 14, poison(math.nan, 193)
     own = ["training.steps=20", f"checkpoint.every={at - 1}"]
     with far(data, None, *own) as whole:
         train(whole)
@@ -369,9 +341,8 @@ def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_u
     assert (tmp_path / "checkpoints/last").resolve().name == "step_00000014"
 
 
-@pytest.mark.parametrize("steps", [13, 14])
-def test_a_stop_found_among_the_last_steps_still_ends_the_run(steps: int) -> None:
-    own = ["checks.inputs.not_finite=stop", f"training.steps={steps}"]
+def test_a_stop_found_among_the_last_steps_still_ends_the_run() -> None:
+    own = ["checks.inputs.not_finite=stop", "training.steps=13"]
     with far(poison(math.nan, 193), None, *own) as run:
         with pytest.raises(DataError, match="step 13"):
             train(run)

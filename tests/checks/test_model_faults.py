@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from runner.checks.model.behaviour import Expected
-from runner.checks.model.check import MAX_WORK, check_model
+from runner.checks.model.check import MAX_SAMPLES, check_model
 from runner.objectives.deferred_logits import defer
 from runner.security.trust import Severity
 
@@ -105,22 +105,6 @@ PLANTED: dict[str, tuple[Change, str, Severity, str]] = {
     "a forward of its own": (
         lambda m: setattr(m[2], "forward", MethodType(loud, m[2])),
         *("structure.patched_method", WARNING, "2.forward"),
-    ),
-    "a list of layers": (
-        hold("more", [nn.Linear(2, 2)]),
-        *("structure.unregistered_module", WARNING, "2.more.0"),
-    ),
-    "a list of parameters": (
-        hold("more", [nn.Parameter(torch.ones(2))]),
-        *("buffers.unregistered", WARNING, "2.more.0"),
-    ),
-    "a tensor in an attribute": (
-        *(hold("mean", torch.ones(2)), "buffers.unregistered", NOTE, "2.mean"),
-    ),
-    "one layer in float64": (lambda m: m[2].double(), "dtype.mixed", WARNING, "2.0.weight"),
-    "two kinds of 16 bits": (
-        lambda m: (m.bfloat16(), m[0].half()),
-        *("dtype.mixed", WARNING, "0.weight"),
     ),
 }
 
@@ -306,7 +290,6 @@ FAULTS: dict[str, tuple[Callable[..., Any], Expected, str, str]] = {
     ),
     "the same for all": (lambda m, x: 0 * x @ m.weight + m.weight[0], LOGITS, "constant", ""),
     "one class for all": (one_class, LOGITS, "constant", ""),
-    "nothing preferred": (lambda m, x: 1e-3 * x @ m.weight, LOGITS, "uniform", ""),
     "probabilities that are logits": (linear, Expected("probabilities"), "out_of_range", ""),
     "a class that there is not": (ids, Expected("ids", 2), "out_of_range", ""),
     "absurd logits": (lambda m, x: 1e8 * x @ m.weight, LOGITS, "out_of_range", ""),
@@ -359,16 +342,14 @@ def test_honest_answers_pass(what: str) -> None:
 
 
 def test_a_model_yet_to_be_trained_may_say_the_same_to_all() -> None:
-    for name in ("the same for all", "one class for all", "nothing preferred"):
+    for name in ("the same for all", "one class for all"):
         (finding,) = found(FAULTS[name][0], probes(), Expected("logits", 3, trained=False))
         assert finding[1] is NOTE
 
 
-def test_a_large_model_is_probed_with_few_of_many_samples() -> None:
-    model = Answering(linear)
-    assert 0.3 < check_model(model, probes(), expected=LOGITS).facts["gain"] < 3
-    model.more = nn.Parameter(torch.randn(2**20 - 12))
-    assert check_model(model, torch.randn(1024, 4)).facts["probes"] == MAX_WORK // 2**20
+def test_the_gain_of_a_linear_model_is_about_one_and_probes_are_bounded() -> None:
+    facts = check_model(Answering(linear), probes(1024), expected=LOGITS).facts
+    assert 0.3 < facts["gain"] < 3 and facts["probes"] == MAX_SAMPLES
 
 
 class Changing(nn.Module):

@@ -21,9 +21,9 @@ def test_a_changed_file_is_refused_or_the_same_or_caught_by_its_digest(tmp_path:
     outcomes = Counter(
         judging.judge_file(mutant(seed, number), tmp_path)
         for seed in (1, 2)
-        for number in range(400)
+        for number in range(48)
     )
-    assert outcomes[judging.REFUSED] > 300  # most are seen to be wrong
+    assert outcomes[judging.REFUSED] > 40  # most are seen to be wrong
     assert outcomes[judging.CAUGHT] > 0  # and some only by their digest
 
 
@@ -55,12 +55,12 @@ def test_a_changed_config_passes_or_is_answered_and_imports_nothing(
     monkeypatch.syspath_prepend(judging.set_traps(tmp_path))
     here = tmp_path / "here"
     outcomes: Counter[str] = Counter()
-    for number in range(0, 12 * 11, 11):  # of all corners of both corpora
+    for number in range(0, 6 * 23, 23):  # of all corners of both corpora
         shutil.rmtree(here, ignore_errors=True)
         here.mkdir()
         monkeypatch.chdir(here)
         outcomes[judging.judge_config(judging.mutated_case(5, number), tmp_path)] += 1
-    assert outcomes.total() == 12
+    assert outcomes.total() == 6
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from runner.objectives.deferred_logits import find_logits
 from runner.security.trust import Reason, Severity
 
 SAME = 1e-6  # relative spread over samples at which answers are one and the same
-EVEN = 1.01  # largest probability times classes, at which a prediction says nothing
 MANY = 16  # samples from which on one class for all of them means something
 FEW = 3  # samples of other classes that it must have missed, where targets are known
 HUGE_LOGIT = 1e6
@@ -139,7 +138,7 @@ def _out_of_range(main: Tensor, expected: Expected) -> Iterator[Reason]:
 def _constant(
     main: Tensor, answers: Tensor, probes: Inputs, expected: Expected
 ) -> Iterator[Reason]:
-    """One and the same answer to different samples, or answers that prefer nothing."""
+    """One and the same answer to different samples."""
     if all(bool((t == t[:1]).all()) for t in tensors(probes) if t.ndim and len(t) > 1):
         return
     severity = Severity.WARNING if expected.trained else Severity.NOTE
@@ -148,20 +147,9 @@ def _constant(
         evidence = f"the same output for all of {len(main):,} samples, to 1 in {1 / SAME:,.0f}"
         yield make_reason("behaviour.constant", severity, "", evidence)
         return
-    if expected.outputs not in ("logits", "probabilities") or main.ndim < 2:
-        return
-    second = main.ndim > 2 and expected.classes == main.shape[1] != main.shape[-1]
-    rows = torch.flatten(main.movedim(1, -1) if second else main, 0, -2)
-    if rows.shape[1] < 2:
-        return
-    rows = rows[: max(1, MAX_VALUES // rows.shape[1])].float()
-    shares = rows if expected.outputs == "probabilities" else rows.softmax(1)
-    largest, even = float(shares.max()), 1 / rows.shape[1]
-    if largest < EVEN * even:
-        evidence = f"no probability is above {largest:.4g}; {even:.4g} for each says nothing at all"
-        yield make_reason("behaviour.uniform", severity, "", evidence)
-    elif main.ndim == 2 and (evidence := _one_class(rows.argmax(1), expected.targets)):
-        yield make_reason("behaviour.constant", severity, "", evidence)
+    if expected.outputs in ("logits", "probabilities") and main.ndim == 2 and main.shape[1] > 1:
+        if evidence := _one_class(main.argmax(1), expected.targets):
+            yield make_reason("behaviour.constant", severity, "", evidence)
 
 
 def _one_class(predicted: Tensor, targets: Tensor | None) -> str:

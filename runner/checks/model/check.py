@@ -27,10 +27,7 @@ from runner.security.trust import Reason, Severity
 from runner.training.hook import Hook
 from runner.training.run import Run
 
-MAX_WORK = 2**29  # parameters times samples times places of a forward: some 10 ms on four cores
-MIN_SAMPLES = 16  # of a model that is too large for that: one class for all says something …
-STRIDED = 16  # places of an image or a signal that come down to one, as strides have it
-MAX_INPUTS = 2**22  # … unless they hold more values than this; never fewer than two
+MAX_SAMPLES = 256  # of the probes that are given
 SEVERITIES = {Severity.WARNING: "warning", Severity.REFUSAL: "error"}
 TAG = "checks/model"
 MAX_TEXTS = 8  # samples that language models are probed with
@@ -48,10 +45,10 @@ def check_model(
 ) -> ModelReport:
     """The findings about a model, which stays as it is.
 
-    With probes it is called up to three times, in eval mode, without gradients and uncompiled, on
-    as many of them as MAX_WORK, MIN_SAMPLES and MAX_INPUTS say. Buffers, modes, attributes and
-    random states are put back; so are parameters, but for very large ones, of which a forward
-    that writes to them is only reported. The host waits for the device a few times.
+    With probes (the first MAX_SAMPLES of them) it is called up to three times, in eval mode,
+    without gradients and uncompiled. Buffers, modes, attributes and random states are put back; so
+    are parameters, but for very large ones, of which a forward that writes to them is only
+    reported. The host waits for the device a few times.
     """
     start = time.perf_counter()
     expected = expected or Expected()
@@ -68,7 +65,7 @@ def check_model(
         "not_checked": [one.name for one in named if not is_plain(one.tensor)],
     }
     if probes is not None:
-        probes, facts["probes"] = _limit_probes(probes, facts["parameters"])
+        probes, facts["probes"] = _first_samples(probes)
         device = next((one.tensor.device for one in named), torch.device("cpu"))
         with ExitStack() as stack:
             stack.enter_context(preserve_state(model, device=device, safe=large_parameters(model)))
@@ -90,19 +87,12 @@ def _raised(error: Exception) -> Reason:
     return make_reason("behaviour.raises", Severity.WARNING, "", evidence)
 
 
-def _limit_probes(probes: Inputs, parameters: int) -> tuple[Inputs, int]:
-    """The first samples of the probes, as many as may be, and how many these are."""
-    first = next(iter(tensors(probes)), None)
-    if first is None or not first.ndim:
-        return probes, 0
-    samples, places = len(first), 1
-    if first.ndim > 2:
-        places = -(-first.shape[2:].numel() // STRIDED)
-    elif first.ndim == 2 and not first.is_floating_point():
-        places = first.shape[1]  # tokens
-    most = max(MIN_SAMPLES, MAX_WORK // max(1, parameters * places))
-    most = min(samples, max(2, min(most, MAX_INPUTS // max(1, first[0].numel()))))
-    return tree_map(probes, lambda t: t[:most] if t.ndim and len(t) == samples else t), most
+def _first_samples(probes: Inputs) -> tuple[Inputs, int]:
+    samples = max((len(t) for t in tensors(probes) if t.ndim), default=0)
+    if samples <= MAX_SAMPLES:
+        return probes, samples
+    cut = tree_map(probes, lambda t: t[:MAX_SAMPLES] if t.ndim and len(t) == samples else t)
+    return cut, MAX_SAMPLES
 
 
 class ModelCheck(Hook):

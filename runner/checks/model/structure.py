@@ -1,4 +1,4 @@
-"""What a model is made of: whose code and hooks it runs, and what it hides from torch.
+"""Whose code and hooks a model runs.
 
 A tripwire: harm done in a trusted module is not seen, and code may lie about its module.
 """
@@ -11,8 +11,7 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from runner.checks.model.report import make_reason
@@ -41,8 +40,6 @@ def check_structure(
     yield from _foreign_classes(modules, known, foreign)
     yield from _patched_methods(modules, known)
     yield from _unexpected_hooks(modules, tensors, known)
-    yield from _unregistered(modules, tensors)
-    yield from _mixed_dtypes(tensors)
 
 
 def _home(code: Any) -> str:
@@ -112,48 +109,3 @@ def _unexpected_hooks(
                     what = kind.strip("_").removesuffix("s").replace("_", " ")
                     evidence = f"{what} {name} of {home}"
                     yield make_reason("hooks.unexpected", Severity.WARNING, where, evidence)
-
-
-def _unregistered(modules: Modules, tensors: Sequence[NamedTensor]) -> Iterator[Reason]:
-    """Tensors and layers in plain attributes and lists."""
-    registered = {id(module) for _, module in modules} | {id(one.original) for one in tensors}
-    for path, module in modules:
-        for name, value in _plain_attributes(module):
-            where = f"{path}.{name}".lstrip(".")
-            if id(value) in registered:
-                continue
-            if isinstance(value, Tensor):
-                learns = value.requires_grad and value.is_leaf
-                severity = Severity.WARNING if learns else Severity.NOTE
-                evidence = f"{list(value.shape)} on {value.device} that is neither saved nor moved"
-                evidence += ", and never trained" if learns else ""
-                yield make_reason("buffers.unregistered", severity, where, evidence)
-            elif next(value.parameters(), None) is not None:
-                evidence = f"a {type(value).__qualname__} that is neither saved, moved nor trained"
-                code = "structure.unregistered_module"
-                yield make_reason(code, Severity.WARNING, where, evidence)
-
-
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Tensors and modules by plain names, and one level down in lists, tuples and dicts."""
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        items: Any = [(name, value)]
-        if isinstance(value, dict):
-            items = ((f"{name}.{key}", item) for key, item in value.items())
-        elif isinstance(value, list | tuple):
-            items = ((f"{name}.{i}", item) for i, item in enumerate(value))
-        yield from (pair for pair in items if isinstance(pair[1], Tensor | nn.Module))
-
-
-def _mixed_dtypes(tensors: Sequence[NamedTensor]) -> Iterator[Reason]:
-    """float64 among others, or float16 with bfloat16."""
-    first: dict[torch.dtype, str] = {}
-    for one in tensors:
-        if one.is_parameter and one.tensor.is_floating_point() and one.tensor.itemsize > 1:
-            first.setdefault(one.tensor.dtype, one.name)
-    for odd, other in ((torch.float64, None), (torch.float16, torch.bfloat16)):
-        if odd in first and (len(first) > 1 if other is None else other in first):
-            kinds = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in first))
-            yield make_reason("dtype.mixed", Severity.WARNING, first[odd], f"{kinds} in one model")

@@ -63,7 +63,7 @@ def open_file(
     except Refused as refused:
         text = f"{path}: refused: {refused}"
         raise SecurityError(escape_control_chars(text)) from None
-    found, off = Assessment(str(path), policy=policy.digest), policy.level is SecurityLevel.off
+    found, off = Assessment(str(path)), policy.level is SecurityLevel.off
     with FileBytes.copy(path) as data:
         if sha256 is not None and data.sha256 != sha256:
             raise CheckpointError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -51,12 +49,6 @@ class Policy:
     def of(cls, config: SecurityConfig, own: Sequence[Path] = ()) -> Policy:
         """The policy that a config asks for."""
         return cls(config.level, tuple(config.allow_pickle), tuple(config.pinned), tuple(own))
-
-    @property
-    def digest(self) -> str:
-        """sha256 over all fields, so that two verdicts can be compared."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def allows_pickle(self, sha256: str) -> bool:
         """Whether the file of this digest may be unpickled, and so run any code."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import CheckpointError
-from runner.record.provenance import versions
 from runner.record.storage import FileDigest
 from runner.record.text import escape_control_chars
 from runner.security.files.file_bytes import FileBytes
@@ -121,7 +120,6 @@ def judge(found: Assessment, path: Path, policy: Policy) -> None:
     folder has the trust of its least trusted file that can be loaded, and a file that differs from
     its manifest or SHA256SUMS is refused.
     """
-    found.policy, found.versions = policy.digest, versions()
     folder = path if path.is_dir() else path.parent
     _compare_sums(found, folder)
     checked = _compare_manifests(found, folder, policy)

@@ -108,10 +108,15 @@ def list_items(path: Path) -> Iterator[Item]:
     Links that lead out of the folder are named and not followed, but for those of a Hugging Face
     snapshot to its own `blobs`.
     """
-    if os.path.isdir(path):
-        yield from _list_items(path, _roots(path), 0)
-    else:
+    if not os.path.isdir(path):
         yield list_folder(path)
+    elif kind := _kind(path):
+        yield _whole(path, kind, _roots(path))
+    else:
+        rest = Item(path, "folder")
+        yield from _collect(path, _roots(path), rest, loose=True)
+        if rest.odd:
+            yield rest
 
 
 def list_folder(path: Path) -> Item:
@@ -143,41 +148,36 @@ def _kind(folder: Path) -> str | None:
     return None
 
 
-def _list_items(folder: Path, roots: list[Path], depth: int) -> Iterator[Item]:
-    kind = _kind(folder)
-    if kind is not None:
-        yield _whole(folder, kind, roots)
-        return
-    rest = Item(folder, "folder")
-    for entry in _entries(folder, rest):
-        if entry.is_dir(follow_symlinks=False):
-            if depth < DEPTH:
-                yield from _list_items(Path(entry.path), roots, depth + 1)
-            else:
-                rest.odd.append(_too_deep(entry.path))
-        else:
-            item = Item(Path(entry.path), "file")
-            _sort(entry, item, roots, folder)
-            if item.files or item.odd:
-                yield item
-    if rest.odd:
-        yield rest
-
-
 def _whole(folder: Path, kind: str, roots: list[Path]) -> Item:
     item = Item(folder, kind)
-    waiting = [(folder, 0)]
-    while waiting:
-        place, depth = waiting.pop()
-        for entry in _entries(place, item):
-            if not entry.is_dir(follow_symlinks=False):
-                _sort(entry, item, roots, folder)
-            elif depth < DEPTH:
-                waiting.append((Path(entry.path), depth + 1))
-            else:
-                item.odd.append(_too_deep(entry.path))
+    for _ in _collect(folder, roots, item, loose=False):
+        pass
     item.files = dict(sorted(item.files.items()))
     return item
+
+
+def _collect(
+    folder: Path, roots: list[Path], item: Item, loose: bool, depth: int = 0
+) -> Iterator[Item]:
+    """Put what lies in the folder into `item`; of `loose` files and their kinds, yield items."""
+    for entry in _entries(folder, item):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            kind = _kind(path) if loose else None
+            if kind is not None:
+                yield _whole(path, kind, roots)
+            elif depth < DEPTH:
+                yield from _collect(path, roots, item, loose, depth + 1)
+            else:
+                text = f"it lies below {DEPTH} folders"
+                item.odd.append(_odd("folder.depth", entry.path, text, refused=True))
+        elif loose:
+            one = Item(path, "file")
+            _sort(entry, one, roots, folder)
+            if one.files or one.odd:
+                yield one
+        else:
+            _sort(entry, item, roots, item.path)
 
 
 def _entries(folder: Path, item: Item) -> list[os.DirEntry[str]]:
@@ -208,10 +208,6 @@ def _sort(entry: os.DirEntry[str], item: Item, roots: list[Path], base: Path) ->
             item.odd.append(_odd("file.special", name, SPECIAL, named))
     except (OSError, RuntimeError) as error:  # a loop of links
         item.odd.append(_odd("link.broken", name, str(error), named))
-
-
-def _too_deep(path: str) -> Reason:
-    return _odd("folder.depth", path, f"it lies below {DEPTH} folders", refused=True)
 
 
 def _odd(code: str, where: str, evidence: str, refused: bool) -> Reason:

@@ -39,9 +39,7 @@ class Member:
     method: int = 0
     local: Mapping[str, Any] = field(default_factory=dict)  # incl. name=, extra=
     central: Mapping[str, Any] = field(default_factory=dict)  # incl. name=, extra=
-    before: bytes = b""  # bytes that belong to no member
     hidden: bool = False  # not in the directory
-    at: int | None = None  # the directory says it lies there, and nothing is written
 
 
 def _packed(member: Member) -> bytes:
@@ -93,11 +91,8 @@ def archive(
     body, directory = bytearray(before), bytearray()
     for member in members:
         packed = _packed(member)
-        at = member.at
-        if at is None:
-            body += member.before
-            at = len(body)
-            body += _header(member, packed, member.local, False, at) + packed
+        at = len(body)
+        body += _header(member, packed, member.local, False, at) + packed
         if not member.hidden:
             told = at if shift else at - len(before)
             directory += _header(member, packed, member.central, True, told)
@@ -183,11 +178,6 @@ def safetensors(header: Any, data: bytes = b"", size: int | None = None) -> byte
     """A safetensors file; the header is text, or anything that JSON takes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if size is None else size) + text + data
-
-
-def entry(shape: Sequence[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
-    """One tensor in a safetensors header."""
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
 
 def npy(header: str | dict[str, Any], data: bytes = b"", version: int = 1) -> bytes:
