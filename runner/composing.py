@@ -106,17 +106,15 @@ def compose_raw(
     restart_reference_count()
     try:
         config = compose(list(overrides), hydra_too)
-        unknown = _unknown(config) if any(text.startswith("+") for text in overrides) else ()
-        for key in (key for key, _ in unknown if not key.startswith("hydra")):
-            from runner.overrides.diagnosis import explain_added
-
-            if error := explain_added(key, overrides, compose, composes, folders):
-                raise error
+        added = any(text.startswith("+") for text in overrides)
+        for key, known in _unknown(config) if added else ():
+            if not key.startswith("hydra"):
+                raise no_such_key(key, known)
         return config
     except YAMLError as error:
         raise ConfigError("config", " ".join(str(error).split()), "mend that file") from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if refused := secrets.refusal_in(error):
+    except (HydraException, OmegaConfBaseException, ValueError, UnknownKey) as error:
+        if (refused := secrets.refusal_in(error)) and not isinstance(error, UnknownKey):
             raise refused from None
         from runner.overrides.diagnosis import explain
 
@@ -213,13 +211,17 @@ def _hydra_part(config: DictConfig) -> Iterator[None]:
         global_config.cfg = before
 
 
+class UnknownKey(ConfigError):
+    """A key that no schema has."""
+
+
 def no_such_key(key: str, known: Sequence[str]) -> ConfigError:
     """The error about an unknown key, with the nearest known one, else with all of them."""
     from runner.overrides.suggestions import nearest
 
     near = nearest(key, known)
     fix = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-    return ConfigError(key, "there is no such key", fix)
+    return UnknownKey(key, "there is no such key", fix)
 
 
 def _environment(config: DictConfig) -> list[str]:

@@ -21,21 +21,11 @@ from tests.runs import command
 TEXT = ["data=stdlib_text", "model=gpt"]
 HUGE = {
     "device.threads=1000000000": [],
-    "device.interop_threads=1025": [],
     "device.affinity=[0,99999999999999999999]": [],
     "data.workers=100000": [],
-    "data.prefetch=1000000": [],
-    "data.samples=1000000000000": ["data=synthetic"],
-    "data.image_size=1000000": ["data=synthetic"],
-    "data.sequence=1000000000000": TEXT,
-    "model.width=10000000": [],
     "model.depth=1000000000": TEXT,
-    "model.stages=60": ["model=cnn"],
     "training.batch_size=1000000000000": [],
     "training.steps=1000000000000": [],
-    "checkpoint.keep=1000000000000": [],
-    "debug.memory.rows=1000000000000": [],
-    "debug.every=99999999999999999999": [],
     "checks.inputs.schema.shape=[99999999999999999999]": [],
 }
 
@@ -71,18 +61,10 @@ def test_epochs_may_not_make_more_steps_than_there_may_be() -> None:
         resolve_steps(config, 45)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["model.width=65536", "model.depth=64"],
-        ["model=cnn", "data=synthetic", "model.width=4096", "model.stages=8"],
-        ["data=stdlib_text", "model=gpt", "model.width=65536", "model.depth=8"],
-    ],
-)
-def test_a_model_beyond_the_memory_is_refused(overrides: list[str]) -> None:
+def test_a_model_beyond_the_memory_is_refused() -> None:
     from runner import build
 
-    config = compose(overrides)
+    config = compose(["data=stdlib_text", "model=gpt", "model.width=65536", "model.depth=8"])
     with pytest.raises(ConfigError, match=r"model\.width: the weights take .* GB; use a model of"):
         build(config)
 
@@ -125,12 +107,8 @@ def test_each_limit_is_of_a_key_that_there_is_and_each_key_has_one() -> None:
             check_counts(tree)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [["device.threads=1000000000"], ["data.workers=100000"], ["-m", "hydra.launcher.jobs=100000"]],
-)
-def test_the_command_line_is_answered_without_a_folder(typed: list[str], tmp_path: Path) -> None:
-    done = command(tmp_path, "training.steps=1", *typed)
+def test_the_command_line_is_answered_without_a_folder(tmp_path: Path) -> None:
+    done = command(tmp_path, "training.steps=1", "-m", "hydra.launcher.jobs=100000")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and "is too many; use" in done.stderr
     assert list(tmp_path.iterdir()) == []

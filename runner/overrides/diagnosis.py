@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.data.config import OPTIONS as DATA
 from runner.errors import ConfigError, StorageError
 from runner.models.config import OPTIONS as MODELS
-from runner.overrides.groups import default_options, options
+from runner.overrides.groups import options
 from runner.overrides.spelling import CliOverride, Compose, first_job, parse_override
 from runner.overrides.suggestions import Suggestions, command, nearest, replacement, suggestion
 from runner.record import hydra_files
@@ -43,11 +43,13 @@ def explain(
     more groups than ours.
     """
     parsed = [parse_override(text) for text in overrides]
-    suggestions = _suggestions(parsed, composes, folders)
+    groups = options(*folders)
+    chosen = first_job([str(o) for o in parsed if o.key in groups and o.sign != "~"])
+    suggestions = Suggestions(groups, chosen, composes)
     if any(o.key == "hydra.searchpath" for o in parsed) and not folders:  # groups of a package
         return translate(error)
     for override in parsed:
-        if override.key in suggestions.groups and (wrong := _wrong_option(override, suggestions)):
+        if override.key in groups and (wrong := _wrong_option(override, suggestions)):
             return wrong
     if "--multirun" in str(error) and (wrong := _several_values(parsed, suggestions)):
         return wrong
@@ -57,30 +59,9 @@ def explain(
         config = compose(suggestions.choices)
     except UNCOMPOSED:
         return translate(error, folders)
-    keys = [o for o in parsed if o.key not in suggestions.groups and "/" not in o.key]
+    keys = [o for o in parsed if o.key not in groups and "/" not in o.key]
     wrong_keys = (_wrong_key(override, suggestions, config) for override in keys)
     return next(filter(None, wrong_keys), None) or translate(error, folders)
-
-
-def explain_added(
-    key: str, overrides: Sequence[str], compose: Compose, composes: Composes,
-    folders: Sequence[Path],
-) -> ConfigError | None:  # fmt: skip
-    """The error about a key that was added with `+` and that no schema has."""
-    parsed = [parse_override(text) for text in overrides]
-    suggestions = _suggestions(parsed, composes, folders)
-    config = compose(suggestions.choices)
-    added = [o for o in parsed if o.key == key or o.key.startswith(f"{key}.")]
-    wrong_keys = (_wrong_key(replace(o, sign=""), suggestions, config) for o in added)
-    return next(filter(None, wrong_keys), None)
-
-
-def _suggestions(
-    parsed: Sequence[CliOverride], composes: Composes, folders: Sequence[Path]
-) -> Suggestions:
-    groups = options(*folders)
-    chosen = [str(o) for o in parsed if o.key in groups and o.sign != "~"]
-    return Suggestions(groups, first_job(chosen), composes)
 
 
 def _wrong_option(override: CliOverride, suggestions: Suggestions) -> ConfigError | None:
@@ -95,9 +76,9 @@ def _several_values(parsed: Sequence[CliOverride], suggestions: Suggestions) -> 
     """Several values without -m: a sweep, or a list; None where neither composes."""
     swept = [override for override in parsed if override.parsed.is_sweep_override()]
     for override in swept:
-        for value in override.values() if override.key in suggestions.groups else ():
-            if value not in suggestions.groups[override.key]:
-                return suggestions.wrong_option(override.key, value)
+        options_of = suggestions.groups.get(override.key, override.values())
+        if wrong := next((value for value in override.values() if value not in options_of), None):
+            return suggestions.wrong_option(override.key, wrong)
     first, ways = swept[0], []
     if meant := suggestions.first([[str(override) for override in swept]]):
         ways.append(f"to run one after the other: {command(meant)}")
@@ -161,7 +142,7 @@ def _unknown_key(
         others = f"{path}={'|'.join(having)} has it; " if having else ""
     near = nearest(part, existing) or ""
     key = ".".join([path, near, *parts[i + 1 :]])
-    misspelled = [[f"{override.sign}{key}{override.rest}"]] if near else []
+    misspelled = [[f"{key}{override.rest}"]] if near else []
     surely = misspelled if near and nearest(part, [near], 0.8) else []
     known = [] if others else suggestions.of_key(override, config)
     meant = suggestions.first([*surely, *known, *misspelled])
@@ -205,36 +186,19 @@ def _mistakes(
         yield ConfigError("package", problem, "without it no key has an effect")
     if not isinstance(body, dict):
         return
-    entries = [e for entry in body.pop("defaults", None) or [] for e in _pairs(entry)]
-    chosen: list[str] = []
-    for entry, option in entries:
-        name = entry.split()[-1].lstrip("/").partition("@")[0]
-        if package == "_global_" and "/" not in name and isinstance(option, str):
-            yield from _wrong_default(entry, name, option, suggestions)
-            chosen.append(f"{name}={option}")
+    defaults = [e for e in body.pop("defaults", None) or [] if isinstance(e, dict)]
+    named = [
+        (str(key).split()[-1].lstrip("/"), o) for entry in defaults for key, o in entry.items()
+    ]
+    named = [(other, option) for other, option in named if other in suggestions.groups]
+    for other, option in named:
+        if option not in suggestions.groups[other]:
+            yield suggestions.wrong_option(other, str(option))
     try:
-        config = compose([*suggestions.choices, *chosen])
+        config = compose([*suggestions.choices, *(f"{other}={option}" for other, option in named)])
     except UNCOMPOSED:
         return
     yield from _wrong_keys(body if package == "_global_" else {group: body}, suggestions, config)
-
-
-def _pairs(entry: Any) -> list[tuple[str, Any]]:
-    return [(str(key), option) for key, option in entry.items()] if isinstance(entry, dict) else []
-
-
-def _wrong_default(
-    entry: str, group: str, option: str, suggestions: Suggestions
-) -> Iterator[ConfigError]:
-    line = f"`override /{group}: {option}`"
-    if group not in suggestions.groups:
-        near = suggestions.group_of(group) or nearest(group, suggestions.groups)
-        fix = f"did you mean {near}?" if near else f"there are {', '.join(suggestions.groups)}"
-        yield ConfigError(f"defaults: {entry}", f"no config group {group!r}", fix)
-    elif option not in suggestions.groups[group]:
-        yield suggestions.wrong_option(group, option)
-    elif group in default_options() and entry.split()[0] != "override":
-        yield ConfigError(f"defaults: {entry}", f"{group} has an option already", f"write {line}")
 
 
 def _wrong_keys(
@@ -270,6 +234,8 @@ def _leaves(body: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     """Hydra's message on one line, led by the user's file and the key where it knows them."""
+    if isinstance(error, ConfigError):
+        return error
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
         inner = inner.__cause__ or inner.__context__

@@ -123,10 +123,6 @@ def test_what_is_not_there_is_answered_with_what_there_is(typed: str, says: str)
         (["# @package _global_", "optimization: basic"], "write `override /optimization: basic`"),
         (["# @package _global_", "defaults: [override /optimization: bsic]"],
          "no option 'bsic'; did you mean optimization=basic?"),
-        (["# @package _global_", "defaults: [override /optimisation: basic]"],
-         "no config group 'optimisation'; did you mean optimization?"),
-        (["# @package _global_", "defaults: [/optimization: basic]"],
-         "write `override /optimization: basic`"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_an_own_experiment_names_the_file_the_key_and_the_fix(

@@ -12,7 +12,9 @@ from runner.checkpoint.lock import lock
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
 from runner.errors import StorageError, UsageError
-from runner.sweep.plan import find_sweep, load_previous_jobs
+from runner.sweep.plan import JobSpec, find_sweep, load_previous_jobs, plan_jobs
+from runner.sweep.state import Job
+from runner.training.summary import Summary
 
 from .conftest import SHORT, only, sweep, told
 
@@ -51,14 +53,17 @@ def test_a_finished_sweep_runs_nothing_shows_the_table_and_says_how_to_begin_ane
     assert "sweep cancer-mlp" in done.stdout
 
 
-def test_one_changed_value_runs_that_job_in_a_folder_of_its_own(folder: Path) -> None:
-    here = only(folder)
-    done = sweep(folder, "seed=2,1", TYPED[1], f"sweep.resume={here.relative_to(folder)}")
-    assert done.returncode == 0, done.stderr
-    assert "1 of 2 done before; 1 to run" in done.stderr
-    jobs = told(here)["jobs"]
-    assert [(job["folder"], job["status"]) for job in jobs] == [("2", "done"), ("1", "done")]
-    assert "left as they are: 0" in done.stderr and (here / "0" / "summary.json").exists()
+def test_one_changed_value_begins_that_job_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    for name in "01":
+        (tmp_path / name).mkdir()
+        Summary("done").write(tmp_path / name)
+    earlier = [Job(n, [f"seed={n}"], str(n), f"hash {n}", "done") for n in range(2)]
+    specs = [JobSpec(0, ["seed=2"], "0", "hash 2"), JobSpec(1, ["seed=1"], "1", "hash 1")]
+    changed, same = plan_jobs(specs, earlier, tmp_path)
+    assert (changed.job.folder, changed.done, changed.replaces) == ("2", False, False)
+    assert (same.job.folder, same.done) == ("1", True)
+    (again,) = plan_jobs([JobSpec(0, ["seed=0"], "0", "another hash")], earlier, tmp_path)
+    assert (again.job.folder, again.done, again.replaces) == ("0", False, True)
 
 
 def test_a_damaged_record_is_another_sweep_unless_it_is_named(folder: Path) -> None:

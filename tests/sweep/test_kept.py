@@ -26,11 +26,11 @@ JOB = {"number": 0, "overrides": ["seed=0"], "folder": "0"}
 
 
 def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(folder: Path) -> None:
-    typed = ["seed=0,1", "hydra.launcher.jobs=2", *NET, "security.environment=[HIDDEN]",
+    typed = ["seed=0", *NET, "security.environment=[HIDDEN]",
              "+model.how=${oc.env:HIDDEN}", "hydra.sweep.subdir='g/${hydra.job.num}'"]  # fmt: skip
     done = sweep(folder, *typed, HIDDEN="hunter-2")
     assert done.returncode == 0, done.stderr
-    assert statuses(only(folder)) == ["done", "done"]
+    assert statuses(only(folder)) == ["done"]
     files = [path for path in only(folder).rglob("*") if path.is_file()]
     assert not [path for path in files if b"hunter-2" in path.read_bytes()]
     assert "oc.env" in told(only(folder))["jobs"][0]["command"]
