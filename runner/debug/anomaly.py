@@ -162,7 +162,7 @@ class Anomaly(Tool):
         ends = self.raises and (run.update.scale is None or in_forward)
         if run.update.scale:
             message += f", at a loss scale of {run.update.scale.value.item():g}"  # waits
-        run.history.told.add(step)
+        run.history.explained.add(step)
         run.history.add(
             "anomaly",
             message,

@@ -74,7 +74,7 @@ def _console(stream: object) -> Screen:
 def console() -> Screen:
     """The console on stderr; a live display and log lines share it, so neither tears the other."""
     stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # behind a live display's own
-    return _console(stream)  # a new one when somebody replaced the stream
+    return _console(stream)  # a new one when the stream was replaced
 
 
 def plain_text(value: object, style: str = "") -> Text:
@@ -107,7 +107,7 @@ def set_up_logging(level: str, folder: Path | None) -> None:
 
 
 def _reset_loggers() -> None:
-    """Let all that our loggers are told, and Python's warnings, through to the root's handlers."""
+    """Let all records of our loggers, and Python's warnings, through to the root's handlers."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] == "runner" or name == "py.warnings":
             logger = logging.getLogger(name)
@@ -227,6 +227,6 @@ class _InFile(_Handler):
     def close(self) -> None:
         try:
             self.file.close()
-        except OSError as error:  # what it still held is lost; the run is not
+        except OSError as error:  # what was buffered is lost; the run goes on
             warnings.warn(f"run.log: {error}", stacklevel=2)
         super().close()

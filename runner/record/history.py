@@ -25,7 +25,7 @@ STEPS = 20  # of one fault, that are named
 SHOWN_STEPS = 4  # of a fault, in a report
 LONGEST_MESSAGE = 90  # characters, in a report
 SHOWN_ACTIONS = 3  # of a kind of fault, in a report
-CAUSES = 256  # steps of which a cause is kept, until somebody asks
+CAUSES = 256  # steps of which a cause is kept
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # the digits of a name, such as `blocks.3.norm1`, are no number
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,e+-]*|(?<=step_)\d+")
@@ -60,8 +60,8 @@ class History:
         self.faults: dict[tuple[str, str, str], Fault] = {}
         self.counts: dict[str, int] = {}  # by kind, those without a place here too
         self.unwritten = False
-        self.told: set[int] = set()  # steps of which a tool has said what went wrong in them
-        self.said: set[tuple[str, str, str]] = set()  # faults that had their line
+        self.explained: set[int] = set()  # steps of which a tool has said what went wrong in them
+        self.logged: set[tuple[str, str, str]] = set()  # faults that had their line
         self.causes: dict[int, str] = {}  # by step, what is known of its batch; see `explain`
 
     def add(
@@ -89,8 +89,8 @@ class History:
                 fault.traceback = masked("".join(traceback.format_exception(error)))
             if len(self.faults) < LONGEST:
                 self.faults[key] = fault
-        if say and key in self.faults and key not in self.said:
-            self.said.add(key)
+        if say and key in self.faults and key not in self.logged:
+            self.logged.add(key)
             then = f"; {action}" if action else ""
             log.log(LEVELS[severity], "step %d: %s%s", step, message, then)
         fault.count += 1
@@ -103,7 +103,7 @@ class History:
     def explain(self, step: int, cause: str) -> None:
         """Keep what whoever finds that step bad should know of its batch; the newest few."""
         self.causes[step] = cause
-        self.told.add(step)
+        self.explained.add(step)
         if len(self.causes) > CAUSES:
             del self.causes[next(iter(self.causes))]
 
@@ -139,7 +139,7 @@ class History:
         self.counts = dict(state["counts"])
         rows = [Fault(**row) for row in state["faults"]]
         self.faults = {(f.kind, f.action, normalize_message(f.message)): f for f in rows}
-        self.said = set(self.faults)
+        self.logged = set(self.faults)
         self.unwritten = bool(rows)
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Markdown from text that nobody has vetted: class names, file names, what a model wrote."""
+"""Markdown from untrusted text: class names, file names, what a model wrote."""
 
 from __future__ import annotations
 

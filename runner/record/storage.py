@@ -117,7 +117,7 @@ def write_file(path: Path, fill: Callable[[HashedFile], None]) -> FileDigest:
 
 
 def for_owners(path: str, flags: int) -> int:
-    """Never to be written by everybody, whatever the umask says, nor through a planted link."""
+    """An opener: no file is world-writable, whatever the umask, or reached by a planted link."""
     if os.path.islink(path):
         os.unlink(path)
     return _regular(os.open(path, flags | NO_LINK | NO_WAIT, 0o664), path)
@@ -140,7 +140,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes, meanwhile: str = "") -> None:
-    """The same, as they are. What a crash or somebody else left under the temporary name goes.
+    """The same, as they are. What lies under the temporary name is removed.
 
     `meanwhile`: that name, where readers look for files of names such as the path's.
     """
@@ -159,7 +159,7 @@ def replace_bytes(path: Path, data: bytes, meanwhile: str = "") -> None:
 def open_regular(path: Path) -> BinaryIO:
     """A file to read from. Raises OSError, also for a pipe, on which opening would wait for ever.
 
-    Whatever lies in a folder of somebody else's is opened with this.
+    Files in folders that may be another user's are opened with this.
     """
     flags = os.O_RDONLY | NO_WAIT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     return os.fdopen(_regular(os.open(path, flags), path), "rb")

@@ -1,4 +1,4 @@
-"""`python -m runner.report DIR…`: a comparison of whatever lies in finished folders."""
+"""`python -m runner.report DIR…`: a comparison of the runs in finished folders."""
 
 from __future__ import annotations
 

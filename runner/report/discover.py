@@ -14,7 +14,7 @@ from runner.errors import StorageError, UsageError
 from runner.record.hydra_files import overrides_by_key
 from runner.report.comparison import Comparison, Row, number, of_benchmark, text
 from runner.report.naming import names
-from runner.report.read_run import TROUBLE, is_run, is_unstarted, of_job, of_run, read_json
+from runner.report.read_run import TROUBLE, is_run, of_job, of_run, read_json
 from runner.training.summary import FILE as SUMMARY
 
 SWEEP = "sweep.json"
@@ -149,10 +149,9 @@ def _of_sweep(source: Source) -> Comparison:
 def _together(sources: list[Source], folders: list[Path]) -> Comparison:
     """Things of several kinds, or several of one kind: one row for each run and arm."""
     home = Path(os.path.commonpath(folders))
-    sources, left_out = _without_unstarted(sources)
     rows = _named([row for source in sources for row in source.rows], home)
     reference, rows, notes = _with_ratios(rows)
-    notes = [*left_out, *(note for source in sources for note in source.notes), *notes]
+    notes = [*(note for source in sources for note in source.notes), *notes]
     arms = [row for source in sources for row in _arms(source, home)]
     if arms:
         notes.insert(0, "each benchmark's speed-ups are against its own reference")
@@ -165,18 +164,6 @@ def _together(sources: list[Source], folders: list[Path]) -> Comparison:
         command=shlex.join(["python", "-m", "runner.report", *map(str, folders)]),
         home=home,
     )
-
-
-def _without_unstarted(sources: list[Source]) -> tuple[list[Source], list[str]]:
-    """Without the runs that ended before they began, unless nothing else is there; a note instead.
-    Those of a sweep were asked for together, and stay.
-    """
-    left = [x for x in sources if x.kind != "run" or not all(map(is_unstarted, x.rows))]
-    gone = [row for source in sources if source not in left for row in source.rows]
-    if not gone or not any(source.rows or source.result for source in left):
-        return sources, []
-    runs = "1 run is" if len(gone) == 1 else f"{len(gone)} runs are"
-    return left, [f"{runs} left out that ended before training began; the last: {gone[-1].reason}"]
 
 
 def _arms(source: Source, home: Path) -> list[Row]:

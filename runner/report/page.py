@@ -48,7 +48,7 @@ STATISTICS = (
     "ones may be a per cent or two faster or slower, which no number of blocks shows."
 )
 ONE_RUN = (
-    "Each row is one run, and the runs were not interleaved: whatever else the machine did "
+    "Each row is one run, and the runs were not interleaved: all else that the machine did "
     "meanwhile is in these numbers, so a ratio here has no interval and is a hint. "
     "job=benchmark measures the same arms in randomised blocks, with intervals."
 )

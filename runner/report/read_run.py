@@ -22,7 +22,7 @@ ENDS = ("done", "stopped", "interrupted", "failed", "killed", "timeout", "oom", 
 """What the status of a row can be, beside `running`."""
 DEEPEST = 50  # lists in lists of a record; ours are of five
 TROUBLE = (OSError, ValueError, AttributeError, RecursionError)
-"""What reading a folder that nobody has vetted may raise."""
+"""What reading an untrusted folder may raise."""
 
 
 def is_run(folder: Path) -> bool:
@@ -38,13 +38,6 @@ def is_run(folder: Path) -> bool:
         return True
     typed = overrides_by_key(read_typed(folder)) if begun else {"job": "none"}
     return typed.get("job", "train") in ("train", "evaluate")
-
-
-def is_unstarted(row: Row) -> bool:
-    """Whether it ended while the run was put together: nothing was trained."""
-    found = row.summary
-    failed = found.get("status") == "failed" and found.get("steps") == 0
-    return failed and not found.get("config_hash")
 
 
 def of_job(index: int, job: dict[str, Any], sweep: Path) -> Row:

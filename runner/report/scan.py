@@ -43,7 +43,7 @@ class Row:
 
     @property
     def about(self) -> str:
-        """Its kind, and the formats that it is made of, without what nobody loads."""
+        """Its kind, and the formats that it is made of, without files that are not loaded."""
         formats = {facts.format for facts in self.found.files.values()} - {OTHER}
         return f"{self.kind}, {', '.join(sorted(formats)) or OTHER}"
 

@@ -57,7 +57,7 @@ def conclusion(comparison: Comparison) -> list[Sentence]:
     if benchmark is not None:
         sentences = [Sentence(text) for text in _of_benchmark(comparison, benchmark)]
         if benchmark.stopped == "interrupted" and benchmark.blocks:
-            text = "It was interrupted: what is said here rests on what had been measured by then."
+            text = "It was interrupted: this rests on what had been measured by then."
             sentences.append(Sentence(text, "warning"))
     elif not any(row.finished for row in rows):
         sentences = [Sentence(f"None of the {len(rows)} jobs came to its end.", "shout")]
@@ -93,7 +93,7 @@ def _failures(comparison: Comparison) -> Iterator[Sentence]:
 
 
 def _of_other_measurements(benchmark: BenchmarkResult) -> list[Sentence]:
-    """What came of a stored result that this one was held against, and of the attribution."""
+    """What the comparison with a stored result and the attribution found."""
     baseline, attribution = benchmark.baseline or {}, benchmark.attribution
     tone = "warning" if baseline.get("regressed") else "plain"
     texts = baseline.get("sentences")
@@ -111,7 +111,7 @@ def _of_benchmark(comparison: Comparison, benchmark: BenchmarkResult) -> list[st
         return [f"Nothing could be measured: none of the {len(rows)} arms came to an end."]
     if not any(row.finished for row in rows if row.name == reference):
         return [
-            f"{reference}, which the others were to be held against, did not come to an end, "
+            f"{reference}, which the others are compared with, did not come to an end, "
             "so no speed-up can be stated."
         ]
     measured = [x for x in rows if x.name != reference and x.sound and x.speedup is not None]
@@ -226,20 +226,15 @@ def _best(comparison: Comparison) -> list[str]:
         return _range(judged)
     kinds = f"on different data ({listed(data)})" if len(data) > 1 else ""
     kinds = kinds or f"by different metrics ({listed(metrics)})"
-    texts = [f"Judged {kinds}, so not every run is held against every other."]
-    for judged_on in data[:MOST_NAMES] if len(data) > 1 else ():
-        for name in metrics:
-            group = [row for row in judged if (row.judged_on, row.monitor) == (judged_on, name)]
-            texts += _range(group, f" on {judged_on}")
-    return texts
+    return [f"Judged {kinds}, so the runs' metrics are not compared."]
 
 
-def _range(rows: list[Row], where: str = "") -> list[str]:
+def _range(rows: list[Row]) -> list[str]:
     """From the lowest to the highest of rows that are judged alike."""
     if len(rows) < 2:
         return []
     values = sorted({row.best or 0.0 for row in rows})
-    name = f"Best {rows[0].monitor}{where}"
+    name = f"Best {rows[0].monitor}"
     if len(values) == 1:
         return [f"{name}: {metric(values[0])} in all."]
     low, high = (

@@ -252,7 +252,7 @@ class StabilityController:
         found.action = action
         self.anomalies.add(found)
         # debug=anomaly has said more of it already; a remedy is news all the same
-        say = found.step not in run.history.told or action not in ("", "skipped")
+        say = found.step not in run.history.explained or action not in ("", "skipped")
         run.history.add(
             kind.name,
             message,
