@@ -13,12 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -29,21 +27,15 @@ from runner.benchmark.engine import measure
 from runner.benchmark.result import DONE, BenchmarkResult
 from runner.benchmark.workers.process import Unguarded, leave_if_imported
 from runner.build import Components
-from runner.data.batch import call
 from runner.data.dataset import Dataset
 from runner.data.user_dataset import UserDataset
-from runner.errors import ConfigError, DataError, UsageError
+from runner.errors import UsageError
 from runner.library import batches
 from runner.library.lazy_run import check_trainable, device_of, objective_of
 from runner.library.pipeline import make_dataset, name_of, with_components
-from runner.models import modes
-from runner.models.preserved_state import preserve_state
-from runner.objectives.base import Objective
-from runner.objectives.build import build_objective
 from runner.optim.optimizer import Optimizer
 from runner.record.console import print_stdout
 from runner.report import comparison, table
-from runner.security.registry import resolve
 from runner.techniques.base import Technique
 from runner.techniques.config import Optimization
 from runner.training.run import Run
@@ -107,7 +99,6 @@ def benchmark_optimizations(
     check_budget(settings, len(chosen))
     objective = None if loss_fn is None else objective_of(loss_fn)
     _refuse_interactive(model, source, loss_fn, *own, *(metrics or {}).values())
-    _try_loss(model, source, objective, chosen[0])
     made = {target: technique for target, (_, technique) in own.items()}
     given = Components(model, source, objective, optimizer, techniques=made)
     where = None if folder is None else Path(folder)
@@ -130,26 +121,6 @@ def show_comparison(result: BenchmarkResult, folder: str | Path | None = None) -
     """Print the table that a benchmark ends with; `folder` is where it was recorded."""
     where = None if folder is None else Path(folder)
     print_stdout(table.terminal(comparison.of_benchmark(result, where)))
-
-
-def _try_loss(model: nn.Module, source: Dataset, objective: Objective | None, arm: Arm) -> None:
-    """Take the loss of two samples, so that data that do not fit it start no process.
-
-    Raises ConfigError or DataError. Code of the caller's that fails is for each arm to report.
-    """
-    config = arm.config
-    if objective is None:
-        find = partial(resolve, trusted=config.security.names)
-        objective = build_objective(config.objective, source.sizes, find)
-    device = device_of(model)
-    inputs, target = batches.moved(source.fetch(source.train[:2], None), device)
-    with preserve_state(model, device=device), modes.evaluation_mode(model), torch.no_grad():
-        try:
-            objective(call(model, inputs), target)
-        except (ConfigError, DataError):
-            raise
-        except Exception as error:
-            log.debug("the loss of two samples failed: %s", error)
 
 
 def _rename(model: nn.Module, data: Any, arm: Arm) -> Arm:

@@ -26,7 +26,7 @@ from runner.models import modes
 from runner.models.preserved_state import large_parameters, preserve_state
 from runner.optim.optimizer import Optimizer
 from runner.random_state import claim_random_state, exclusive_random_state, release_random_state
-from runner.techniques.base import Choice, TechniqueStatus
+from runner.techniques.base import TechniqueStatus
 from runner.training.evidence import build_summary
 from runner.training.hook import Step
 from runner.training.run import Run
@@ -83,7 +83,6 @@ class Optimized:
         overrides: Sequence[str] = (),
     ) -> None:
         self.model = model
-        self.settings = (level, None, optimizer, device, tuple(overrides))
         not_applicable = NOT_FOR_A_MODEL
         if optimizer is None:
             not_applicable = not_applicable | {"fused_optimizer": NO_OPTIMIZER}
@@ -142,11 +141,6 @@ class Optimized:
         statuses: list[TechniqueStatus] = _plainly(self.lazy.statuses)
         return statuses
 
-    @property
-    def choices(self) -> list[Choice]:
-        """What was decided automatically, and why."""
-        return [] if self.lazy.run is None else list(self.lazy.run.choices)
-
     def close(self) -> None:
         """Undo every global switch; the model is as before, and this can no longer be called."""
         self.lazy.close()
@@ -156,10 +150,6 @@ class Optimized:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy builds its own run, around the copy of the model."""
-        return Optimized, (self.model, *self.settings)
 
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -317,22 +307,12 @@ class TrainingLoop:
         if self.lazy.run is not None:
             self.lazy.run.watch.running = False
 
-    def predict(self, inputs: Any) -> Any:
-        """The model's output, computed as in a step; for an evaluation between steps."""
-        run = self._running()
-        with run_contexts(run):
-            return call(run.forward, place_inputs(run, inputs))
-
-    def engagements(self) -> list[TechniqueStatus]:
-        """Each technique: requested or not, engaged or not, the reason and the evidence."""
-        return self.lazy.statuses()
-
     def summary(self) -> Summary:
         """Steps, time, memory and techniques so far. Makes the host wait, and runs the model."""
         run = self._running()
         run.device.synchronize()
         run.progress.skipped = 0 if self.skipped is None else int(self.skipped)
-        techniques = self.engagements()
+        techniques = self.lazy.statuses()
         summary = build_summary(run, "running")
         summary.techniques = techniques
         return summary

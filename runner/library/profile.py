@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -39,35 +39,6 @@ PROFILED_CALLS = 3
 
 
 @dataclass(frozen=True)
-class Latency:
-    """Milliseconds a call, over all runs."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Number of parameters, and bytes of them and of the buffers."""
-
-    all: int
-    trainable: int
-    bytes: int
-    buffer_bytes: int
-
-
-@dataclass(frozen=True)
-class TensorMemory:
-    """Bytes of tensors, beyond the model's own and the example."""
-
-    peak: int  # held at most at a time, in one call
-    activations: int  # held after a forward, for its backward
-
-
-@dataclass(frozen=True)
 class Operator:
     """One kind of operator in a call, without those that it calls."""
 
@@ -87,17 +58,17 @@ class Profile:
     backward: bool  # a call is forward and backward
     samples: int
     runs: int
-    latency_ms: Latency
+    latency_ms: dict[str, float]  # mean, p50, p90, p95 and p99, over all runs
     samples_per_second: float  # at the median
     flops_forward: int  # of products: matmul, convolution, attention; a multiply-add is two
     flops: int  # of the call that was timed
     flops_per_second: float  # at the median
-    parameters: Parameters
-    memory: TensorMemory
-    operators: list[Operator]
+    parameters: dict[str, int]  # all and trainable; bytes, and buffer_bytes
+    memory: dict[str, int]  # bytes of tensors, without weights and input: peak; activations saved
+    operators: list[Operator]  # the slowest first
     peak: Peak | None
     mfu: float | None  # share of the device's peak that the median call reaches
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in plain values."""
@@ -106,31 +77,22 @@ class Profile:
     def __str__(self) -> str:
         ms, memory, weights = self.latency_ms, self.memory, self.parameters
         call = "forward and backward" if self.backward else "forward"
+        flops = f"{count_text(self.flops)}FLOP, {count_text(self.flops_per_second)}FLOP/s"
+        kept, size = size_text(memory["activations"]), size_text(weights["bytes"])
         rows = [
-            ("latency", f"p50 {ms.p50:.3f}  p90 {ms.p90:.3f}  p95 {ms.p95:.3f}  p99 {ms.p99:.3f}"),
+            ("latency", "  ".join(f"{name} {value:.3f} ms" for name, value in ms.items())),
             ("throughput", f"{self.samples_per_second:,.0f} samples/s"),
-            (
-                "operations",
-                f"{count_text(self.flops)}FLOP, {count_text(self.flops_per_second)}FLOP/s",
-            ),
-            (
-                "parameters",
-                f"{weights.all:,} ({weights.trainable:,} trainable), {size_text(weights.bytes)}",
-            ),
-            (
-                "memory",
-                f"{size_text(memory.peak)} at most, {size_text(memory.activations)} for backward",
-            ),
+            ("operations", flops),
+            ("parameters", f"{weights['all']:,} ({weights['trainable']:,} trainable), {size}"),
+            ("memory", f"{size_text(memory['peak'])} at most, {kept} kept for backward"),
         ]
         if self.peak is not None and self.mfu is not None:
             peak = f"{count_text(self.peak.flops_per_second)}FLOP/s in {self.peak.dtype}"
             rows.append(("MFU", f"{self.mfu:.1%} of {peak} ({self.peak.source})"))
         rows += [("note", note) for note in self.notes]
-        operators = [
-            (o.name, str(o.calls), f"{o.ms:.3f}", f"{o.share:.0%}") for o in self.operators
-        ]
+        slow = [(o.name, str(o.calls), f"{o.ms:.3f}", f"{o.share:.0%}") for o in self.operators]
         title = f"{self.model}: {call} of {self.samples} samples in {self.dtype}"
-        tables = table_text((), rows), table_text(("operator", "calls", "ms", "share"), operators)
+        tables = table_text((), rows), table_text(("operator", "calls", "ms", "share"), slow)
         return "\n\n".join([f"{title}, {self.runs} runs on {self.device}", *tables])
 
 
@@ -173,14 +135,14 @@ def profile_model(
         forward = call_flops(subject.forward, grad=False)
         flops = call_flops(subject) if backward else forward
         peak = peak_flops(device, dtype)
-    ms = seconds * 1e3
-    latency = Latency(float(ms.mean()), *np.percentile(ms, [50, 90, 95, 99]).tolist())
-    rate = flops / (latency.p50 / 1e3)
+    p50, p90, p95, p99 = np.percentile(seconds, [50, 90, 95, 99]).tolist()
+    times = {"mean": float(seconds.mean()), "p50": p50, "p90": p90, "p95": p95, "p99": p99}
     notes = []
     if not flops:
         notes.append("no product was counted (own kernels are not seen), so there is no MFU")
     if peak is None:
         notes.append(f"the peak of {device.name} in this type is not known, so there is no MFU")
+    parameters = list(module.parameters())
     return Profile(
         model=type(module).__name__,
         device=f"{device.kind}: {device.name}",
@@ -188,27 +150,22 @@ def profile_model(
         backward=backward,
         samples=samples,
         runs=runs,
-        latency_ms=latency,
-        samples_per_second=samples / (latency.p50 / 1e3),
+        latency_ms={name: value * 1e3 for name, value in times.items()},
+        samples_per_second=samples / p50,
         flops_forward=forward,
         flops=flops,
-        flops_per_second=rate,
-        parameters=_parameters(module),
+        flops_per_second=flops / p50,
+        parameters={
+            "all": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "bytes": sum(p.nbytes for p in parameters),
+            "buffer_bytes": sum(b.nbytes for b in module.buffers()),
+        },
         memory=memory,
         operators=operators,
         peak=peak,
-        mfu=None if peak is None or not flops else rate / peak.flops_per_second,
+        mfu=None if peak is None or not flops else flops / p50 / peak.flops_per_second,
         notes=notes,
-    )
-
-
-def _parameters(module: nn.Module) -> Parameters:
-    parameters = list(module.parameters())
-    return Parameters(
-        all=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        bytes=sum(p.nbytes for p in parameters),
-        buffer_bytes=sum(b.nbytes for b in module.buffers()),
     )
 
 
@@ -292,7 +249,7 @@ def _measure_operators(subject: _Subject, device: Device) -> list[Operator]:
     ]
 
 
-def _measure_memory(subject: _Subject, device: Device) -> TensorMemory:
+def _measure_memory(subject: _Subject, device: Device) -> dict[str, int]:
     """Counted on a GPU by its allocator, elsewhere over the outputs of operators."""
     given = [*subject.module.parameters(), *subject.module.buffers(), *tensors(subject.inputs)]
     known = {t.untyped_storage().data_ptr() for t in given}
@@ -317,4 +274,4 @@ def _measure_memory(subject: _Subject, device: Device) -> TensorMemory:
         with live, torch.compiler.set_stance("force_eager"):
             subject()
         peak = live.peak
-    return TensorMemory(peak, sum(saved.values()))
+    return {"peak": peak, "activations": sum(saved.values())}

@@ -121,16 +121,14 @@ def _error_line(error: BaseException) -> str:
 
 
 def _technique_choices(run: Run) -> dict[str, str]:
-    """The choices of techniques that a verdict should name."""
+    """The type, kernel or mode of each technique, which a verdict names."""
     choices: Mapping[str, Any] = {choice.key: choice.value for choice in run.choices}
     notes: dict[str, str] = {}
     for name, technique in run.techniques:
-        fields = vars(technique)
-        for field in ("dtype", "kernel", "mode"):
-            value = choices.get(f"optimization.{name}.{field}", fields.get(field))
+        for field in ("mode", "kernel", "dtype"):
+            value = choices.get(f"optimization.{name}.{field}", vars(technique).get(field))
             if value is not None:
                 notes[name] = str(getattr(value, "value", value))
-                break
     return notes
 
 

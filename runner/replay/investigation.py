@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -217,29 +216,47 @@ def write_script(
 # -- advice -----------------------------------------------------------------------------------
 
 BY_PHASE = {
-    Phase.input: ["Look at these samples, and mend or drop them.{samples}"],
-    Phase.weights: [
-        "The fault is in a step before this one: go back to a checkpoint whose weights are finite, "
-        "with stability.guard=true."
-    ],
-    Phase.exception: [
-        "Mend {place}, or what it is given: the table says what went in. reproduce.py makes the "
-        "step again, with the model and the batch at hand."
-    ],
-    Phase.forward: [
-        "Keep that operation away from where it is not finite: clamp its input, add a small number "
-        "under a log, a root or a quotient."
-    ],
-    Phase.backward: [
-        "The value is finite and its slope is not. Where that line is a backward or a hook of your "
-        "own, mend it; else add a small number inside the root, the norm or the quotient, or "
-        "choose the safe input before it (torch.where on the input, not on the result)."
-    ],
-    Phase.norm: [
-        f"Gradients above {math.sqrt(3.4e38):.0e} overflow when squared; lower the loss's scale."
-    ],
+    Phase.input: "Look at these samples, and mend or drop them.",
+    Phase.weights: "The fault is in a step before this one: go back to a checkpoint whose weights "
+    "are finite, with stability.guard=true.",
+    Phase.exception: "Mend that line, or its input: the table has the numbers, reproduce.py makes "
+    "the step again.",
+    Phase.forward: "Keep that operation away from where it is not finite: clamp its input, or add "
+    "a small number under a log, a root or a quotient.",
+    Phase.loss: "Keep the loss away from where it is not finite: clamp its input, or add a small "
+    "number under a log, a root or a quotient.",
+    Phase.backward: "The value is finite and its slope is not: add a small number inside the root, "
+    "the norm or the quotient, or use torch.where on the input, not on the result.",
+    Phase.norm: "Gradients above 2e+19 overflow when squared: lower the loss's scale.",
+    Phase.spike: "Lower stability.clip_norm or optimizer.lr.",
 }
-BY_PHASE[Phase.loss] = BY_PHASE[Phase.forward]
+GROWN = (
+    "The weights have grown: {grown}. The step before this one was too long: lower optimizer.lr, "
+    "and keep stability.clip_norm on."
+)
+
+
+def advice(replay: Replay) -> list[str]:
+    """What to do next, in plain words."""
+    found, blame, steps = replay.found, replay.blame, list[str]()
+    if not replay.reproduced:
+        reason = "The step came out good this time"
+        if replay.attempt.failed:
+            reason = f"The step could not be made again: {replay.attempt.failed}"
+        return [f"{reason}. Machine, versions or random numbers differ."]
+    earlier = earlier_capture(Path(replay.capture), replay.step)
+    if found.phase is Phase.weights and earlier is not None:
+        number = int(earlier.name.removeprefix("step_"))
+        steps.append(f"Step {number} of this run was captured earlier: replay.path={earlier}")
+    if blame is not None and blame.techniques:
+        off = " ".join(f"optimization.{name}.enabled=false" for name in blame.techniques)
+        steps.append(f"To go on at once: {off}")
+    if replay.samples:
+        rows = ", ".join(map(str, replay.samples[:10]))
+        steps.append(f"Samples {rows} of the data set stand out.")
+    if found.grown and found.phase not in (Phase.input, Phase.weights):
+        return [*steps, GROWN.format(grown=found.grown)]
+    return [*steps, BY_PHASE[found.phase]] if found.phase in BY_PHASE else steps
 
 
 def earlier_capture(capture: Path, step: int) -> Path | None:
@@ -248,58 +265,3 @@ def earlier_capture(capture: Path, step: int) -> Path | None:
         return None
     first = next(iter(captures(capture.parents[2])), None)
     return first if first is not None and int(first.name.removeprefix("step_")) < step else None
-
-
-def advice(replay: Replay) -> list[str]:
-    """What to do next, in plain words."""
-    found, blame = replay.found, replay.blame
-    if not replay.reproduced:
-        reason = "The step came out good this time"
-        if replay.attempt.failed:
-            reason = f"The step could not be made again: {replay.attempt.failed}"
-        return [
-            f"{reason}. What differs is the machine, the versions, or something that draws random "
-            "numbers of its own; device.deterministic=true narrows it down."
-        ]
-    steps = _by_technique(blame) if blame is not None and blame.techniques else []
-    steps += _by_phase(found, replay.samples)
-    first = None
-    if found.phase is Phase.weights:
-        first = earlier_capture(Path(replay.capture), replay.step)
-    if first is not None:
-        number = int(first.name.removeprefix("step_"))
-        text = f"Step {number} of this run is captured too, and is earlier: replay.path={first}"
-        steps.insert(0, text)
-    return steps
-
-
-def _by_technique(blame: Blame) -> list[str]:
-    off = " ".join(f"optimization.{name}.enabled=false" for name in blame.techniques)
-    steps = [f"To go on at once: {off}"]
-    if "amp" in blame.techniques:
-        steps.append(
-            "Or keep amp, and compute that line in float32: "
-            "torch.autocast(x.device.type, enabled=False) around it, with x.float()."
-        )
-    if set(blame.techniques) & set(COMPILING):
-        steps.append("Or keep that module out of the graph: @torch.compiler.disable on it.")
-    return steps
-
-
-def _by_phase(found: Cause, samples: Sequence[int]) -> list[str]:
-    rows = ", ".join(map(str, samples[:10]))
-    which = f" Samples {rows} of the data set." if rows else ""
-    if found.grown and found.phase not in (Phase.input, Phase.weights):
-        return [
-            f"The weights have grown: {found.grown}. The step before this one was too long: "
-            "lower optimizer.lr, and keep stability.clip_norm on."
-        ]
-    if found.phase is Phase.spike:
-        lower = "Lower stability.clip_norm or optimizer.lr"
-        if not samples:
-            return [f"{lower}."]
-        look = f"Look at the samples that stand out, and mend or drop them.{which}"
-        return [look, f"{lower}, where they are as they should be."]
-    place = "that line" if found.line is not None else "that module"
-    texts = BY_PHASE.get(found.phase, [])
-    return [text.format(samples=which, place=place) for text in texts]

@@ -1,4 +1,4 @@
-"""The page that a person reads: on the screen in 80 columns, and as replay.md."""
+"""The report of a replay: on the screen in 80 columns, and as replay.md."""
 
 from __future__ import annotations
 
@@ -21,49 +21,47 @@ HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
 
 def as_dict(replay: Replay) -> dict[str, Any]:
     """All of it in plain values; JSON has no Inf and no NaN, so these are text."""
-    found: dict[str, Any] = json_value(asdict(replay))
-    return {"verdict": replay.verdict, **found}
+    values: dict[str, Any] = json_value(asdict(replay))
+    return {"verdict": replay.verdict, **values}
 
 
 def facts(replay: Replay) -> list[tuple[str, str]]:
-    """The page in short: a name and a value a line."""
+    """The report in short: a name and a value a line."""
     found, blame = replay.found, replay.blame
+    numbers = f"loss {_number(replay.loss)}, gradient norm {_number(replay.grad_norm)}"
+    module = f"{found.module or 'the model itself'} ({found.kind})"
+    rest = len(found.parameters) - 1
+    first = (
+        found.parameters[0] + (f" first and {rest} more" if rest else " first")
+        if (found.parameters)
+        else ""
+    )
+    technique = "not looked for" if blame is None else blame.verdict
+    if blame is None and found.phase is Phase.weights:
+        technique += ": the fault is older than this step"
     lines = [
         ("step", f"{replay.step} of {replay.run} ({replay.kind.replace('_', ' ')})"),
-        ("recorded", f"loss {_number(replay.loss)}, gradient norm {_number(replay.grad_norm)}"),
+        ("recorded", replay.message if replay.kind == "exception" else numbers),
         ("reproduced", reproduced(replay)),
         ("where", found.cause or "not found"),
+        ("module", module if found.module or found.kind else ""),
+        ("weights", found.grown),
+        ("operation", found.operation),
+        ("line", f"{found.line}  {found.line.source.strip()}" if found.line else ""),
+        ("gradients", first if found.phase is Phase.spike or not first else f"not finite: {first}"),
+        ("samples", f"{_some(replay.samples)} of the data set" if replay.samples else ""),
+        ("looked at", replay.seen),
+        ("technique", technique),
+        ("not tried", f"alone: {', '.join(blame.untried)}" if blame and blame.untried else ""),
+        *(("note", note) for note in found.notes),
     ]
-    if replay.kind == "exception":
-        lines[1] = ("recorded", replay.message)
-    if found.module or found.kind:
-        lines.append(("module", f"{found.module or 'the model itself'} ({found.kind})"))
-    if found.grown:
-        lines.append(("weights", found.grown))
-    if found.operation:
-        lines.append(("operation", found.operation))
-    if found.line is not None:
-        lines += [("line", str(found.line)), ("", found.line.source)]
-    if found.parameters:
-        more = f" and {len(found.parameters) - 1} more" if len(found.parameters) > 1 else ""
-        lines.append(("gradients", f"not finite: {found.parameters[0]} first{more}"))
-        if found.phase is Phase.spike:
-            lines[-1] = ("gradients", f"{found.parameters[0]} first")
-    if replay.samples:
-        lines.append(("samples", f"{_some(replay.samples)} of the data set"))
-    if replay.seen:
-        lines.append(("looked at", replay.seen))
-    lines.append(("technique", _technique(replay)))
-    if blame is not None and blame.untried:
-        lines.append(("", f"not tried alone: {', '.join(blame.untried)}"))
-    lines += [("note", note) for note in found.notes]
     if replay.script:
         lines.append(("script", f"{replay.script} makes the step again; exit code 3: it is bad"))
-    return lines
+    return [line for line in lines if line[1]]
 
 
 def screen(replay: Replay) -> RenderableType:
-    """The same for a terminal; a capture may come from anybody, so its names forge no lines."""
+    """The report for a terminal; a capture may come from anybody, so its names forge no lines."""
     about = Table.grid(padding=(0, 2))
     about.add_column(style="dim", min_width=11)
     about.add_column(ratio=1, overflow="fold")
@@ -71,13 +69,11 @@ def screen(replay: Replay) -> RenderableType:
         loud = name == "where" and replay.reproduced
         about.add_row(Text(name), plain_text(value, "bold red" if loud else ""))
     parts: list[RenderableType] = [Text("replay of a bad step", style="bold cyan"), about]
-    rows = _rows(replay.found)
-    if rows:
+    if rows := _rows(replay.found):
         grid = Table(box=None, padding=(0, 1), pad_edge=False)
         for heading in HEADING:
-            grid.add_column(
-                heading, justify="left" if heading == "what" else "right", overflow="fold"
-            )
+            side = "left" if heading == "what" else "right"
+            grid.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
         for row in rows:
             grid.add_row(*map(plain_text, row))
         parts += [Text(), grid]
@@ -87,31 +83,24 @@ def screen(replay: Replay) -> RenderableType:
 
 
 def markdown(replay: Replay) -> str:
-    """The page as replay.md."""
+    """The report as replay.md."""
     found, blame = replay.found, replay.blame
-    parts = [f"# Step {replay.step} of {escape(replay.run)}", ""]
-    parts += [f"**{escape(found.cause or 'Not found.')}**", ""]
-    parts += [table(("", ""), [line for line in facts(replay) if line[1]]), ""]
+    parts = [f"# Step {replay.step} of {escape(replay.run)}"]
+    parts += [f"**{escape(found.cause or 'Not found.')}**", table(("", ""), facts(replay))]
     if found.line is not None:
-        source = f"{found.line}\n    {found.line.source}"
-        parts += [code(source, "text"), ""]
-    rows = _rows(found)
-    if rows:
-        parts += ["## What went in, and what came out", "", table(HEADING, rows), ""]
-    sizes = (
+        parts.append(code(f"{found.line}\n    {found.line.source}", "text"))
+    if rows := _rows(found):
+        parts += ["## Inputs and outputs", table(HEADING, rows)]
+    for title, ratios in (
         ("Outputs against the batch before", _largest(found.growth)),
         ("Gradient norms", found.gradients[:SHOWN]),
         ("Loss by sample (number in the batch), against the median", found.losses[:SHOWN]),
-    )
-    for title, ratios in sizes:
+    ):
         if ratios:
-            rows_ = [
-                (r.name or "the model", _number(r.bad), _number(r.healthy), _number(r.times))
-                for r in ratios
-            ]
-            parts += [f"## {title}", "", table(("", "this step", "healthy", "times"), rows_), ""]
+            sizes = [(r.name or "the model", *map(_number, _sizes(r))) for r in ratios]
+            parts += [f"## {title}", table(("", "this step", "healthy", "times"), sizes)]
     if blame is not None and blame.trials:
-        tries = [
+        trials = [
             (
                 " and ".join(t.off) or "nothing",
                 ", ".join(f"{k}={v}" for k, v in t.settings.items()),
@@ -122,34 +111,22 @@ def markdown(replay: Replay) -> str:
             for t in blame.trials
         ]
         heading = ("switched off", "set", "the step is", "loss", "gradient norm")
-        parts += ["## What was tried", "", table(heading, tries), ""]
+        parts += ["## Trials", table(heading, trials)]
     if replay.advice:
-        parts += ["## What to do next", "", *(f"- {escape(step)}" for step in replay.advice), ""]
+        parts += ["## What to do next", "\n".join(f"- {escape(step)}" for step in replay.advice)]
     if replay.script:
-        run = f"python {replay.script}"
-        parts += ["To make the step again:", "", code(run, "sh"), ""]
-    return "\n".join(parts)
+        parts += ["To make the step again:", code(f"python {replay.script}", "sh")]
+    return "\n\n".join(parts) + "\n"
 
 
 def reproduced(replay: Replay) -> str:
-    """Whether it does, and with which numbers."""
-    made = replay.attempt
-    if made.failed:
-        return f"not known: {made.failed}"
-    numbers = f"loss {_number(made.loss)}, gradient norm {_number(made.grad_norm)}"
-    if made.error:
-        numbers = made.error
-    if not replay.reproduced:
-        return f"no: {numbers}"
-    return f"yes{', in the same numbers' if replay.same else ''}: {numbers}"
-
-
-def _technique(replay: Replay) -> str:
-    if replay.blame is not None:
-        return replay.blame.verdict
-    if replay.found.phase is Phase.weights:
-        return "not looked for: the fault is older than this step"
-    return "not looked for"
+    """Whether the step is bad again, and with which numbers."""
+    attempt = replay.attempt
+    if attempt.failed:
+        return f"not known: {attempt.failed}"
+    numbers = f"loss {_number(attempt.loss)}, gradient norm {_number(attempt.grad_norm)}"
+    answer = f"yes{', in the same numbers' * replay.same}" if replay.reproduced else "no"
+    return f"{answer}: {attempt.error or numbers}"
 
 
 def _rows(found: Cause) -> list[tuple[str, ...]]:
@@ -165,6 +142,10 @@ def _row(s: Stats, name: str) -> tuple[str, ...]:
     numbers = (s.minimum, s.maximum, s.mean, s.std)
     dtype = s.dtype.replace("bfloat16", "bf16").replace("float", "fp")
     return (name, shape, dtype, *map(_number, numbers), str(s.not_finite))
+
+
+def _sizes(ratio: Ratio) -> tuple[float | None, ...]:
+    return ratio.bad, ratio.healthy, ratio.times
 
 
 def _largest(ratios: Sequence[Ratio]) -> list[Ratio]:

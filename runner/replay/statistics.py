@@ -26,20 +26,16 @@ def level(tensor: Tensor) -> int:
 def stats(name: str, tensor: Tensor) -> Stats:
     """Its shape and type, and the range of its finite values."""
     found = Stats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    with torch.no_grad():
-        values = tensor.detach()
-        if values.is_sparse:
-            values = values.coalesce().values()
-        if values.is_complex():
-            values = values.abs()
-        if values.layout != torch.strided or values.is_quantized or values.is_meta:
-            return found
-        values = values.double() if values.device.type != "mps" else values.float()
-        kept = values[torch.isfinite(values)]
-        found.not_finite = values.numel() - kept.numel()
-        if kept.numel():
-            found.minimum, found.maximum = float(kept.min()), float(kept.max())
-            found.mean, found.std = float(kept.mean()), float(kept.std(correction=0))
+    values = tensor.detach() if tensor.layout is torch.strided else _values(tensor)
+    if values is None or values.is_quantized or values.is_meta:
+        return found
+    values = values.detach().abs() if values.is_complex() else values.detach()
+    values = values.double() if values.device.type != "mps" else values.float()
+    finite = values[torch.isfinite(values)]
+    found.not_finite = values.numel() - finite.numel()
+    if finite.numel():
+        found.minimum, found.maximum = float(finite.min()), float(finite.max())
+        found.mean, found.std = float(finite.mean()), float(finite.std(correction=0))
     return found
 
 
@@ -53,7 +49,7 @@ def size(tensor: Tensor) -> float:
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a nest of tuples, lists and dicts, with its place."""
+    """Every tensor in a nest of tuples, lists and dicts, with its place in it."""
     if isinstance(value, Tensor):
         yield name or "tensor", value
     elif isinstance(value, DeferredLogits):
@@ -67,38 +63,29 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def bad_samples(tensor: Tensor) -> list[int]:
-    """The rows in which something is not finite."""
+    """The rows in which a value is not finite."""
     values = _values(tensor)
-    if values is None or values.ndim == 0 or values.layout != torch.strided:
+    if values is None or values.ndim == 0 or tensor.layout is not torch.strided:
         return []
     bad = ~torch.isfinite(values)
-    return (
-        [int(i) for i in bad.flatten(1).any(1).nonzero()]
-        if bad.ndim > 1
-        else [int(i) for i in bad.nonzero()]
-    )
+    return [int(i) for i in bad.reshape(len(bad), -1).any(1).nonzero()] if len(bad) else []
 
 
 def bad_state(model: nn.Module) -> list[tuple[str, str, Stats]]:
-    """Parameters and buffers with NaN or Inf: what it is, the module's name, and its numbers.
+    """Parameters and buffers with NaN or Inf: its name, the module's name, and its numbers.
 
     A buffer whose only such values are -Inf is a mask, and healthy, but for a norm's.
     """
     found = []
     for owner, module in model.named_modules():
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
         for name, tensor in _own(module):
+            parameter = name in module._parameters
             if level(tensor) == FINITE:
                 continue
-            parameter = name in module._parameters
-            norm = isinstance(module, nn.modules.batchnorm._NormBase)
-            if (
-                not parameter
-                and not norm
-                and not bool((tensor.isnan() | (tensor == torch.inf)).any())
-            ):
-                continue
-            what = name if parameter else f"buffer {name}"
-            found.append((what, owner, stats(name, tensor)))
+            if parameter or norm or bool((tensor.isnan() | (tensor == torch.inf)).any()):
+                what = name if parameter else f"buffer {name}"
+                found.append((what, owner, stats(name, tensor)))
     return found
 
 

@@ -25,7 +25,6 @@ CASES = {
         "optimizer.ema=0.9",
         "training.micro_batch=7",
     ],
-    "2 workers": ["optimization=basic", "optimizer.ema=0.9", "data.workers=2"],
     "python's generator in the model": ["+model.draws=true", "data.workers=2"],
     "fp16, momentum": ["optimization=amp", "optimization.amp.dtype=fp16", "optimizer=sgd"],
 }
@@ -109,15 +108,6 @@ def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(
             assert loss == pytest.approx(capture.loss, rel=0.01) and loss != capture.loss
 
 
-def test_a_capture_can_be_opened_twice_in_one_process(kit: Any, made: Path) -> None:
-    stayed = open_capture(captures(made)[1])
-    for _ in range(2):
-        with reopened(stayed, trusted=kit.TRUSTED) as (run, batch):
-            step = forward_backward(run, batch)
-            run.update.apply(step.grad_norm, step.skipped)
-            assert float(step.loss) == stayed.loss
-
-
 def test_what_was_run_again_once_can_be_kept(kit: Any, made: Path, tmp_path: Path) -> None:
     moved, stayed = map(open_capture, captures(made))
     assert with_weights(stayed, tmp_path, trusted=kit.TRUSTED) is stayed
@@ -142,8 +132,6 @@ def test_the_config_comes_back_whole_and_trust_does_not(kit: Any, tmp_path: Path
     [
         ({"model": {"kind": "mlp", "_target_": "os.system"}}, SecurityError),
         ({"security": {"trusted": ["os", "captured_models"]}}, SecurityError),
-        ({"model": {"kind": "nothing"}}, ConfigError),
-        ({"no_such_key": 1}, ConfigError),
         ({"training": {"steps": "many"}}, ConfigError),
     ],
 )

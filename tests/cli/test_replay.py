@@ -139,7 +139,7 @@ def test_mistakes_are_answered_with_the_way_out() -> None:
         ask(path="healthy")
     (Path("healthy/checkpoints/step_00000003") / "manifest.json").touch()
     (Path("healthy/checkpoints/step_00000003") / "state.pt").touch()
-    with pytest.raises(UsageError, match="is a checkpoint; bad steps are in healthy/debug"):
+    with pytest.raises(UsageError, match="is a checkpoint; name a run"):
         ask(path="healthy/checkpoints/step_00000003")
     Path("photos").mkdir()
     with pytest.raises(UsageError, match="photos is no capture"):

@@ -73,17 +73,6 @@ def test_a_resumed_run_counts_its_own_pace(
     assert "0:10 left" in caplog.text
 
 
-def test_a_loss_that_is_nowhere_finite_is_said(
-    run: Run, clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "runner")
-    watcher = Progress(CONFIG)
-    with watcher.session(run):
-        clock[0] += 10.0
-        watcher.on_report(run, report(1, float("nan")))
-    assert "loss not finite" in caplog.text
-
-
 @pytest.mark.parametrize(("width", "no_color"), [(20, False), (80, False), (80, True)])
 def test_the_live_display_fits_and_is_gone_at_the_end(
     run: Run, clock: list[float], monkeypatch: pytest.MonkeyPatch, width: int, no_color: bool

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from runner import build, compose, train
-from runner.device import memory
 from runner.device.config import DeviceConfig
 from runner.errors import ConfigError
 from runner.stability.config import WatchConfig
@@ -45,15 +44,6 @@ def test_memory_above_the_threshold_is_cleaned_and_said_once(
     said = [r.message for r in caplog.records if "device.clean_above" in r.message]
     assert len(said) == 1
     assert summary.faults["memory_cleaned"] == 1  # nothing has grown since
-
-
-def test_cleaning_happens_again_once_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = iter([0.5, 0.95, 0.93, 0.935, 0.96, 0.94, 0.5, 0.95, 0.95])
-    monkeypatch.setattr(memory, "share_held", lambda device: next(shares))
-    with build(compose([*QUICK, "device.clean_above=0.9"])) as run:
-        summary = train(run)
-    # 0.95 -> 0.93; 0.935 is no growth; 0.96 -> 0.94; below; 0.95 -> 0.95
-    assert summary.faults["memory_cleaned"] == 3
 
 
 def test_a_threshold_is_a_share() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from runner import Evidence, Technique, benchmark_optimizations, show_comparison
 from runner.benchmark.result import BenchmarkResult
-from runner.errors import DataError, UsageError
+from runner.errors import UsageError
 from runner.report.comparison import of_benchmark
 from runner.techniques.base import RunBuilder
 from runner.training.run import Run
@@ -142,17 +142,6 @@ def test_a_mistake_is_answered_before_any_process_is_started(
     assert type(found.value).__module__ == "runner.errors"
 
 
-def test_what_fits_no_arm_is_said_once_and_before_any_process_is_started(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = net()
-    inputs, target = data()
-    with pytest.raises(DataError, match="targets are float32.* return each target as a whole"):
-        benchmark_optimizations(model, (inputs, target.float()), ["none", "basic"], budget_s=3)
-    assert [r.message for r in caplog.records if r.name.startswith("runner")] == []
-    assert model.training and not model[1].num_batches_tracked
-
-
 SCRIPT = """
 import torch
 from torch import nn
@@ -162,24 +151,6 @@ model = nn.Linear(4, 2)
 data = torch.randn(64, 4), torch.randint(0, 2, (64,))
 benchmark_optimizations(model, data, ["none", "basic"], budget_s=2, control=False, parity=False)
 """
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    script = tmp_path / "bare.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("Traceback") == 1  # where it was called, and nothing of the processes
-    (last,) = [line for line in done.stderr.splitlines() if 'if __name__ == "__main__"' in line]
-    assert last.startswith("runner.errors.UsageError: benchmark_optimizations: bare.py has to do")
 
 
 def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -94,15 +94,6 @@ def test_one_sample_that_does_not_fit_is_one_clear_error_or_in_the_result() -> N
     assert result.problems[-1].startswith("OutOfMemory: safe_inference: out of memory with one")
 
 
-def test_an_output_that_cannot_be_put_together_is_not_put_together() -> None:
-    class Mean(Large):
-        def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
-            return super().forward(x)["logits"].mean(0)
-
-    with pytest.raises(UsageError, match=r"output of shape \[3\] has no row for each sample"):
-        safe_inference(Mean(4), torch.randn(8, 4))
-
-
 def test_what_is_not_finite_is_counted_by_tensor_and_replaced() -> None:
     x = torch.randn(4, 4)
     x[3, 3] = math.nan
@@ -205,6 +196,7 @@ print(json.dumps([result.ok, result.pieces, result.output.double().sum().item(),
 """
 
 
+@pytest.mark.slow  # two processes
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 def test_a_batch_larger_than_the_limit_is_answered_in_pieces() -> None:
     def answered(mib: int) -> list[Any]:

@@ -74,14 +74,6 @@ def test_clear_gives_back_what_only_garbage_held(memory: Memory) -> None:
     assert memory.clear() > 50 * MIB
 
 
-def test_printed_it_is_a_table_of_phases(memory: Memory) -> None:
-    with memory.track("evaluate"):
-        hold(1)
-    lines = str(memory).splitlines()
-    assert lines[0].startswith("process") and any(x.startswith("evaluate ") for x in lines)
-    assert all(len(line) <= 100 for line in lines)
-
-
 def test_a_device_that_is_not_there_is_said_at_once() -> None:
     with ExitStack() as stack:
         if torch.cuda.is_available():
@@ -101,12 +93,6 @@ def test_on_a_gpu_a_phase_has_the_peak_of_its_tensors() -> None:
     assert memory.phases["small"].added_device == MIB
     assert memory.stats().peak_device >= 64 * MIB
     assert memory.clear() >= 64 * MIB
-
-
-def test_a_phase_that_raises_is_counted_too(memory: Memory) -> None:
-    with pytest.raises(ZeroDivisionError), memory.track("broken"):
-        _ = 1 // 0
-    assert memory.phases["broken"].times == 1
 
 
 def test_threads_may_track_at_the_same_time(memory: Memory) -> None:

@@ -75,18 +75,3 @@ def test_a_report_prints_one_line_a_finding_and_nothing_in_it_is_markup(net: nn.
     assert all(line.startswith("| ") for line in text.splitlines() if "script" in line)
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["ok"] is False and plain["reasons"][0]["severity"] == "fault"
-
-
-def test_the_worst_comes_first(net: nn.Module) -> None:
-    net.append(nn.Linear(10, 10))
-    nn.init.zeros_(net[5].weight)
-    net[1].weight.data[0] = 0
-    net[4].bias.data[0] = math.inf
-    report = check_model(net)
-    assert [r.severity.word for r in report.reasons] == ["fault", "warning", "note"]
-    assert report.verdict == "1 fault, 1 warning, 1 note"
-    assert [line.partition(" ")[0] for line in str(report).splitlines()[1:4]] == [
-        "fault",
-        "warning",
-        "note",
-    ]

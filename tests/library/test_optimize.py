@@ -136,11 +136,6 @@ def test_a_frozen_model_is_optimized_wherever_it_is_first_called(around: Any) ->
         assert not row(fast, "compile").engaged
 
 
-def test_a_model_without_parameters_is_called_as_it_is() -> None:
-    with optimize(nn.ReLU(), "basic") as fast:
-        assert torch.equal(fast(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
 def test_it_compiles_in_place_until_it_is_closed() -> None:
     model = Scaled()
@@ -154,15 +149,11 @@ def test_it_compiles_in_place_until_it_is_closed() -> None:
     assert model._compiled_call_impl is None
 
 
-def test_a_closed_one_refuses_and_a_copy_is_open(net: nn.Module) -> None:
+def test_a_closed_one_refuses(net: nn.Module) -> None:
     fast = optimize(net, "basic", example=torch.randn(2, 64))
-    other = copy.deepcopy(fast)
     fast.close()
     with pytest.raises(UsageError, match="was closed"):
         fast(torch.randn(2, 64))
-    assert other.model is not net
-    assert other(torch.randn(2, 64)).shape == (2, 10)
-    other.close()
 
 
 def test_a_decorated_model_can_be_saved_whole(net: nn.Module) -> None:

@@ -35,12 +35,12 @@ def test_operations_parameters_and_memory_of_a_perceptron() -> None:
     model[2].requires_grad_(False)
     found = profile_model(model, torch.randn(32, 128), runs=5)
     assert found.flops == found.flops_forward == 2 * PRODUCTS
-    assert found.parameters.all == 128 * 256 + 256 + 256 * 16
-    assert found.parameters.trainable == 128 * 256 + 256
-    assert found.parameters.bytes == 4 * found.parameters.all
+    assert found.parameters["all"] == 128 * 256 + 256 + 256 * 16
+    assert found.parameters["trainable"] == 128 * 256 + 256
+    assert found.parameters["bytes"] == 4 * found.parameters["all"]
     hidden = 32 * 256 * 4
-    assert found.memory.peak == pytest.approx(2 * hidden, rel=0.05)  # before and after the ReLU
-    assert found.memory.activations == hidden  # the ReLU's output; the input is the caller's
+    assert found.memory["peak"] == pytest.approx(2 * hidden, rel=0.05)  # before and after the ReLU
+    assert found.memory["activations"] == hidden  # the ReLU's output; the input is the caller's
 
 
 def test_a_backward_counts_twice_and_leaves_no_trace() -> None:
@@ -58,13 +58,6 @@ def test_a_backward_counts_twice_and_leaves_no_trace() -> None:
     assert not model.training
 
 
-def test_random_numbers_are_where_they_were() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    x, noise = torch.randn(4, 8), torch.get_rng_state()
-    profile_model(model, x, runs=2, backward=True)
-    assert torch.equal(torch.get_rng_state(), noise)
-
-
 def test_attention_is_counted_on_a_cpu_too() -> None:
     found = profile_model(Attends(), torch.randn(2, 1, 64, 32), runs=2)
     assert found.flops == 2 * 2 * (2 * 64 * 64 * 32)
@@ -75,11 +68,11 @@ def test_a_cpus_peak_is_measured_and_said_to_be() -> None:
     assert found.peak is not None
     assert "measured here" in found.peak.source
     assert found.mfu == pytest.approx(
-        found.flops / (found.latency_ms.p50 / 1e3) / found.peak.flops_per_second
+        found.flops / (found.latency_ms["p50"] / 1e3) / found.peak.flops_per_second
     )
     ms = found.latency_ms
-    assert 0 < ms.p50 <= ms.p90 <= ms.p95 <= ms.p99
-    assert found.samples_per_second == pytest.approx(32e3 / ms.p50)
+    assert 0 < ms["p50"] <= ms["p90"] <= ms["p95"] <= ms["p99"]
+    assert found.samples_per_second == pytest.approx(32e3 / ms["p50"])
 
 
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:

@@ -68,10 +68,10 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     found = Cause(Phase.weights, "first.weight was not finite before the step")
     first, second = (str(run / FOLDER / f"step_{step:08d}") for step in (43, 44))
     steps = advice(a_replay(found, capture=second))
-    assert steps[0] == f"Step 43 of this run is captured too, and is earlier: replay.path={first}"
+    assert steps[0] == f"Step 43 of this run was captured earlier: replay.path={first}"
     only = a_replay(found, capture=first)
     only.step = 43
-    assert "captured too" not in " ".join(advice(only))
+    assert "captured earlier" not in " ".join(advice(only))
 
 
 def test_the_page_says_in_which_run_it_looked_and_what_the_script_tells() -> None:

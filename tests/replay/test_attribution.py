@@ -74,7 +74,7 @@ def test_without_techniques_nothing_is_tried() -> None:
     assert "in the model, the data or the weights" in found.verdict
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 12])
+@pytest.mark.parametrize("most", [2, 12])
 def test_it_never_tries_more_often_than_it_may_and_says_what_it_did_not(most: int) -> None:
     found, tried = search(ULTRA, lambda on: bool(on & {"tf32", "system"}), most=most)
     assert len(found.trials) <= most

@@ -159,16 +159,6 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(
     assert found.line.number == marked("COMPILED")
 
 
-@pytest.mark.slow  # compiles a few modules
-def test_a_fault_that_fusing_makes_is_brought_down_to_its_module(
-    captured: Any, standing: Any
-) -> None:
-    with standing(captured(POISON, "+model.part=log")) as (run, batch, _):
-        run.model.part = __import__("faulty_models").Fuses()
-        found = trace_compiled(run, batch)
-    assert (found.phase, found.module, found.kind) == (Phase.forward, "part", "Fuses")
-
-
 def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(
     captured: Any, standing: Any
 ) -> None:

@@ -18,7 +18,6 @@ from runner import evaluate, train
 from runner.errors import GaveUp, Interrupted
 from runner.training.hook import Hook, Step, Verdict
 from runner.training.metrics import Reader
-from runner.training.resume import save
 from runner.training.run import Run
 from runner.training.summary import Summary
 from tests.stability.faulty import LINE, NOISY, WATCHFUL, anomalies, faults, faulty, louder, rows
@@ -178,9 +177,8 @@ def test_with_nothing_good_to_go_back_to_the_next_row_is_read() -> None:
     assert run.progress.step == 10
 
 
-@pytest.mark.parametrize("where", ["disk", "memory"])
 def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
-    where: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Those of steps 45 to 55 hold the weights of step 44, from which there was no way on."""
     at = dict.fromkeys(range(45, 61), louder)
@@ -190,7 +188,7 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
         "training.steps=65",
         "debug.capture.enabled=false",
     ]
-    with faulty([*WARM, *WATCHFUL, *often], tmp_path if where == "disk" else None, at) as run:
+    with faulty([*WARM, *WATCHFUL, *often], tmp_path, at) as run:
         run.hooks.append(past := Past(40, 44, 60, 61))
         train(run)
         said = [f.message for f in run.history.faults.values() if f.kind == "rollback"]
@@ -231,23 +229,6 @@ def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: P
             [saved.model[name] for name in run.model.state_dict()],
             list(run.model.state_dict().values()),
         )
-
-
-def test_what_was_decided_is_decided_again_under_another_table(tmp_path: Path) -> None:
-    """The third row of three was to be used when the run was cut off; then there is one."""
-    three = "[{kind:spike,action:skip},{in_a_row:9,action:skip},{action:lower_lr}]"
-    with faulty([*WARM, f"stability.recovery={three}"], tmp_path, {14: times(math.nan)}) as run:
-        run.reader = Late(run.device.torch)
-        run.hooks.append(CutOff(23))
-        with pytest.raises(Interrupted):
-            train(run)
-        assert run.guardian.decision is not None
-        assert run.guardian.decision.row == 2
-    one = ["stability.recovery=[{action:rollback}]", "checkpoint.resume=auto"]
-    with faulty([*WARM, *one], tmp_path) as run:
-        summary = train(run)
-    assert summary.status == "done"
-    assert summary.faults["rollback"] == 1
 
 
 def test_fp16_finds_its_scale_and_an_overflow_is_no_fault_of_the_numbers(tmp_path: Path) -> None:
@@ -335,11 +316,8 @@ def test_strict_stops_at_the_first_bad_step_with_a_checkpoint(tmp_path: Path) ->
     assert (tmp_path / "checkpoints/step_00000020").is_dir()
 
 
-@pytest.mark.parametrize("stability", ["default", "off"])
-def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(
-    stability: str, tmp_path: Path
-) -> None:
-    overrides = [*WARM, *WATCHFUL, f"stability={stability}", "debug.on_anomaly=raise"]
+def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(tmp_path: Path) -> None:
+    overrides = [*WARM, *WATCHFUL, "stability=off", "debug.on_anomaly=raise"]
     with faulty(overrides, tmp_path, {35: louder, 44: times(math.nan)}) as run:
         with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
             train(run)
@@ -425,8 +403,7 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
         return summary, repr(run.guardian.state()), run.model.state_dict()  # NaN is itself
 
 
-CUTS = [(cut, False) for cut in (36, 37, 38, 53, 62, 65, 77)]
-CUTS += [(cut, True) for cut in (38, 43, 51, 66, 71)]
+CUTS = [(37, False), (62, False), (77, False), (43, True), (66, True)]
 
 
 @pytest.mark.parametrize(("cut", "late"), CUTS)
@@ -442,22 +419,6 @@ def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
     assert after == state
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert rows(whole) == rows(resumed)
-
-
-def test_a_spike_is_one_however_late_the_numbers_come(tmp_path: Path) -> None:
-    """A limit holds from a fixed step on: where nothing else is done, the runs are the same."""
-    found = []
-    for late in (False, True):
-        with faulty(
-            [*WARM, *WATCHFUL, "checkpoint.every=7"], None, {34: louder, 45: louder}
-        ) as run:
-            if late:
-                run.reader = Late(run.device.torch)
-            assert train(run).faults == {"spike": 2}
-            weights = [p.detach().clone() for p in run.model.parameters()]
-            found.append((repr(run.guardian.state()), weights))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None:
@@ -486,12 +447,3 @@ def test_a_run_that_gives_up_says_so_at_the_command_line(tmp_path: Path) -> None
     assert "rolled back 2 times" in done.stderr
     assert "job=replay replay.path=" in done.stderr
     assert list((tmp_path / "run/checkpoints").glob("step_*"))
-
-
-def test_the_state_of_a_checkpoint_is_what_it_was_made_of(tmp_path: Path) -> None:
-    with faulty(ROUGH, tmp_path, TROUBLE) as run:
-        train(run)
-        save(run, best=True, final=True)
-        before = run.guardian.state()
-    with faulty([*ROUGH, "checkpoint.resume=auto"], tmp_path) as run:
-        assert repr(run.guardian.state()) == repr(before)
