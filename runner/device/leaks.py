@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 MIB = 2**20
+WINDOW, QUARTER = 32, 8  # samples
+NEEDED = WINDOW + QUARTER  # samples for a window, and for the cleaning that confirms it
 BLOCKS = 8  # of a window; each counts by its smallest sample
 FEWEST = 4  # samples for growth to be stated without a verdict
 Z = 2.576  # of a normal distribution, both tails of 1 %
@@ -42,32 +44,20 @@ class LeakDetector:
     """
 
     def __init__(
-        self,
-        window: int = 32,
-        warm_up: int = 50,
-        least: int = 8 * MIB,
-        least_slope: float = 1024.0,
+        self, warm_up: int = 50, least: int = 8 * MIB, least_slope: float = 1024.0
     ) -> None:
-        if window < 2 * BLOCKS or window % BLOCKS:
-            raise ValueError(f"window must be a multiple of {BLOCKS} and ≥ 16, got {window}")
-        self.window, self.warm_up = window, warm_up
-        self.least, self.least_slope = least, least_slope
+        self.warm_up, self.least, self.least_slope = warm_up, least, least_slope
         self.windows: list[_Window] = []
         self.start: int | None = None
         self.trend: Trend | None = None  # the newest confirmed leak, else the newest trend
         self.leaking = False  # a leak was confirmed
-        self.recent: deque[tuple[int, int]] = deque(maxlen=window)  # the warm-up included
+        self.recent: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # the warm-up included
         self._suspicious: list[_Window] = []
 
     @property
     def samples(self) -> int:
-        """Samples after the warm-up; a verdict takes `needed` of them."""
+        """Samples after the warm-up; a verdict takes `NEEDED` of them."""
         return self.windows[0].count if self.windows else 0
-
-    @property
-    def needed(self) -> int:
-        """Samples for a window, and for the cleaning that confirms it."""
-        return self.window + self.window // 4
 
     def add(self, step: int, held: int) -> bool:
         """Take a sample; True: clean the memory, and tell `cleaned` what is left."""
@@ -81,14 +71,13 @@ class LeakDetector:
             if sample is None:
                 break
             if depth == len(self.windows):
-                self.windows.append(_Window(self.window))
+                self.windows.append(_Window())
             sample = self.windows[depth].add(sample)
             self._judge(self.windows[depth])
         return bool(self._suspicious)
 
     def _judge(self, window: _Window) -> None:
-        full = len(window.samples) == self.window
-        if not full or window.count % (self.window // 4):
+        if len(window.samples) < WINDOW or window.count % QUARTER:
             return
         trend = judge(list(window.samples), self.least, self.least_slope)
         if not self.leaking:
@@ -134,9 +123,9 @@ class LeakDetector:
         """The verdict, or by how many samples there is none yet."""
         if self.leaking and self.trend is not None:
             return f"a leak: growing {_rate(self.trend.slope)} a step"
-        if self.samples >= self.needed:
+        if self.samples >= NEEDED:
             return f"no leak found in {self.samples:,} samples"
-        text = f"too few samples for a leak verdict ({self.samples} of {self.needed})"
+        text = f"too few samples for a leak verdict ({self.samples} of {NEEDED})"
         growth = self.growth()
         return text if growth is None else f"{text}: growing {_rate(growth)} a step so far"
 
@@ -144,8 +133,8 @@ class LeakDetector:
 class _Window:
     """The newest samples; of each two the smaller one goes to the next window."""
 
-    def __init__(self, size: int) -> None:
-        self.samples: deque[tuple[int, int]] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self.samples: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self.count = 0
         self.confirmed = False
         self.suspected: Trend | None = None
