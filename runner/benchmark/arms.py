@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,15 @@ def asks(config: RunConfig) -> bool:
     """Whether any technique is asked for."""
     optimization = config.optimization
     return bool(optimization.extra) or any(t.enabled for _, t in optimization.techniques())
+
+
+def knob_text(value: Any) -> str:
+    """A knob's value as it is typed on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(knob_text, value))}]"
+    if isinstance(value, bool | None):
+        return json.dumps(value)
+    return str(value.name if isinstance(value, Enum) else value)
 
 
 def reference_of(arms: Sequence[Arm], settings: BenchmarkConfig) -> Arm:

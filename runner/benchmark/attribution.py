@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Any
 
-from runner.benchmark.arms import Arm
+from runner.benchmark.arms import Arm, knob_text
 from runner.benchmark.blocks import INTERRUPTED
 from runner.benchmark.parity_checker import ParityChecker, Verdict
 from runner.benchmark.result import Attribution, Effect
@@ -258,7 +257,7 @@ def _take_technique(arm: Arm, other: Arm, name: str, called: str) -> Arm:
     else:
         setattr(config.optimization, name, deepcopy(wanted))
         typed = [
-            f"optimization.{name}.{knob.name}={_as_typed(getattr(wanted, knob.name))}"
+            f"optimization.{name}.{knob.name}={knob_text(getattr(wanted, knob.name))}"
             for knob in fields(wanted)
             if own is None or getattr(wanted, knob.name) != getattr(own, knob.name)
         ]
@@ -271,11 +270,3 @@ def _find_technique(config: RunConfig, name: str) -> Any:
         if own == name:
             return technique
     return next((t for t in config.optimization.extra if t.rpartition(".")[2] == name), None)
-
-
-def _as_typed(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value.value if isinstance(value, Enum) else value)

@@ -122,13 +122,7 @@ def _check(
     started = time.monotonic()
     result = reference.judge(config, choices)
     reason = f"in {result.precision}, held against {result.reference} over {result.steps} steps"
-    first = result.first
-    if first is not None:
-        where = first.kind if first.name == first.kind else f"{first.kind} of {first.name}"
-        reason += (
-            f"; {where} at step {first.step} is off by {first.error:.1e}, rounding or chance "
-            f"explains {first.bound:.1e}"
-        )
+    reason += f"; {result.first}" if result.first is not None else ""
     reason += "".join(f"; {note}" for note in result.notes)
     reason += "".join(f"; not judged: {omission}" for omission in result.not_judged)
     return result.verdict.value, f"{reason}; judged in {time.monotonic() - started:.0f} s"

@@ -1,4 +1,4 @@
-"""job=benchmark: which way to train is faster, measured in turn; the table and the files of it."""
+"""job=benchmark: which way to train is faster, measured in turn; its table and files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,17 +27,19 @@ from runner.config import RunConfig
 from runner.errors import Interrupted, Regression, RunnerError, StorageError, SweepFailed
 from runner.parity.candidates import without_techniques
 from runner.record import provenance
-from runner.record.config import MonitoringConfig
 from runner.record.console import console, print_stdout
 from runner.record.text import escape_control_chars
-from runner.report import comparison as comparing
+from runner.report import comparison
 from runner.report.table import terminal
 
 log = logging.getLogger("runner")
 
+ORDER = (Interrupted, StorageError, SweepFailed, RunnerError)
+"""Of several errors the first of these kinds is raised."""
+
 
 def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
-    """Measure, show the table, leave the files; then say by an error what is not as it should be.
+    """Measure, show the table, write the files; then raise what went wrong.
 
     Interrupted, StorageError, SweepFailed where an arm failed, and Regression against the baseline
     are raised once all is written and shown.
@@ -55,7 +57,11 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
         arms = resolve_arms(arms, folder)
     then = regression.stored(settings, [arm.name for arm in arms])
     errors: list[RunnerError] = []
-    with _display(config, [arm.name for arm in arms]) as display:
+    screen = console()
+    animated = config.monitoring.progress and screen.is_terminal and not screen.is_dumb_terminal
+    live = Live(console=screen, auto_refresh=False, transient=True) if animated else None
+    with live or nullcontext():
+        display = _Display(config, [arm.name for arm in arms], live)
         try:
             result = measure(arms, settings, folder, seed=config.seed, watched=display.watched)
         except Cut as cut:
@@ -65,22 +71,16 @@ def main(config: RunConfig, folder: Path) -> BenchmarkResult | None:
             errors += _attribute(result, arms, config)
     try:
         if then is not None and not errors:
-            errors += _regressions(result, then, config)
-    finally:  # what was measured is not lost by what it is held against
-        errors += _left(result, folder)
+            errors += _compare(result, then, config)
+    finally:  # a failing comparison does not cost the measurements
+        errors += _write(result, folder)
     if failed := failures(result):
         errors.append(SweepFailed(f"{len(failed)} of {len(arms)} arms failed: {'; '.join(failed)}"))
-    if errors:
-        raise min(errors, key=_rank)
+    for kind in ORDER:
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
     return result
-
-
-ORDER = (Interrupted, StorageError, SweepFailed)
-
-
-def _rank(error: RunnerError) -> int:
-    """Which of several is the one to end with."""
-    return next((n for n, kind in enumerate(ORDER) if isinstance(error, kind)), len(ORDER))
 
 
 def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
@@ -96,7 +96,7 @@ def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
 def _attribute(
     result: BenchmarkResult, arms: Sequence[Arm], config: RunConfig
 ) -> list[RunnerError]:
-    """What the techniques of the last arm's level are worth."""
+    """Measure what the techniques of the last arm's level are worth."""
     level, reference = arms[-1], reference_of(arms, config.benchmark)
     known = result.arm(level.name)
     if known.status != DONE:
@@ -116,53 +116,38 @@ def _attribute(
                 log.info,
                 math.inf if result.noise_floor is None else result.noise_floor,
             )
-    except RunnerError as error:  # what was measured before is shown all the same
+    except RunnerError as error:  # the arms are shown all the same
         return [error]
     if result.attribution.stopped != INTERRUPTED:
         return []
     return [Interrupted(received[0] if received else signal.SIGINT, " during the attribution")]
 
 
-def _regressions(
+def _compare(
     result: BenchmarkResult, then: BenchmarkResult, config: RunConfig
 ) -> list[RunnerError]:
+    """Compare with the baseline."""
     try:
-        found = regression.against(result, then, config.benchmark)
+        baseline = regression.against(result, then, config.benchmark)
     except RunnerError as error:  # of another machine, which showed only when a run had been built
         return [error]
-    result.baseline = found.plain()
-    if not found.regressions:
-        return []
-    count = len(found.regressions)
-    against = f"{count} regression{'s' * (count > 1)} against {found.path}"
-    return [Regression(f"{against}: {'; '.join(found.regressions)}")]
+    result.baseline = baseline.plain()
+    count, lines = len(baseline.regressions), "; ".join(baseline.regressions)
+    what = f"{count} regression{'s' * (count > 1)} against {baseline.path}: {lines}"
+    return [Regression(what)] if count else []
 
 
-def _left(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
-    """Write all of it and show the table; a disk that takes nothing does not keep it from that."""
+def _write(result: BenchmarkResult, folder: Path) -> list[RunnerError]:
+    """Write the files and show the table, also where the disk takes nothing."""
     errors: list[RunnerError] = []
     try:
         result.write(folder)
     except StorageError as error:
         errors.append(error)
-    found = comparing.of_benchmark(result, folder)
-    comparing.write(found, folder)
-    print_stdout(terminal(found), crop=False)  # a command is one line
+    rows = comparison.of_benchmark(result, folder)
+    comparison.write(rows, folder)
+    print_stdout(terminal(rows), crop=False)  # a command is one line
     return errors
-
-
-@contextmanager
-def _display(config: RunConfig, names: Sequence[str]) -> Iterator[_Display]:
-    screen = console()
-    live = None
-    if config.monitoring.progress and screen.is_terminal and not screen.is_dumb_terminal:
-        live = Live(console=screen, auto_refresh=False, transient=True)
-        live.start()
-    try:
-        yield _Display(config.monitoring, config.benchmark.budget_s, names, live)
-    finally:
-        if live is not None:
-            live.stop()
 
 
 class _Display:
@@ -171,29 +156,24 @@ class _Display:
     The plain lines go to run.log in either case.
     """
 
-    def __init__(
-        self, config: MonitoringConfig, budget_s: float, names: Sequence[str], live: Live | None
-    ) -> None:
-        self.config, self.budget_s, self.names, self.live = config, budget_s, names, live
-        self.said = time.monotonic()
+    def __init__(self, config: RunConfig, names: Sequence[str], live: Live | None) -> None:
+        self.names, self.live = names, live
+        self.budget_s, self.every_s = config.benchmark.budget_s, config.monitoring.line_every_s
+        self.shown = time.monotonic()
 
     def watched(self, estimates: Mapping[str, Estimate], blocks: int, seconds: float) -> None:
-        """Tell of one block."""
-        ratios = [
-            f"{escape_control_chars(name)} {_ratio(estimates[name])}"
-            for name in self.names
-            if name in estimates
-        ]
+        """Show one more block."""
+        ratios = [f"{n} {_describe(estimates[n])}" for n in self.names if n in estimates]
         parts = [f"block {blocks}", f"{seconds:.0f} of {self.budget_s:g} s", *ratios]
-        line = " · ".join(parts)
+        line = escape_control_chars(" · ".join(parts))
         if self.live is not None:
             self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        if time.monotonic() - self.said >= self.config.line_every_s:
-            self.said = time.monotonic()
+        if time.monotonic() - self.shown >= self.every_s:
+            self.shown = time.monotonic()
             log.info("%s", line, extra={"live": self.live is not None})
 
 
-def _ratio(estimate: Estimate) -> str:
-    if 0 < estimate.low <= estimate.high < float("inf"):
+def _describe(estimate: Estimate) -> str:
+    if math.isfinite(estimate.half_width):
         return f"{estimate.ratio:.2f}× ({estimate.low:.2f} to {estimate.high:.2f})"
     return f"{estimate.ratio:.2f}×"

@@ -16,7 +16,7 @@ from runner.errors import NotVerified, StorageError
 from runner.jobs.config import VerifyKind
 from runner.parity.candidates import without_techniques
 from runner.parity.continuation import STEPS, Continuation, continuation
-from runner.parity.parity import Agreement, Parity, Row
+from runner.parity.parity import Agreement, Parity
 from runner.parity.reference import check_parity
 from runner.record.console import plain_text, print_stdout
 from runner.record.storage import replace_text
@@ -58,20 +58,7 @@ def _complaint(result: Parity) -> str:
     culprits = " with ".join(f"optimization.{name}" for name in result.culprits) or "optimization"
     if result.first is None:
         return culprits
-    return f"parity: {culprits}: {_place(result.first)}: {_off(result.first)}"
-
-
-def _place(row: Row) -> str:
-    if row.kind == "draw":
-        return f"{row.name} over draws of dropout"
-    if row.kind == "output":
-        return f"{row.name} in evaluation mode, of validation batch {row.step}"
-    what = row.kind if row.name == row.kind else f"{row.kind} of {row.name}"
-    return f"{what} at step {row.step}" if row.kind != "parameter" else f"{what} before step 1"
-
-
-def _off(row: Row) -> str:
-    return f"off by {row.error:.1e}, rounding or chance explains {row.bound:.1e}"
+    return f"parity: {culprits}: {result.first}"
 
 
 def as_dict(what: VerifyKind, result: Parity | Continuation) -> dict[str, Any]:
@@ -87,7 +74,7 @@ def show_parity(result: Parity) -> RenderableType:
     about.add_column(ratio=1, overflow="fold")
     lines = [("verdict", result.verdict.value, STYLES[result.verdict])]
     if result.first is not None:
-        lines += [("first", _place(result.first), ""), ("", _off(result.first), "")]
+        lines.append(("first", str(result.first), ""))
     if result.culprits:
         apart = result.alone and "FAIL" not in result.alone.values()
         together = " (each passes alone)" if apart and len(result.culprits) > 1 else ""

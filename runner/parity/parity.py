@@ -28,6 +28,16 @@ class Row:
     error: float
     bound: float
 
+    def __str__(self) -> str:
+        what = self.kind if self.name == self.kind else f"{self.kind} of {self.name}"
+        places = {
+            "draw": f"{self.name} over draws of dropout",
+            "output": f"{self.name} in evaluation mode, of validation batch {self.step}",
+            "parameter": f"{what} before step 1",
+        }
+        place = places.get(self.kind, f"{what} at step {self.step}")
+        return f"{place}: off by {self.error:.1e}, rounding or chance explains {self.bound:.1e}"
+
     @property
     def within(self) -> bool:
         """Whether rounding explains it."""

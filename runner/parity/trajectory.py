@@ -348,11 +348,8 @@ def affordable(run: Run) -> tuple[int, str | None]:
     work, most = step_flops(run), FLOPS.get(run.device.kind, FLOPS_ELSEWHERE)
     by_weights, by_work = WEIGHTS // max(weights, 1), int(most / max(work, 1))
     steps = max(LEAST, min(STEPS, by_weights, by_work))
-    if steps == STEPS:
-        return steps, None
-    if by_weights <= by_work:
-        return steps, f"{weights:,} weights, of which every step is held"
-    return steps, f"a step computes {work / 1e9:,.1f} GFLOP"
+    reason = f"{weights:,} weights, {work / 1e9:,.1f} GFLOP a step"
+    return steps, None if steps == STEPS else reason
 
 
 def step_flops(run: Run) -> float:

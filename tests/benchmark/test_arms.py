@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -66,12 +65,6 @@ def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
         assert compose(words[3:]) == arm.config
 
 
-def test_a_recipe_that_asks_for_the_benchmark_makes_arms_that_train() -> None:
-    for arm in arms("none", "basic", over=("experiment=precisions",)):
-        assert arm.config.job.kind.name == "train"
-        assert compose(shlex.split(arm.command)[3:]) == arm.config
-
-
 def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
     odd = """name='../x' "device.threads=1" """
     found = arms("none", "NONE: basic", "comparison: ultra", odd.strip().replace("../", "x."))
@@ -106,11 +99,6 @@ def test_how_data_are_loaded_may_differ() -> None:
     assert len(arms("a: data.workers=0", "b: data.workers=2 data.prefetch=4")) == 2
 
 
-def test_arms_start_afresh() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume"):
-        arms("none", "basic", over=("checkpoint.resume=auto",))
-
-
 def test_the_reference_is_the_first_arm_or_the_one_that_is_named() -> None:
     found = arms("none", "basic")
     assert reference_of(found, BenchmarkConfig()).name == "none"
@@ -131,14 +119,6 @@ def test_attribution_needs_a_level_to_look_into() -> None:
         arms("basic", "none", attribute=True)
 
 
-def test_steps_of_different_sizes_are_said() -> None:
-    found = arms("none", "b: none training.batch_size=64")
-    (note,) = describe_differences(found, found[0])
-    assert "none 32, b 64" in note
-    plain = arms("none", "basic")
-    assert describe_differences(plain, plain[0]) == []
-
-
 def test_other_work_is_said() -> None:
     found = arms("none", "b: model.width=8", "c: optimizer=sgd")
     notes = describe_differences(found, found[0])
@@ -149,12 +129,3 @@ def test_other_work_is_said() -> None:
     others = arms("none", "basic", "b: ultra training.batch_size=64 seed=1 device.tf32=true")
     assert other_work(others[1], others[0]) == []
     assert other_work(others[2], others[0]) == ["seed", "batch size", "device.tf32"]
-
-
-def test_groups_of_the_users_own_are_levels_too(tmp_path: Path) -> None:
-    (tmp_path / "optimization").mkdir()
-    mine = "# my own\ndefaults:\n  - basic\n  - _self_\nlevel: mine\ntf32:\n  enabled: true\n"
-    (tmp_path / "optimization" / "mine.yaml").write_text(mine)
-    _, arm = arms_of(BenchmarkConfig(arms=["none", "mine"]), [], [tmp_path])
-    assert arm.config.optimization.tf32.enabled
-    assert f"--config-dir={tmp_path}" in arm.command

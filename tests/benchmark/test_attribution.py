@@ -66,8 +66,8 @@ def test_planted_effects_are_recovered_alone_and_in_company() -> None:
         assert text[0].startswith("left out of advanced, channels_last makes it 1")
         assert text[0].endswith("drop it")
         assert not any("channels_last" in sentence for sentence in text[1:])
-        (nothing,) = [one for one in text if "nothing else is worth more than" in one]
-        assert "system" in nothing
+        nothing = [one for one in text if one.startswith(("nothing else", "not known"))]
+        assert all(name in " ".join(nothing) for name in ("system", "tf32"))
     assert missed <= 6  # of 36, at 95 %
 
 
@@ -121,12 +121,6 @@ def test_an_arm_that_dies_costs_its_own_number_only(dying: str) -> None:
     assert effect(found, "compile").removed == pytest.approx(1.3, rel=0.03)
 
 
-def test_a_plain_run_that_dies_leaves_notes_and_no_numbers() -> None:
-    found = measured(World(SPEEDUPS, dies={"none": ("failed", "no such column")}))
-    assert all(one.added is None and one.removed is None for one in found.effects)
-    assert all("none: failed: no such column" in one.note for one in found.effects)
-
-
 def test_memory_is_the_difference_of_peaks_and_told_where_it_is_much() -> None:
     found = measured(World(SPEEDUPS, mib={"compile": 200.0, "system": 2.0, "amp": -100.0}))
     assert effect(found, "compile").added_memory_bytes == 200 * MIB
@@ -143,33 +137,6 @@ def test_the_budget_is_shared_evenly_and_said_when_it_is_spent() -> None:
     assert all(one.added is not None for one in found.effects)  # each had its share
     starting = 5.0 * len(world.started)
     assert world.now - starting <= 150.0 + 3 * 6 * 0.25 + 1
-
-
-def test_techniques_without_effect_are_rarely_told_to_have_one() -> None:
-    wrong = 0
-    for seed in range(15):
-        found = measured(
-            World({}, noise=0.03, seed=seed), attribute_budget_s=60.0, narrow=0.02
-        ).sentences
-        wrong += any(not s.startswith(("nothing", "not ")) for s in found)
-    assert wrong <= 2
-
-
-def test_processes_that_differ_by_chance_are_not_taken_for_techniques() -> None:
-    wrong = 0
-    for seed in range(12):
-        found = measured(World({}, noise=0.005, layout=0.005, seed=seed), attribute_budget_s=60.0)
-        claims = [s for s in found.sentences if not s.startswith(("nothing", "not "))]
-        wrong += bool(claims)
-    assert wrong <= 1
-
-
-def test_what_the_reference_has_too_is_not_measured() -> None:
-    world = World(SPEEDUPS)
-    settings = BenchmarkConfig(attribute_budget_s=60.0)
-    found = attributed(world, settings, "basic")
-    assert effect(found, "fused_optimizer").note == "is in basic too"
-    assert effect(found, "amp").added == pytest.approx(1.5, rel=0.05)
 
 
 def test_a_technique_that_changes_the_numbers_is_told() -> None:
@@ -232,3 +199,11 @@ def test_a_level_is_taken_apart_in_real_processes() -> None:
     assert one.added_interval is not None and one.added_interval[0] < one.added
     assert one.parity in ("exact", "explained by precision")
     assert found.sentences and found.stopped
+
+
+def test_the_intervals_of_all_techniques_hold_together() -> None:
+    """Bonferroni: each of 18 intervals takes 10 blocks, where one alone would take 6."""
+    world = World(SPEEDUPS)
+    found = measured(world, attribute_budget_s=3.0)
+    assert world.now - 5.0 * len(world.started) >= 3 * 6 * 10 * 0.25
+    assert all(one.added_interval is not None for one in found.effects)

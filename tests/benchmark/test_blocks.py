@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from runner.benchmark.blocks import KEPT_STEPS, ArmEnded, Measured, Rule, Turn, run_blocks
+from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
 from runner.benchmark.statistics import Estimate
 from tests.benchmark.simulated_machine import (
     BASE,
@@ -59,24 +58,17 @@ def test_planted_effects_are_found() -> None:
     assert set(measured.estimates) == set(EFFECTS) - {BASE}
 
 
-@pytest.mark.parametrize("noise", ["heavy-tailed 2 %", "skewed 3 %", "arms scatter unlike"])
+@pytest.mark.parametrize("noise", ["heavy-tailed 2 %", "arms scatter unlike"])
 def test_intervals_hold_through_the_stopping_rule(noise: str) -> None:
-    held, _ = coverage(NOISES[noise], TWO_MINUTES)
+    held, _ = coverage(NOISES[noise], TWO_MINUTES, runs=250)
     assert min(held.values()) >= 0.94, held
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("narrow", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("narrow", [0.01, 0.05])
 @pytest.mark.parametrize("noise", NOISES)
 def test_intervals_hold_for_all_noises_and_rules(noise: str, narrow: float) -> None:
     held, _ = coverage(NOISES[noise], Rule(narrow, 120))
-    assert min(held.values()) >= 0.94, held
-
-
-def test_intervals_hold_where_a_budget_allows_few_long_steps() -> None:
-    """What is spent is the time of the very steps that are compared."""
-    held, blocks = coverage(Noise(0.03), Rule(0.02, 40), step_s=1.0)
-    assert blocks < 12
     assert min(held.values()) >= 0.94, held
 
 
@@ -84,10 +76,10 @@ def test_blocks_that_resemble_the_ones_before_make_intervals_wider_and_take_more
     """0.5 from turn to turn: intervals that take blocks for independent would hold in 91 %."""
     still, spells = (Noise(jitter, stalls=0.0, memory=0.5) for jitter in (0.005, 0.02))
     for noise in (still, spells):
-        held, _ = coverage(noise, TWO_MINUTES, runs=500)
+        held, _ = coverage(noise, TWO_MINUTES, runs=150)
         assert min(held.values()) >= 0.94, held
-    _, blocks = coverage(Noise(0.02, stalls=0.0), TWO_MINUTES, runs=100)
-    _, more = coverage(spells, TWO_MINUTES, runs=100)
+    _, blocks = coverage(Noise(0.02, stalls=0.0), TWO_MINUTES, runs=40)
+    _, more = coverage(spells, TWO_MINUTES, runs=40)
     assert more > 1.3 * blocks
 
 
@@ -139,22 +131,6 @@ def test_a_budget_that_is_too_small_is_overdrawn_for_six_blocks_and_that_is_said
     assert math.isfinite(measured.estimates["large"].half_width)
 
 
-def test_of_a_million_steps_few_are_kept_and_their_percentiles_stay() -> None:
-    steps = np.random.default_rng(0).lognormal(0, 0.3, 20_000)
-    machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
-
-    def turn(name: str, seconds: float) -> Turn:
-        long = name == BASE
-        return replace(machine.turn(name, seconds), step_ms=(steps if long else steps[:9]).tolist())
-
-    measured = run(machine, replace(ENDLESS, looks=(6,)), turn)
-    kept = measured.turns[BASE][0].step_ms
-    assert len(kept) == KEPT_STEPS
-    assert (min(kept), max(kept)) == (steps.min(), steps.max())
-    assert np.percentile(kept, 95) == pytest.approx(np.percentile(steps, 95), rel=0.01)
-    assert measured.turns["other"][0].step_ms == steps[:9].tolist()
-
-
 # ---- arms that end, and people who have had enough
 
 
@@ -191,21 +167,6 @@ def test_when_all_arms_end_it_ends(ends: dict[str, int]) -> None:
     assert set(measured.ended) == {BASE, "other"}
 
 
-@pytest.mark.parametrize("effects", [{BASE: 1.0}, {BASE: 1.0, "other": 1.0}])
-def test_one_arm_alone_is_measured_up_to_the_first_look(effects: dict[str, float]) -> None:
-    machine = Machine(Noise(), effects, 0)
-    measured = run(machine, TWO_MINUTES, ending(machine, {"other": 2}))
-    assert len(measured.turns[BASE]) == 8
-    assert measured.stopped == "there is no arm to compare with none"
-
-
-def test_every_arm_has_an_alpha_however_it_ended() -> None:
-    for ends in ({}, {"small": 0}, {"small": 7, "large": 20}, {BASE: 3}, {BASE: 20}):
-        machine = Machine(Noise(0.05), EFFECTS, 0)
-        measured = run(machine, Rule(0.02, 30), ending(machine, ends))
-        assert set(measured.alphas) == set(EFFECTS)
-
-
 def test_ctrl_c_leaves_the_intervals_of_the_last_look() -> None:
     machine = Machine(Noise(0.05), EFFECTS, 0)
     rule = replace(ENDLESS, looks=(8, 12, 16))
@@ -216,17 +177,3 @@ def test_ctrl_c_leaves_the_intervals_of_the_last_look() -> None:
     known: list[Mapping[str, Estimate]] = []
     run(Machine(Noise(0.05), EFFECTS, 0), rule, told=lambda found, *_: known.append(dict(found)))
     assert measured.estimates == known[11]
-
-
-def test_ctrl_c_before_the_first_look_leaves_ratios_without_intervals() -> None:
-    machine = Machine(Noise(), EFFECTS, 0)
-    measured = run(machine, TWO_MINUTES, ending(machine, {"large": 3}, KeyboardInterrupt))
-    found = measured.estimates["large"]
-    assert found.ratio == pytest.approx(1.3, rel=0.1)
-    assert (found.low, found.high) == (0.0, math.inf)
-    machine = Machine(Noise(), EFFECTS, 0)
-    nothing = run(
-        machine, TWO_MINUTES, ending(machine, dict.fromkeys(EFFECTS, 0), KeyboardInterrupt)
-    )
-    assert nothing.estimates == {}
-    assert nothing.stopped == "interrupted"

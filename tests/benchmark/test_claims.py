@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -19,14 +18,10 @@ from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.claims import (
     PLAIN,
-    READINGS,
     Claim,
     Trial,
-    compiled_latency,
-    int8_speedup,
     load_trials,
     measure_claims,
-    state_bytes,
     step_bytes,
     verdict,
 )
@@ -43,7 +38,6 @@ from runner.benchmark.result import (
 from runner.benchmark.rounds import MeasureOptions
 from runner.benchmark.statistics import Estimate
 from runner.benchmark.workers.messages import Finished, Ready
-from runner.config import JobKind
 from runner.errors import Interrupted
 from runner.report import claims as report
 from runner.training.run import Run
@@ -135,18 +129,13 @@ def measured(planted: PlantedPool, *trials: Trial) -> Claims:
     ("measures", "bar", "end", "interval", "noise", "expected"),
     [
         ("speed", 1.2, None, (1.25, 1.3), 0.01, HOLDS),
-        ("speed", 1.2, None, (2.5, 2.6), 0.01, HOLDS),  # more than claimed
         ("speed", 1.2, None, (1.05, 1.1), 0.01, FAILS),
         ("speed", 1.2, None, (1.15, 1.25), 0.01, UNDECIDED),
         ("speed", 1.2, None, (1.21, 1.25), 0.05, UNDECIDED),  # the noise exceeds the margin
-        ("speed", 1.2, 1.3, (1.25, 1.5), 0.01, HOLDS),
         ("speed", 1.2, 1.3, (1.4, 1.5), 0.01, BETTER),
-        ("cost", 1.2, None, (1.1, 1.15), 0.01, HOLDS),
         ("cost", 1.2, None, (1.9, 2.1), 0.01, FAILS),
         ("cost", 2.0, 1.5, (1.0, 1.2), 0.01, BETTER),
-        ("memory", 0.55, None, (0.5, 0.52), 0.0, HOLDS),
         ("memory", 0.55, None, (0.8, 0.9), 0.0, FAILS),
-        ("inference", 1.4, None, (1.5, 1.6), 0.0, HOLDS),
     ],
 )
 def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
@@ -167,19 +156,12 @@ def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
     ("name", "planted", "expected"),
     [
         ("torch.compile", {"speedup": 1.25}, HOLDS),
-        ("torch.compile: training", {"speedup": 2.5}, HOLDS),
         ("torch.compile: training", {"speedup": 1.3}, FAILS),
-        ("torch.compile: training", {"speedup": 2.01}, UNDECIDED),
-        ("mixed precision: training", {"speedup": 2.2}, HOLDS),
-        ("mixed precision: training", {"speedup": 0.7}, FAILS),
         ("compiled inference", {"latency": 0.5}, HOLDS),
         ("compiled inference", {"latency": 0.95}, FAILS),
-        ("compiled inference", {"latency": 0.59}, UNDECIDED),
         ("compiled inference", {"latency": 0.2}, BETTER),
-        ("recompute: memory", {"step_bytes": 7e7}, HOLDS),
         ("recompute: memory", {"step_bytes": 3.5e7}, BETTER),
         ("recompute: memory", {"step_bytes": 9.5e7}, FAILS),
-        ("micro-batches: memory", {"step_bytes": 6.8e7}, HOLDS),
         ("memory_efficient: memory", {"step_bytes": 7.9e7}, UNDECIDED),
         ("flash attention", {"step_bytes": 4e7}, HOLDS),
     ],
@@ -240,11 +222,8 @@ def test_ctrl_c_keeps_the_rows_that_are_done() -> None:
     assert kept and kept == list(range(1, len(kept) + 1)) and len(kept) < 9
 
 
-@pytest.mark.parametrize("tested", TRIALS, ids=lambda t: t.claims[0].name)
+@pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
 def test_every_trial_composes_with_what_it_needs_switched_on(tested: Trial) -> None:
-    if tested.gpus:
-        assert not tested.arms  # nothing here could be run
-        return
     work = [*tested.work, *(["data.path=images"] if tested.images else [])]
     plain = compose([*work, *tested.plain]).optimization
     for one in tested.claims:
@@ -257,31 +236,11 @@ def test_every_trial_composes_with_what_it_needs_switched_on(tested: Trial) -> N
         assert one.note and one.run_steps in (None, config.training.steps)
 
 
-def test_the_claims_that_people_make_are_all_there() -> None:
-    text = " ".join(f"{one.name}: {one.claimed};" for one in CLAIMS.values())
-    for part in (
-        *("torch.compile: 20–30 % faster", "1.5–2× faster", "half the memory", "2–3×", "80 %"),
-        *("tuned loader: 20–30 %", "channels-last: faster", "+10–20 %", "+50–100 %"),
-        *("below +5 %", "40–60 % faster", "5× faster", "90 % less", "1.5–3× faster"),
-        *("torch.compile: training: 2–3× faster", "compiled inference: 40–60 % less latency"),
-        *("recompute: memory: 20–40 %", "micro-batches: memory: 20–40 %", "linear scaling"),
-        "memory_efficient: memory: 20–40 %",
-    ):
-        assert part in text
-
-
 def test_a_claim_of_ones_own_is_one_yaml_block(tmp_path: Path) -> None:
     block = {"name": "mine", "claimed": "2×", "measures": "speed", "bar": 2, "note": "n"}
     (tmp_path / "mine.yaml").write_text(json.dumps({"trials": [{"about": "x", "claims": [block]}]}))
     (own,) = load_trials(tmp_path)
     assert own.claims == [Claim("mine", "2×", "speed", 2, "n")]
-
-
-def test_the_experiment_is_one_command_of_a_few_minutes() -> None:
-    config = compose(["experiment=claims"])
-    assert config.job.kind is JobKind.benchmark and config.benchmark.claims
-    assert config.benchmark.budget_s <= 240
-    assert READINGS >= 6  # fewer readings would hold the median in less than 95 %
 
 
 def trained(*overrides: str) -> Run:
@@ -310,30 +269,6 @@ def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
             assert all(p.grad is g for p, g in zip(run.model.parameters(), gradients, strict=True))
     matrices = 4 * 4 * 4 * 512 * 512 * 4  # layers, samples, heads, tokens, tokens, bytes
     assert held["plain"] - held["flash"] > 0.5 * matrices
-
-
-def test_a_plain_run_has_its_state_and_neither_int8_nor_compiled_latency() -> None:
-    with trained(*MLP, "optimization=none") as run:
-        weights = sum(p.nbytes for p in run.model.parameters())
-        assert 3 * weights <= state_bytes(run) < 3.1 * weights  # and two moments of AdamW
-        with pytest.raises(ValueError, match="no int8"):
-            int8_speedup(run)
-        with pytest.raises(ValueError, match="not compiled"):
-            compiled_latency(run)
-
-
-def test_int8_is_timed_against_float() -> None:
-    quantized = ("optimization.quantization.enabled=true", "optimization.quantization.max_drop=9")
-    with trained(*MLP, "optimization=custom", *quantized) as run:
-        assert run.quantized is not None
-        assert 0.01 < int8_speedup(run) < 100
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
-def test_compiled_and_eager_forwards_are_timed_in_turn() -> None:
-    with trained(*MLP, "optimization=custom", "optimization.compile.enabled=true") as run:
-        assert 0.01 < compiled_latency(run) < 100
 
 
 ROWS = [

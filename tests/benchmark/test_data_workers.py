@@ -52,11 +52,6 @@ def test_workers_stand_still_while_another_arm_is_at_work(pool: WorkerPool) -> N
     pool.turn("w2", 0.05)  # and then go on
 
 
-def test_nothing_is_compiled_however_long_workers_take_to_start(pool: WorkerPool) -> None:
-    assert pool.ready["w2"].compile_seconds == 0
-    assert [pool.ready[name].workers for name in ("w0", "w2")] == [0, 2]
-
-
 def test_what_workers_hold_is_told(pool: WorkerPool) -> None:
     found = {name: pool.finish(name) for name in ("w0", "w2")}
     assert found["w0"].worker_bytes == 0

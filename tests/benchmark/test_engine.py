@@ -117,15 +117,6 @@ def test_planted_speedups_are_found_and_nothing_else_is_claimed() -> None:
     assert "within" in found.stopped
 
 
-def test_times_are_of_steps_and_rates_of_all_of_them() -> None:
-    none = measured(Stage(SPEEDUPS, noise=0.0)).arm("none")
-    assert none.step_ms is not None and 10.0 <= none.step_ms <= 13.0
-    assert none.step_ms_interval is not None
-    assert none.step_ms_interval[0] <= none.step_ms <= none.step_ms_interval[1]
-    assert none.step_ms_p95 is not None and none.step_ms_p95 >= none.step_ms
-    assert none.samples_per_second == pytest.approx(32 / none.step_ms * 1e3, rel=0.3)
-
-
 def test_what_starting_takes_longer_is_paid_back_after_so_many_steps() -> None:
     world = Stage(
         SPEEDUPS, noise=0.0, setups={"none": 9.0, CONTROL: 3.0, "basic": 13.0},
@@ -164,14 +155,6 @@ def test_without_the_reference_there_are_times_and_no_ratios() -> None:
     assert any("the reference, none, ended (failed: no such file)" in note for note in found.notes)
 
 
-def test_when_all_fail_all_are_rows() -> None:
-    everyone = dict.fromkeys(("none", "basic", "amp", CONTROL), ("failed", "it broke"))
-    found = measured(Stage(SPEEDUPS, refuses=everyone))
-    assert [row.status for row in found.arms] == ["failed"] * 3
-    assert (found.blocks, found.stopped) == (0, "no arm could be measured")
-    assert len(failures(found)) == 3
-
-
 def test_without_the_control_the_noise_floor_is_not_known_and_that_is_said() -> None:
     found = measured(Stage(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
     assert (found.control, found.noise_floor, found.unclaimed) == (None, None, None)
@@ -188,12 +171,6 @@ def test_a_control_that_differs_from_itself_lifts_the_floor_and_is_said() -> Non
     assert found.noise_floor > 0.15
     assert found.arm("basic").claim == ""  # 5 % is less than what nothing at all comes to
     assert any("the reference against itself" in note for note in found.notes)
-
-
-def test_a_budget_too_small_for_an_interval_says_so() -> None:
-    found = measured(Stage(SPEEDUPS), budget_s=1.5, block_s=0.25)
-    assert "too small" in found.stopped
-    assert found.blocks == 6  # without which there is no interval at all
 
 
 def test_a_noisy_machine_is_a_note_and_a_quiet_one_is_not() -> None:
@@ -263,14 +240,3 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, number: int, code: int) 
     assert found.arm("basic").speedup == pytest.approx(1.5, rel=0.1)
     assert found.arm("basic").claim == "faster"  # the last look's interval holds
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_every_block_is_told() -> None:
-    world, told = Stage(SPEEDUPS), []
-    settings = BenchmarkConfig(parity=False, budget_s=60.0, narrow=0.01)
-    found = measure(
-        [arm("none"), arm("basic")], settings, pool=world.crew, clock=world.clock,
-        watched=lambda estimates, blocks, seconds: told.append((blocks, sorted(estimates))),
-    )  # fmt: skip
-    assert [blocks for blocks, _ in told] == list(range(1, found.blocks + 1))
-    assert told[0][1] == ["basic", CONTROL]

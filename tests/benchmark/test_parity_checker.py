@@ -76,8 +76,8 @@ def test_right_numbers_pass_wrong_ones_fail_and_one_process_does_for_all() -> No
         assert checker.process.pid == pid
     assert right.parity == "explained by precision"
     assert other.parity in ("exact", "explained by precision")
-    assert wrong.parity == "FAIL"
-    assert "grad_norm at step 1 is off by" in wrong.reason
+    assert wrong.parity == "FAIL", wrong.reason
+    assert "grad_norm at step 1: off by" in wrong.reason
     assert pid is not None and not psutil.pid_exists(pid)
 
 
@@ -94,19 +94,6 @@ def test_an_arm_that_never_ends_is_given_up() -> None:
         found = checker.check(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
         assert checker.process is None
     assert found == Verdict(None, "not judged within 5 s")
-
-
-def test_a_model_of_the_callers_is_judged_and_left_as_it_was() -> None:
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with ParityChecker(120.0, Components(model=model)) as checker:
-        found = checker.check(arm("basic", "optimization=basic"))
-    assert found.parity == "explained by precision"
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_part_that_cannot_be_sent_is_said() -> None:

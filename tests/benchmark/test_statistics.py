@@ -13,7 +13,6 @@ from runner.benchmark.statistics import (
     claim,
     contrast,
     fewest_blocks,
-    lag1_rank_autocorrelation,
     median_interval,
     noise_floor,
     paired,
@@ -47,25 +46,6 @@ def test_intervals_of_medians_end_at_the_tabulated_ranks(count: int, rank: int) 
     assert median_interval(range(count), 0.05) == ends
 
 
-def test_neighbours_that_are_alike_are_told_from_those_that_are_not() -> None:
-    draw = np.random.default_rng(0)
-    white = draw.normal(0, 1, 400)
-    spells = np.zeros(400)
-    for i in range(1, 400):
-        spells[i] = 0.5 * spells[i - 1] + draw.normal()
-    spells[::40] += 1000.0  # a stall is one value, however long
-    assert lag1_rank_autocorrelation(white.tolist()) < 0.1
-    assert lag1_rank_autocorrelation(spells.tolist()) == pytest.approx(0.48, abs=0.1)
-    assert lag1_rank_autocorrelation([0.0, 1.0] * 10) == 0.0  # the opposite of alike
-    assert (
-        lag1_rank_autocorrelation([1.0] * 10)
-        == lag1_rank_autocorrelation([1.0, 2.0])
-        == lag1_rank_autocorrelation([])
-        == 0.0
-    )
-    assert lag1_rank_autocorrelation([1 + i * 1e-12 for i in range(10)]) == 0.0  # rounding
-
-
 def test_values_that_are_alike_are_worth_fewer() -> None:
     assert median_interval(range(100), 0.05, 0.0) == (39.0, 60.0)
     low, high = median_interval(range(100), 0.05, 0.6)  # as much as 25 would know
@@ -83,19 +63,6 @@ def test_unpaired_intervals_end_at_the_tabulated_ranks(fewer: int, more: int, ra
     assert (estimate.low, estimate.high) == pytest.approx((shifts[rank - 1], shifts[-rank]))
 
 
-def test_the_median_of_a_lopsided_ratio_is_covered() -> None:
-    """One arm stalls in a quarter of its turns, the other never; ranks of averages would fail."""
-    draw, size = np.random.default_rng(0), (1000, 40)
-    stalled = np.where(draw.random(size) < 0.25, draw.uniform(3, 10, size), 1.0)
-    other = np.exp(draw.normal(0, 0.02, size)) * stalled
-    truth = 1 / float(np.median(other))
-    held = 0
-    for times in other:
-        estimate = paired([1.0] * 40, times.tolist(), 0.05)
-        held += estimate.low <= truth <= estimate.high
-    assert held >= 940
-
-
 def test_unpaired_intervals_cover_a_known_difference() -> None:
     draw = np.random.default_rng(0)
     a, b = np.exp(draw.normal(0, 0.05, (1000, 16))), np.exp(draw.normal(0, 0.05, (1000, 24))) / 1.3
@@ -103,30 +70,6 @@ def test_unpaired_intervals_cover_a_known_difference() -> None:
     assert sum(e.low <= 1.3 <= e.high for e in found) >= 940
     assert np.median([e.ratio for e in found]) == pytest.approx(1.3, rel=0.005)
     assert np.median([e.half_width for e in found]) < 0.05
-
-
-def test_stalls_move_the_mean_and_not_the_estimate() -> None:
-    draw = np.random.default_rng(0)
-    reference, other = np.exp(draw.normal(0, 0.01, (2, 60)))
-    other[::10] *= 8
-    estimate = paired(reference.tolist(), other.tolist(), 0.05)
-    assert estimate.ratio == pytest.approx(1, abs=0.01)
-    assert estimate.half_width < 0.01
-    assert reference.mean() / other.mean() < 0.8
-
-
-def test_an_interaction_is_found_whatever_the_machine_does_to_whole_blocks() -> None:
-    draw = np.random.default_rng(0)
-    machine = np.exp(np.cumsum(draw.normal(0, 0.2, 40)))
-    speeds = {"base": 1.0, "base_plus": 1.2, "level_minus": 2.0, "level": 3.0}
-    times = {
-        name: (machine / speed * np.exp(draw.normal(0, 0.005, 40))).tolist()
-        for name, speed in speeds.items()
-    }
-    above, below = [times["level_minus"], times["base_plus"]], [times["level"], times["base"]]
-    estimate = contrast(above, below, 0.05)
-    assert estimate.low <= 1.25 <= estimate.high
-    assert estimate.half_width < 0.01
 
 
 def test_two_speed_ups_can_be_held_against_each_other() -> None:
@@ -154,7 +97,7 @@ def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None
     spending = Spending()
     alphas = [spending.look(n, 1 / 6 if n < looks[-1] else 1.0) for n in looks]
     draw = np.random.default_rng(0)
-    tails = np.cumsum(draw.random((20_000, looks[-1])) < 0.5, axis=1)
+    tails = np.cumsum(draw.random((10_000, looks[-1])) < 0.5, axis=1)
     missed = np.zeros(len(tails), dtype=bool)
     for blocks, alpha in zip(looks, alphas, strict=True):
         rank = median_interval(range(blocks), alpha)[0] + 1
@@ -162,22 +105,6 @@ def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None
         missed |= (below < rank) | (below > blocks - rank)
     assert missed.mean() == pytest.approx(spending.spent, abs=0.005)
     assert 0.04 < spending.spent <= 0.05
-
-
-def test_a_look_at_too_few_blocks_spends_nothing() -> None:
-    spending = Spending()
-    assert spending.look(5) == 0.0
-    assert spending.spent == 0.0
-    assert spending.look(6) == pytest.approx(2 / 64)
-
-
-def test_what_one_arm_spends_as_it_ends_leaves_the_others_theirs() -> None:
-    spending = Spending()
-    spending.look(8, 1 / 6)
-    before = spending.spent
-    alone = spending.last(9)
-    assert spending.spent == before
-    assert alone == spending.look(9) > 0
 
 
 @pytest.mark.parametrize(
@@ -224,20 +151,19 @@ def test_a_claim_needs_the_interval_and_the_floor(
 @pytest.mark.parametrize(
     "noise",
     [
-        Noise(0.03),
         NOISES["each turn resembles the last (0.5)"],
         PROCESSES["0.5 % from process to process"],
     ],
 )
 def test_the_reference_against_itself_is_claimed_to_be_nothing(noise: Noise) -> None:
-    assert claimed(noise, Rule(0.02, 60)) <= 0.02  # 0.05 would be allowed
+    assert claimed(noise, Rule(0.02, 60), runs=250) <= 0.02  # 0.05 would be allowed
 
 
 @pytest.mark.parametrize(("effect", "said"), [(1.1, "faster"), (1 / 1.1, "slower")])
 def test_10_percent_at_2_percent_noise_are_claimed(effect: float, said: str) -> None:
     effects = {BASE: 1.0, "control": 1.0, "other": effect}
     right = 0
-    for seed in range(300):
+    for seed in range(100):
         found = measure(Noise(0.02), seed, Rule(0.02, 30), effects).estimates
         right += claim(found["other"], noise_floor(found["control"])) == said
-    assert right >= 285
+    assert right >= 95

@@ -93,16 +93,6 @@ def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ended.value.status == "timeout"
 
 
-def test_arms_that_wait_are_let_go_with_their_files_closed(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), WorkerPool([arm("one", *BASE)], QUICK, tmp_path) as pool:
-        pool.start("one")
-        pid = pool.workers["one"].pid
-        raise KeyError
-    assert is_gone(pid)
-    kept = json.loads((tmp_path / "one/summary.json").read_text())
-    assert kept["status"] == "interrupted" and "of the benchmark" in kept["reason"]
-
-
 SCRIPT = """
 import signal
 from runner.benchmark.arms import Arm

@@ -20,7 +20,6 @@ from runner.parity.distance import (
     judge,
     same,
 )
-from runner.parity.dropout import mean_differs, spread_differs
 from runner.parity.trajectory import State, StepRecord, first_update
 
 STEPS = 40
@@ -48,17 +47,6 @@ def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_i
     assert beyond(GRADIENT, [1e-7] * (STEPS - many) + [small] * many) == [STEPS - many + 1]
     assert beyond(GRADIENT, [1e-7] * (STEPS - 1) + [large]) == [STEPS]
     assert beyond(LOSS, [1e-7] * (STEPS - 1) + [1e-4]) == [STEPS]  # which has no kink
-
-
-def test_what_the_plain_run_is_off_by_at_a_step_explains_the_same_there_alone() -> None:
-    plain = [1e-7] * STEPS
-    plain[4] = 0.5
-    tolerance = Tolerance(series(LOSS, plain), 64.0)
-    for at, wrong in ((4, False), (5, True)):
-        errors = [1e-7] * STEPS
-        errors[at] = 0.5
-        (found,) = judge(series(LOSS, errors), tolerance)
-        assert (found.error > found.bound) is wrong
 
 
 def record(gradients: dict[str, Tensor], **buffers: Tensor) -> StepRecord:
@@ -92,17 +80,3 @@ def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(
     kind: str, warmup: float, first: int
 ) -> None:
     assert first_update(factors(ScheduleConfig(ScheduleKind(kind), warmup), 1000), STEPS) == first
-
-
-def test_statistics_of_draws_tell_a_mean_and_a_spread_apart_from_chance() -> None:
-    noise = torch.Generator().manual_seed(0)
-    one, two = (torch.randn(32, generator=noise).tolist() for _ in range(2))
-    for differs in (mean_differs, spread_differs):
-        apart, by_chance = differs(one, two)
-        assert apart < by_chance
-    apart, by_chance = mean_differs(one, [x + 2 for x in two])
-    assert apart > by_chance
-    apart, by_chance = spread_differs(one, [x * 10 for x in two])
-    assert apart > by_chance
-    assert spread_differs(one, [1.0] * 32)[0] == math.inf
-    assert spread_differs([1.0] * 32, [1.0] * 32)[0] == 0.0

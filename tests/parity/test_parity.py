@@ -12,8 +12,6 @@ import torch
 
 from runner import compose
 from runner.config import RunConfig
-from runner.parity import trajectory
-from runner.parity.candidates import without_techniques
 from runner.parity.parity import Agreement, Parity, Row
 from runner.parity.reference import ParityReference, check_parity
 
@@ -67,28 +65,10 @@ def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -
         assert found.rows
 
 
-def test_fp16_with_its_loss_scale_is_explained() -> None:
-    reference = ParityReference(compose([*QUIET, *MODELS["cnn"]]), STEPS)
-    found = reference.judge(compose([*QUIET, *MODELS["cnn"], *FP16]))
-    assert found.verdict is Agreement.explained
-    assert found.precision == "fp32, fp16 products"
-
-
 def test_what_changes_nothing_is_exact() -> None:
     found = judged(MODELS["mlp"], [], "Harmless")
     assert found.verdict is Agreement.exact
     assert found.first is None
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", [COMPILED, [*COMPILED, *BF16], ONE_GRAPH])
-@pytest.mark.parametrize("model", MODELS)
-def test_compiled_models_and_steps_are_explained(model: str, technique: list[str]) -> None:
-    found = judged(MODELS[model], technique)
-    assert found.verdict is Agreement.explained, found.first
-    # of a whole step inferred from the optimizer's moments
-    assert any(row.kind == "gradient" for row in found.rows)
 
 
 @pytest.mark.parametrize(("seeds", "verdict"), [([0], "explained"), ([0, 1, 2], "fail")])
@@ -145,16 +125,6 @@ def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame() 
     assert "FAIL" not in found.alone.values()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])  # with 1, a bias of the CNN gets Adam's other sign
-def test_a_gradient_next_to_zero_may_have_either_sign(seed: int) -> None:
-    names = ("system", "channels_last", "amp", "fused_optimizer")
-    on = [f"optimization.{name}.enabled=true" for name in names]
-    config = compose(["model=cnn", f"seed={seed}", "optimization=custom", *on])
-    found = check_parity(config, without_techniques(config))
-    assert found.verdict is Agreement.explained, found.first
-
-
 # -- what is no fault of a technique's -------------------------------------------------------------
 
 
@@ -170,16 +140,6 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
     assert fused.verdict is Agreement.explained
     assert fused.reference == "the baseline itself"
     assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
-
-
-def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = compose([*QUIET, *MODELS["mlp"], *FUSED])
-    monkeypatch.setattr(trajectory, "WEIGHTS", 12 * 3_466)
-    found = check_parity(small, without_techniques(small))
-    assert found.verdict is Agreement.explained
-    assert found.steps == 12
-    why = "what begins after 12 steps: 3,466 weights, of which every step is held"
-    assert why in found.not_judged
 
 
 def test_parity_leaves_no_global_switch_behind() -> None:

@@ -146,12 +146,12 @@ def rank(
         low = row.over_the_run(none_seconds, row.final_interval[0])
         if not must_pay or (low > 1 and row.gain > 1 + floor):
             paying.append(row)
-    best = max((row.gain or 0.0 for row in paying), default=0.0)
+    near = ALIKE * max((row.gain or 0.0 for row in paying), default=0.0)
 
     def preference(row: Candidate) -> tuple[bool, bool, int, float]:
         gain = row.gain or 0.0
-        near = gain >= ALIKE * best
-        return not near, near and row.compiles, len(row.techniques) if near else 0, -gain
+        plainness = (row.compiles, len(row.techniques)) if gain >= near else (False, 0)
+        return gain < near, *plainness, -gain
 
     return sorted(paying, key=preference)
 

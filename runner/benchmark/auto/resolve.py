@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.benchmark.arms import Arm
+from runner.benchmark.arms import Arm, knob_text
 from runner.benchmark.auto.candidates import (
     ALWAYS,
     NONE,
@@ -310,13 +309,5 @@ def _changed_keys(optimization: Optimization) -> dict[str, str]:
         pairs = knobs.items() if isinstance(knobs, dict) else [("", knobs)]
         for name, value in pairs:
             if value != (plain[key][name] if name else plain[key]):
-                changed[f"{key}.{name}".rstrip(".")] = _as_typed(value)
+                changed[f"{key}.{name}".rstrip(".")] = knob_text(value)
     return changed
-
-
-def _as_typed(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_as_typed, value))}]"
-    if isinstance(value, bool | None):
-        return json.dumps(value)
-    return str(getattr(value, "name", value))

@@ -34,7 +34,7 @@ def select(
             row.state = "out"
             row.why = "slower than the finalists, by its last round"
             if row.final_ratio is not None:
-                row.why = f"not shown to be faster than none{_describe_setup(row)}"
+                row.why = "not shown to be faster than none"
     result = SearchResult(
         steps=search.steps,
         none_ms=1e3 * search.none_seconds() / search.steps,
@@ -127,30 +127,16 @@ def _peak_bytes(summary: Mapping[str, Any]) -> int:
 
 def _describe_choice(chosen: Candidate, steps: int) -> str:
     low, high = chosen.final_interval or (0.0, 0.0)
-    reason = (
+    return (
         f"{chosen.final_ratio:.2f} times as fast as none ({low:.2f} to {high:.2f}, "
-        f"{chosen.final_blocks} blocks)"
+        f"{chosen.final_blocks} blocks), {chosen.gain:.2f} times over {steps:,} steps with "
+        f"{chosen.extra_seconds:.0f} s of set-up; numbers: {chosen.parity}"
     )
-    if chosen.extra_seconds >= 1:
-        reason += f", {chosen.gain:.2f} times over {steps:,} steps{_describe_setup(chosen)}"
-    return f"{reason}; numbers: {chosen.parity}"
 
 
 def _describe_nothing(result: SearchResult) -> str:
-    reason = f"nothing was shown to be faster beyond noise over {result.steps:,} steps"
-    measured = [row for row in result.tried if row.round_ratio and row.parity is None]
-    best = max(measured, key=lambda row: row.final_ratio or row.round_ratio or 0.0, default=None)
-    if best is not None:
-        ratio = best.final_ratio or best.round_ratio or 0.0
-        reason += f"; with {best.name} a step is {ratio:.2f} times as fast{_describe_setup(best)}"
     untried = sum(row.state == "not tried" for row in result.tried)
-    if untried:
-        reason += f" ({untried} of {len(result.tried)} candidates were not tried)"
-    return reason
-
-
-def _describe_setup(row: Candidate) -> str:
-    if row.extra_seconds < 1:
-        return ""
-    what = "compiling" if row.compiles else "setting up"
-    return f", with {row.extra_seconds:.0f} s of {what}"
+    return (
+        f"nothing was shown to be faster beyond noise over {result.steps:,} steps ({untried} of "
+        f"{len(result.tried)} candidates were not tried)"
+    )

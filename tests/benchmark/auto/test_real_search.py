@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -149,7 +148,7 @@ def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if "none: up" in line:
+                if "none: " in line and "ms a step" in line:
                     break
             family = psutil.Process(process.pid).children(recursive=True)
             assert family
@@ -160,15 +159,3 @@ def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
             process.kill()
     assert "while optimization=auto was measuring" in rest
     assert psutil.wait_procs(family, timeout=20)[1] == []
-
-
-@pytest.mark.slow
-def test_the_choice_is_within_five_percent_of_an_exhaustive_search(own_cache: Path) -> None:
-    spec = importlib.util.spec_from_file_location("bench_auto", ROOT / "scripts" / "bench_auto.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # its dataclasses look themselves up there
-    spec.loader.exec_module(script)
-    found = script.compare("mlp", steps=50_000, budget_s=60, each_s=3)
-    assert found.kept != "NO", found.row()

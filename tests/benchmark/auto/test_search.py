@@ -62,7 +62,7 @@ def searched(
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_search_finds_what_an_exhaustive_one_would_to_within_five_percent(seed: int) -> None:
     draw = random.Random(seed)
     planted = factors({name: draw.uniform(0.6, 1.15) for name in EFFECTS})
@@ -70,14 +70,6 @@ def test_the_search_finds_what_an_exhaustive_one_would_to_within_five_percent(se
     found = searched(workers, steps=100_000, budget_s=300.0)
     best = min([1.0, *planted.values()])
     assert planted.get(found.chosen, 1.0) <= 1.05 * best
-
-
-def test_fewer_are_tried_than_there_are() -> None:
-    workers = PlantedPool(factors(), setups=SETUPS)
-    found = searched(workers)
-    assert set(found.techniques) >= {"amp", "whole_step", "attention"}
-    assert len({name for name in workers.started if name in NAMES}) < len(NAMES)
-    assert "times as fast as none" in found.reason and "of compiling" in found.reason
 
 
 @pytest.mark.parametrize(("steps", "compiled"), [(600, False), (100_000, True)])
@@ -88,26 +80,8 @@ def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps: int, comp
     assert "amp" in found.techniques
 
 
-def test_compiling_that_is_not_paid_back_is_said() -> None:
-    alone = [Candidate("whole_step", ["whole_step"])]
-    workers = PlantedPool({"whole_step": 0.75}, none_ms=59.5, setups={"whole_step": 173.0})
-    found = searched(workers, steps=8_000, budget_s=600.0, space=alone)
-    assert found.chosen == NONE
-    assert "over 8,000 steps; with whole_step a step is 1.3" in found.reason
-    assert "with 172 s of compiling" in found.reason
-
-
-def test_an_interval_of_too_few_blocks_is_open_over_the_run_too() -> None:
-    row = Candidate("amp", ["amp"])
-    assert row.over_the_run(100.0, 3.0) == pytest.approx(3.0)
-    assert (row.over_the_run(100.0, 0.0), row.over_the_run(100.0, math.inf)) == (0.0, math.inf)
-    row.extra_seconds = 50.0
-    assert row.over_the_run(100.0, 3.0) == pytest.approx(1.2)
-    assert row.over_the_run(100.0, math.inf) == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("budget_s", [15.0, 30.0, 120.0])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("budget_s", [15.0, 120.0])
 def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float) -> None:
     draw = random.Random(seed)
     setup = {n: draw.uniform(5, 200) if one.compiles else 1.0 for n, one in NAMES.items()}
@@ -125,22 +99,6 @@ def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float)
     found = select(search, take_all)
     assert found.seconds == pytest.approx(workers.now)
     assert found.seconds < 1.5 * budget_s + 10.0 * sum(limit > 10 for limit in limits)
-
-
-def test_a_parity_check_may_take_a_tenth_of_what_its_candidate_saves() -> None:
-    setup = {n: 45.0 if one.compiles else 4.0 for n, one in NAMES.items()}
-    speed = {n: 0.3 if one.compiles else 0.5 for n, one in NAMES.items()}
-    limits: list[float] = []
-    workers = PlantedPool(speed, none_ms=600.0, setups=setup)
-    search = Search(candidates(), workers, 40_000, 180.0, 0.2, workers.clock, lambda line: None)
-
-    def note(name: str, within_s: float) -> Verdict:
-        limits.append(within_s)
-        return right(name)
-
-    found = select(search, note)
-    assert "compile" in found.chosen
-    assert min(limits) > 1000  # of 24,000 s at none
 
 
 def test_where_the_budget_is_too_small_for_any_candidate_only_none_is_started() -> None:
@@ -187,7 +145,7 @@ def test_where_none_itself_holds_too_much_what_fits_is_chosen_though_it_is_slowe
     assert "recompute" in found.techniques
 
 
-@pytest.mark.parametrize(("seed", "noise"), list(product(range(10), (0.02, 0.1))))
+@pytest.mark.parametrize(("seed", "noise"), list(product(range(3), (0.02, 0.1))))
 def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> None:
     workers = PlantedPool({}, setups=dict.fromkeys(NAMES, 1.0), noise=noise, seed=seed)
     assert searched(workers).chosen == NONE
