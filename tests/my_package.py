@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from functools import wraps
 
 import numpy as np
 import torch
@@ -176,20 +174,6 @@ class Mapped(nn.Module):
         return {"logits": self.layer(values) * scale}
 
 
-class Tied(nn.Module):
-    """One weight under two names."""
-
-    def __init__(self, in_features: int, classes: int) -> None:
-        super().__init__()
-        self.one = nn.Linear(in_features, in_features)
-        self.two = nn.Linear(in_features, in_features)
-        self.two.weight = self.one.weight
-        self.head = nn.Linear(in_features, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.two(self.one(x).relu()).relu())
-
-
 class Complex(nn.Module):
     """Works on the spectrum with complex weights."""
 
@@ -221,24 +205,6 @@ class Statistics(nn.Module):
         return self.head(x)
 
 
-class Empty(nn.Module):
-    """Nothing to train."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Faulty(nn.Module):
-    """Fails by itself."""
-
-    def __init__(self, in_features: int, classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(in_features, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("my own mistake")
-
-
 class Cooling(nn.Module):
     """A Python number that changes at each step, and is part of the computation."""
 
@@ -262,41 +228,3 @@ class KnowsItsBatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.reshape(32, -1))
-
-
-def logged(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A decorator of a package that the block's class does not belong to."""
-
-    @wraps(forward)
-    def call(self: nn.Module, *inputs: Tensor) -> Tensor:
-        return forward(self, *inputs)
-
-    return call
-
-
-class Decorated(nn.Module):
-    """A block whose forward is decorated, as in the libraries of others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    @logged
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x).relu()
-
-
-class DecoratedBlocks(nn.Module):
-    """Repeated blocks with attention written by torch between them."""
-
-    def __init__(self, in_features: int, classes: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Decorated(in_features) for _ in range(3))
-        self.head = nn.Linear(in_features, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        tokens = x.unsqueeze(1)
-        x = nn.functional.scaled_dot_product_attention(tokens, tokens, tokens).squeeze(1)
-        return self.head(x)

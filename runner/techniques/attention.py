@@ -55,41 +55,40 @@ def apply(knobs: Attention, draft: RunBuilder) -> str | None:
         draft.remarks["attention"] = {"calls": sum(call.times for call in calls)}
         name, strictly = knobs.kernel.value, knobs.kernel is not Kernel.auto
         with probe.entered(draft.contexts):
-            default = kernels.default_of(calls)
             if strictly and (reason := kernels.refusal(name, calls, draft.model)) is not None:
                 return reason
             if not strictly:
                 matrix_mb = sum(call.matrix_bytes() for call in calls) / 2**20
                 matrix_mb *= draft.micro_batch / samples
-                name = draft.choose(KEY, lambda: _choose(knobs, draft, default, calls, matrix_mb))
-    if strictly or name != default:
+                name = draft.choose(KEY, lambda: _choose(knobs, draft, calls, matrix_mb))
+    if name != kernels.DEFAULT:
         draft.scope.enter_context(kernels.use(name, draft.model, strictly))
     return None
 
 
 def _choose(
-    knobs: Attention, draft: RunBuilder, default: str, calls: list[Call], matrix_mb: float
+    knobs: Attention, draft: RunBuilder, calls: list[Call], matrix_mb: float
 ) -> tuple[str, str]:
     too_large = matrix_mb > knobs.matrix_mb
     note = f"; matrices of {matrix_mb:,.0f} MB rule out math and plain" if too_large else ""
     others = [
         kernel.value
         for kernel in Kernel
-        if kernel.value not in ("auto", default)
+        if kernel is not Kernel.auto
         and not (too_large and kernel.value in kernels.HOLDING_MATRICES)
         and unavailable(Attention(True, kernel), draft.device) is None
         and kernels.refusal(kernel.value, calls, draft.model) is None
     ]
     if not others:
-        return default, f"torch's choice, and the only one here{note}"
-    seconds = kernels.race([default, *others], calls, draft.model, draft.device.synchronize)
-    ratios = {name: seconds[name] / seconds[default] for name in others}
+        return kernels.DEFAULT, f"torch's choice, and the only one here{note}"
+    seconds = kernels.race([kernels.DEFAULT, *others], calls, draft.model, draft.device.synchronize)
+    ratios = {name: seconds[name] / seconds[kernels.DEFAULT] for name in others}
     best = min(others, key=lambda name: ratios[name])
     times = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     dtype = str(calls[0].query.dtype).removeprefix("torch.")
     shape = "x".join(map(str, calls[0].query.shape))
-    reason = f"time of {times} against torch's {default} at {shape} ({dtype}){note}"
-    return (best if ratios[best] < 1 - MARGIN else default), reason
+    reason = f"time of {times} against torch's choice at {shape} ({dtype}){note}"
+    return (best if ratios[best] < 1 - MARGIN else kernels.DEFAULT), reason
 
 
 def engaged(knobs: Attention, run: Run) -> Evidence:
@@ -102,7 +101,7 @@ def engaged(knobs: Attention, run: Run) -> Evidence:
     products = sum(seen.get(name, 0) for name in PRODUCTS)
     facts: dict[str, Any] = {"kernel": wanted, "ran": ran or {"bmm": products}}
     calls = int(run.remarks["attention"]["calls"])
-    if wanted == "default":
+    if wanted == kernels.DEFAULT:
         return _share(sum(ran.values()), calls, facts)
     others = [name for name in ran if name != wanted]
     if others:

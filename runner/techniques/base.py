@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runner.data.loader import BatchLoader
     from runner.device.device import Device
     from runner.objectives.base import Objective
+    from runner.techniques.compiler import Compilation
     from runner.techniques.recompute import Recomputed
     from runner.training.run import Recovery, Run
 
@@ -153,12 +154,3 @@ class ForwardCost(NamedTuple):
     mflop: float  # infinite where the model must not be called
     products: int  # of matrices, and convolutions
     unknown: str = ""  # why it was not counted
-
-
-class Compilation(Protocol):
-    """The model compiled in place, now or once it is wanted."""
-
-    mode: str  # of torch.compile; empty while it is eager
-
-    def start(self) -> None:
-        """Compile from the next call on."""

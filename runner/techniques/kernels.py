@@ -31,11 +31,9 @@ BUDGET_S = 0.8  # for timing
 ROUNDS = 3, 12  # at least, at most
 LAP_S = 1e-3  # what is shorter is repeated, the clock and the machine are not that exact
 SHAPES = 4  # kinds of calls that are timed; a model has one or two
-ARGUMENTS = (
-    *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
-)
-
+ARGUMENTS = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
 DISPATCHED = torch.nn.functional.scaled_dot_product_attention
+DEFAULT = "default"  # what torch takes by itself
 
 
 @dataclass
@@ -73,14 +71,7 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, given: dict[str, Any]) -> None:
-        kind = str(
-            {
-                name: (v.shape, v.stride(), v.dtype, v.requires_grad)
-                if isinstance(v, Tensor)
-                else v
-                for name, v in given.items()
-            }
-        )
+        kind = str({name: _describe(value) for name, value in given.items()})
         if kind in self.calls:
             self.calls[kind].times += 1
             return
@@ -90,33 +81,17 @@ class _Recorder(TorchFunctionMode):
         self.calls[kind] = Call(q, k, v, given)
 
 
+def _describe(value: Any) -> Any:
+    tensor = isinstance(value, Tensor)
+    return (value.shape, value.stride(), value.dtype, value.requires_grad) if tensor else value
+
+
 def calls_of(run: Callable[[], object]) -> list[Call]:
     """The attention calls in it, the commonest first."""
     recorder = _Recorder()
     with recorder:
         run()
     return sorted(recorder.calls.values(), key=lambda call: -call.times)[:SHAPES]
-
-
-def default_of(calls: Sequence[Call]) -> str:
-    """The kernel that torch takes by itself for these, or `default` where it takes several."""
-    names = {_dispatch(call) for call in calls}
-    return names.pop() if len(names) == 1 else "default"
-
-
-def _dispatch(call: Call) -> str:
-    kind = call.query.device.type
-
-    def cast(value: Any) -> Any:  # as autocast does, before the choice is made
-        low = torch.is_autocast_enabled(kind) and isinstance(value, Tensor)
-        if not low or value.dtype in (torch.bool, torch.float64):
-            return value
-        return value.to(torch.get_autocast_dtype(kind))
-
-    options = {name: cast(value) for name, value in call.options.items()}
-    chosen = torch._fused_sdp_choice(cast(call.query), cast(call.key), cast(call.value), **options)
-    backend = SDPBackend(chosen)
-    return next((name for name, b in BACKENDS.items() if b == backend), "default")
 
 
 def plain(
@@ -209,14 +184,13 @@ def race(
     """Seconds of a forward and backward of the calls by each kernel, medians of rounds.
 
     Every other round runs backwards, so that a machine which slows down slows all of them.
-    `default` is what torch does by itself.
     """
     repeats = 1
 
     def lap(name: str) -> float:
         total = 0.0
         with ExitStack() as stack:
-            if name != "default":
+            if name != DEFAULT:
                 stack.enter_context(use(name, model, strictly=True))
             for call in calls:
                 start = perf_counter()

@@ -174,24 +174,11 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
             self.largest.append(max(float(g.abs().max()) for g in gradients))
 
     overrides = [
-        "device=cpu",
-        "device.threads=2",
-        "monitoring.progress=false",
-        "optimization=none",
-        "data=synthetic",
-        "data.form=tabular",
-        "data.features=16",
-        "data.samples=128",
-        "training.batch_size=32",
-        "training.steps=6",
-        "model.width=16",
-        "model.depth=1",
-        "optimizer.name=SGD",
-        "optimizer.lr=1.0",
-        "optimizer.weight_decay=0",
-        "stability.clip_value=1e-4",
-        "stability.clip_adaptive=0.5",
-        "stability.clip_norm=null",
+        *("device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"),
+        *("data=synthetic", "data.form=tabular", "data.features=16", "data.samples=128"),
+        *("training.batch_size=32", "training.steps=6", "model.width=16", "model.depth=1"),
+        *("optimizer.name=SGD", "optimizer.lr=1.0", "optimizer.weight_decay=0"),
+        *("stability.clip_value=1e-4", "stability.clip_adaptive=0.5", "stability.clip_norm=null"),
     ]
     weights = []
     for micro_batch in (32, 8):

@@ -101,7 +101,7 @@ SPARSE = [
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes sparse tensors
 @pytest.mark.parametrize(("name", "options", "how"), SPARSE)
 @pytest.mark.parametrize("at", [0, 2], ids=["first", "middle"])
-@pytest.mark.parametrize("cause", [math.nan, math.inf, 1000.0])
+@pytest.mark.parametrize("cause", [math.nan, 1000.0])
 def test_so_it_is_with_sparse_gradients(
     name: str, options: Any, how: Any, at: int, cause: float
 ) -> None:
@@ -133,10 +133,20 @@ def test_so_it_is_with_sparse_gradients(
     assert_same(*results)
 
 
+CNN = [
+    "device.threads=2",
+    "monitoring.progress=false",
+    "optimization=none",
+    "data=digits",
+    "model=cnn",
+    "model.width=4",
+    "model.stages=1",
+    "model.blocks=1",
+    "training.batch_size=16",
+]
 RUNS = [
     ["optimizer.name=AdamW", "optimization.fused_optimizer.enabled=true"],
     ["optimizer.name=RAdam", "optimization.fused_optimizer.enabled=true"],
-    ["optimizer=sgd", "optimizer.lr=0.05"],
     pytest.param(
         [
             "optimizer.name=AdamW",
@@ -157,19 +167,11 @@ def test_so_it_is_in_a_real_run(overrides: list[str]) -> None:
     whole = "optimization.whole_step.enabled=true" in overrides
     config = compose(
         [
+            *CNN,
             "device=cpu",
-            "device.threads=2",
-            "monitoring.progress=false",
-            "optimization=none",
-            "data=digits",
-            "model=cnn",
-            "model.width=4",
-            "model.stages=1",
-            "model.blocks=1",
             "optimizer.ema=0.9",
             "schedule=cosine",
             "training.steps=9",
-            "training.batch_size=16",
             f"training.micro_batch={16 if whole else 4}",
             *overrides,
         ]
@@ -195,22 +197,7 @@ def test_so_it_is_in_a_real_run(overrides: list[str]) -> None:
 
 
 def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_infinity() -> None:
-    config = compose(
-        [
-            "device=cpu",
-            "device.threads=2",
-            "monitoring.progress=false",
-            "optimization=none",
-            "data=digits",
-            "model=cnn",
-            "model.width=4",
-            "model.stages=1",
-            "model.blocks=1",
-            "training.batch_size=16",
-            "training.steps=9",
-            "stability.guard=false",
-        ]
-    )
+    config = compose([*CNN, "device=cpu", "training.steps=9", "stability.guard=false"])
     for guard in (False, True):
         with build(config) as run:
             run.update.guard = guard
@@ -311,17 +298,9 @@ class Between(Hook):
 
 
 LOOP_OF = [
-    "device.threads=2",
-    "monitoring.progress=false",
+    *CNN,
     "monitoring.every=6",
     "training.steps=24",
-    "training.batch_size=16",
-    "model=cnn",
-    "model.width=4",
-    "model.stages=1",
-    "model.blocks=1",
-    "data=digits",
-    "optimization=none",
     "training.validate_every=1000",
     "optimizer.ema=0.9",
     "checks.inputs.enabled=false",  # they read a batch where it lies, before it is moved

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from runner import train_step
 from runner.optim.config import OptimizerConfig
 from runner.optim.optimizer import build_optimizer
 from runner.optim.optimizer_state import Optimizer, check_optimizer_state, compatible_state
@@ -187,21 +186,6 @@ def test_momentum_switched_on_is_the_same_fused_and_not(part: bool) -> None:
         del plain["optimizer"]["state"][0]
     one, other = (stepped(0.9, fused, deepcopy(plain)) for fused in (True, False))
     for a, b in zip(one.parameters, other.parameters, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_a_callers_own_fused_momentum_is_made_too() -> None:
-    net, inputs, targets = nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, 2)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
-    plain = deepcopy(net)
-    usual = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        train_step(net, sgd, (inputs, targets), nn.MSELoss())
-        usual.zero_grad()
-        nn.MSELoss()(plain(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        usual.step()
-    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
 

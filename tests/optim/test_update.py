@@ -140,12 +140,6 @@ def test_options_are_handed_on_to_the_class_that_it_is_made_from(
     assert "optimizer.weight_decay is not used: Rprop takes none" in caplog.text
 
 
-def test_a_model_of_sparse_gradients_alone_has_an_optimizer_for_them() -> None:
-    config = OptimizerConfig("SparseAdam")
-    table = nn.Embedding(4, 2, sparse=True)
-    assert optimizer_class(config, table, partial(resolve, trusted=())) is torch.optim.SparseAdam
-
-
 def test_an_unknown_optimizer_option_is_named() -> None:
     config = OptimizerConfig(options={"momentun": 0.9})
     with pytest.raises(ConfigError, match=r"optimizer\.options\.momentun"):

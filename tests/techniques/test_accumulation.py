@@ -165,7 +165,6 @@ def test_an_epoch_with_a_last_batch_of_one_more_is_trained_to_its_end() -> None:
     [
         (["training.micro_batch=1"], "training.micro_batch: step 1 has a micro-batch of one"),
         (["training.batch_size=1"], "training.batch_size: step 1 has a batch of one"),
-        (["training.micro_batch=2", "training.batch_size=3"], "training.micro_batch: step 1"),
     ],
 )
 @pytest.mark.usefixtures("my_package")

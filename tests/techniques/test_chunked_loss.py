@@ -186,14 +186,6 @@ def test_evaluation_keys_and_a_closed_run_know_nothing_of_it(tokens: list[str]) 
     assert isinstance(run.model(ids), Tensor)
 
 
-def test_hugging_faces_gpt2_goes_through(tokens: list[str]) -> None:
-    pytest.importorskip("transformers")
-    model = ["model._target_=techniques.test_chunked_loss.hugging_face"]
-    row = engagement(*tokens, *model, *CHUNKED)
-    assert row.engaged, row.reason
-    torch.testing.assert_close(step_of(*tokens, *model, *CHUNKED), step_of(*tokens, *model))
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -240,21 +232,6 @@ class Warmed(Gate):
     def forward(self, input_ids: Tensor) -> Tensor:
         logits = super().forward(input_ids)
         return logits / 2 if self.head.training else logits
-
-
-def hugging_face(vocab: int, sequence: int) -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=sequence,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
 
 
 def test_an_upstream_gradient_multiplies_in_fp16_too() -> None:

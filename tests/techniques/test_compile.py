@@ -167,3 +167,13 @@ def test_a_token_that_is_not_in_the_vocabulary_is_an_error_and_not_the_end_of_th
         with pytest.raises(DataError, match="token id is out of range"):
             for place in run.train.placements:  # type: ignore[attr-defined]
                 place((wrong, target))
+
+
+def test_the_cache_is_one_folder_per_torch_and_cpu_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = compiler.cache_folder({"XDG_CACHE_HOME": "/cache"})
+    assert here.parent == Path("/cache/runner/compiled") and torch.__version__ in here.name
+    monkeypatch.setattr(compiler, "cpu_flags", lambda: frozenset({"another"}))
+    assert compiler.cache_folder({"XDG_CACHE_HOME": "/cache"}) != here
+    assert compiler.cache_folder({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == Path("/mine")

@@ -29,12 +29,6 @@ def row(summary: Summary, name: str) -> TechniqueStatus:
     return next(row for row in summary.techniques if row.name == name)
 
 
-def test_amp_puts_layer_outputs_in_bf16() -> None:
-    amp = row(trained("optimization=amp", "optimization.amp.dtype=bf16"), "amp")
-    assert amp.engaged
-    assert set(amp.evidence["layer_outputs"]) == {"bfloat16"}
-
-
 def test_fp16_runs_with_a_loss_scale() -> None:
     amp = row(trained("optimization=amp", "optimization.amp.dtype=fp16"), "amp")
     assert amp.engaged
@@ -56,16 +50,6 @@ def test_the_fused_optimizer_says_what_ran(optimizer: str, ran: str, guard: str)
     assert fused.evidence["weights"] == ("6 of 6" if ran == "fused" else "0 of 6")
     assert fused.engaged is (ran == "fused")
     assert ran == "fused" or "no fused kernel" in fused.reason
-
-
-def test_channels_last_holds_to_the_last_convolution() -> None:
-    flag = "optimization.channels_last.enabled=true"
-    held = row(trained("model=cnn", "model.width=8", flag), "channels_last")
-    assert held.engaged
-    assert held.evidence == {"convolutions": "15 of 15"}
-    without = row(trained("model=mlp", flag), "channels_last")
-    assert not without.engaged
-    assert "no 2-d convolution" in without.reason
 
 
 def test_accumulation_counts_its_backward_passes() -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import build, check_model, compose, train
-from runner.build import Components
-from runner.errors import RunnerError
+from runner import build, compose, train
 from runner.techniques.base import TechniqueStatus
 from runner.training.summary import Summary
 
@@ -147,88 +145,6 @@ def test_no_compiler_on_the_path_leaves_the_rest_of_ultra_in_force(
     assert "no C++ compiler" in found["compile"].reason
     assert "no C++ compiler" in found["whole_step"].reason
     assert found["fused_optimizer"].engaged
-
-
-RECOMPUTE = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
-WRAPPERS = {
-    "forward": [
-        *RECOMPUTE,
-        "optimization.attention.enabled=true",
-        "optimization.attention.kernel=plain",
-        "optimization.channels_last.enabled=true",
-        "optimization.amp.enabled=true",
-        "optimization.amp.dtype=bf16",
-        "optimization.chunked_loss.enabled=true",
-        "optimization.chunked_loss.chunk=8",
-        "optimization.chunked_loss.min_mb=0",
-    ],
-    "selective": ["optimization.recompute.enabled=true", "optimization.recompute.what=selective"],
-    "debug": ["debug=full"],
-    "compile": ["optimization.compile.enabled=true"],
-}
-SLOW = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="compiling needs g++")]
-
-
-def foreign_code(model: torch.nn.Module, *overrides: str) -> list[str]:
-    """What the model check says of patches and hooks of a model that the caller has made."""
-    few = [*QUIET, "data.validation_samples=8"]
-    with build(compose([*few, *overrides]), given=Components(model=model)) as run:
-        train(run)
-        report = check_model(run.model)
-        seen = {*run.history.counts, *(finding.code for finding in report.findings)}
-    return sorted(c for c in seen if c.startswith(("structure.patched", "hooks.")))
-
-
-def own_model(name: str) -> tuple[torch.nn.Module, list[str]]:
-    """A model that no package in `security.trusted` is named for, and what to train it on."""
-    if name == "decorated":
-        import my_package
-
-        return my_package.DecoratedBlocks(16, 10), [*TABLE[:3]]
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        vocab_size=256,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config), [*GPT2[:3], "model=gpt"]
-
-
-@pytest.mark.parametrize(
-    ("name", "wrapper"),
-    [
-        ("decorated", "selective"),
-        ("gpt2", "forward"),
-        pytest.param("decorated", "compile", marks=SLOW),
-        pytest.param("gpt2", "debug", marks=SLOW),
-    ],
-)
-def test_the_model_check_does_not_take_a_wrapper_of_ours_for_foreign_code(
-    name: str, wrapper: str
-) -> None:
-    model, data = own_model(name)
-    assert not foreign_code(model, *data, "optimization=none", *WRAPPERS[wrapper])
-
-
-def test_a_foreign_patch_below_a_wrapper_of_ours_is_still_named() -> None:
-    import my_package
-
-    model = my_package.DecoratedBlocks(16, 10)
-    block = model.blocks[1]
-    block.forward = my_package.logged(type(block).forward).__get__(block)
-    assert foreign_code(model, *TABLE[:3], "optimization=none", *RECOMPUTE) == [
-        "structure.patched_method"
-    ]
-
-
-def test_an_error_of_the_users_model_stays_the_users_error() -> None:
-    with pytest.raises(Exception, match="my own mistake") as caught:
-        trained(*TABLE, "model._target_=my_package.Faulty", "optimization=none")
-    assert not isinstance(caught.value, RunnerError)
 
 
 def test_a_model_that_knows_its_batch_size_trains_and_what_had_to_look_ahead_says_so() -> None:

@@ -15,7 +15,6 @@ from PIL import Image
 from runner import build, compose, train
 from runner.data.batch import Batch
 from runner.techniques.base import TechniqueStatus
-from runner.training.hook import Hook, Step
 from runner.training.run import Run
 
 PIPELINE = [
@@ -120,30 +119,3 @@ def test_batches_copied_aside_are_those_copied_in_line() -> None:
         assert x.is_cuda
         assert torch.equal(x, a)
         assert torch.equal(y, b)
-
-
-class Losses(Hook):
-    """Each step's loss."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self.seen.append(float(step.loss))
-
-
-def test_measuring_leaves_the_training_as_it_is(pictures: str) -> None:
-    losses = []
-    for enabled in ("true", "false"):
-        hook = Losses()
-        more = [
-            f"optimization.pipeline.enabled={enabled}",
-            "data.workers=null",
-            "optimization.pipeline.budget_s=0.1",
-        ]
-        with build(compose(images(pictures, *more))) as run:
-            run.hooks.append(hook)
-            train(run)
-        losses.append(hook.seen)
-    assert len(losses[0]) == 6
-    assert losses[0] == losses[1]

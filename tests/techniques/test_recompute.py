@@ -202,32 +202,6 @@ def test_blocks_that_can_run_only_once_are_left_as_they_are(
     assert not refused.engaged and "cannot be computed twice" in refused.reason
 
 
-def test_a_third_partys_gpt_is_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "third_party.py").write_text(
-        "from torch import nn\n"
-        "from transformers import GPT2Config, GPT2LMHeadModel\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self, vocab, sequence):\n"
-        "        super().__init__()\n"
-        "        self.inner = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_positions=sequence,\n"
-        "            n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))\n"
-        "    def forward(self, input_ids):\n"
-        "        return self.inner(input_ids).logits\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = [
-        *[k for k in GPT if not k.startswith("model")],
-        "model=gpt",
-        "model._target_=third_party.Net",
-        "security.trusted=[third_party]",
-    ]
-    plain, _ = step(own)
-    same, run = step([*own, *recomputing("full")])
-    assert run.recompute is not None and len(run.recompute.again) == 2
-    assert [n for n in plain if not torch.equal(plain[n], same[n])] == []
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
 @pytest.mark.parametrize("what", ["full", "selective"])
