@@ -66,10 +66,10 @@ def some(run: Run, count: int = 12) -> list[Batch]:
 
 
 def test_workers_are_chosen_from_what_was_measured(pictures: str) -> None:
-    with build(compose(images(pictures))) as run:
+    with build(compose(images(pictures, "optimization.pipeline.budget_s=3"))) as run:
         choice = next(c for c in run.choices if c.key == "data.workers")
         found = row(run)
-    assert found.engaged
+    assert found.engaged is (choice.value > 0)  # on a busy machine none may pay
     assert found.evidence["workers"] == choice.value
     assert "ms with 0" in choice.reason
     rates = found.evidence["batches_per_second"]
