@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -63,20 +62,6 @@ def test_the_conclusion_comes_before_the_table_and_parity_is_shouted() -> None:
     text = shown(of_benchmark(result(reference(), arm("basic", 1.2), bad), None))
     assert text.index("basic is 1.20×") < text.index("speed-up") < text.index("PARITY FAIL\n")
     assert "PARITY FAIL: turbo" in text
-
-
-def test_commands_are_on_one_line_and_the_page_is_named_once_it_is_there(tmp_path: Path) -> None:
-    home = tmp_path / ("long" * 20) / "with space"
-    home.mkdir(parents=True)
-    found = of_benchmark(levels(), home)
-    assert "the page" not in shown(found)
-    assert "files:" not in shown(found) and "tensorboard" not in shown(found)
-    (home / "comparison").mkdir()
-    for name in ("comparison.json", "comparison.html", "comparison/events.out.tfevents.1"):
-        (home / name).write_text("")
-    text = shown(found)
-    assert any("comparison.html" in line and "long" * 20 in line for line in text.splitlines())
-    assert f"tensorboard --logdir '{home}'" in text
 
 
 def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
