@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What is decoded, whatever a name says: others bring programs along, such as PostScript's."""
+"""Formats that are decoded, under any name: others contain programs, such as PostScript's."""
 THREADS = 4  # that decode at once where every file is examined; decoders release Python's lock
 HEADS = 500  # files that are opened before training: 0.1 s
 MARGIN = 1.125  # the shorter side over the side of a random crop

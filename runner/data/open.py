@@ -36,8 +36,8 @@ def open_data(
 
     `policy` decides about files of arrays and links out of a folder; None is the standard one.
 
-    Raises ConfigError or DataError for whatever can be found wrong without reading every sample
-    that is on disk, and SecurityError for a `_target_` that is not trusted.
+    Raises ConfigError or DataError for what can be checked without reading every sample on disk,
+    and SecurityError for a `_target_` that is not trusted.
     """
     if config._target_ is not None:
         from runner.data.user_dataset import UserDataset

@@ -54,7 +54,7 @@ class Workers:
     def batches(self, keys: Iterator[Key]) -> Iterator[Batch]:
         """The batches of these keys, in their order; each worker has up to `ahead` in hand.
 
-        Raises DataError for whatever goes wrong in a worker. Asking anew drops what is in hand.
+        Raises DataError for any failure in a worker. Another call drops batches still in flight.
         """
         if not self.processes:
             self._start()
@@ -142,17 +142,10 @@ class Workers:
         process = self.processes[worker]
         process.join(1.0)
         code = process.exitcode
-        if code is None or code >= 0:
-            how = f"ended with exit code {code}"
-        else:
-            how = f"was killed by {signal.Signals(-code).name}"
-        hint = (
-            "; the system does so when memory is short: use fewer data.workers or a smaller batch"
-        )
-        return DataError(
-            f"{process.name} {how} while it fetched batch {key[1]} of epoch {key[0]}"
-            + (hint if code == -signal.SIGKILL else "")
-        )
+        how = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name} (as when memory is short)"
+        return DataError(f"{process.name} {how} while it fetched batch {key[1]} of epoch {key[0]}")
 
 
 def _kill(processes: list[Any], owner: int) -> None:
@@ -189,16 +182,14 @@ def _serve(pipe: Connection, fetch: Callable[[Key], Batch], parent: int) -> None
         try:
             pipe.send((asked_in, result))
         except OSError:
-            return  # nobody is listening any more
+            return  # the parent is gone
         except Exception as error:
             pipe.send((asked_in, _failure(error, key)))
 
 
 def _failure(error: BaseException, key: Key) -> _Failure:
     trace = "".join(traceback.format_exception(error))[-20_000:]
-    hint = ""
-    if "shared memory" in str(error):
-        hint = "; use fewer data.workers (0 needs no shared memory) or a larger /dev/shm"
+    hint = "; data.workers=0 needs none" if "shared memory" in str(error) else ""
     return _Failure(
         f"data: batch {key[1]} of epoch {key[0]}: {type(error).__name__}: {error}{hint}\n{trace}"
     )

@@ -35,7 +35,7 @@ LARGEST_INDEX = 1 << 26  # bytes
 WHOLE_COPY = "get a whole copy of the folder"
 COMPILED = "_orig_mod."  # what torch.compile puts before the names in each module that it wraps
 SHOWN = 3  # names of each kind, in a message
-CHARACTERS = 160  # of a name and what is said of it
+CHARACTERS = 160  # of a name in a message
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class _MeanCrossEntropy(torch.autograd.Function):
     The gradients are made in the forward, where the logits are: making these again in the
     backward would cost a product more. They are kept for an upstream gradient of 1 and summed
     in fp32, so that a loss scale multiplies what has not been rounded away; what a 16-bit product
-    sees lies between -1 and 1, whatever the number of tokens.
+    sees lies between -1 and 1 for any number of tokens.
     """
 
     @staticmethod

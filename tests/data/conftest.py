@@ -11,14 +11,7 @@ import torch
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset
 from runner.data.loader import BatchLoader, make_loader
-
-
-def flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [
-        leaf for v in (value.values() if isinstance(value, dict) else value) for leaf in flat(v)
-    ]
+from runner.data.nested import tensors
 
 
 @pytest.fixture
@@ -26,7 +19,7 @@ def same() -> Callable[[Any, Any], bool]:
     """Whether two nests of tensors are equal bit for bit."""
 
     def compare(a: Any, b: Any) -> bool:
-        pairs = list(zip(flat(a), flat(b), strict=True))
+        pairs = list(zip(tensors(a), tensors(b), strict=True))
         return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
     return compare
