@@ -27,7 +27,6 @@ class GpuReading:
     memory_bytes: int | None  # in use, by every process
     temperature: float | None  # °C
     clock_mhz: float | None  # of the multiprocessors
-    memory_clock_mhz: float | None
     power_w: float | None
     slowed: bool = False  # its clocks are low because it is too hot, or lacks power
 
@@ -38,7 +37,6 @@ class GpuReading:
             "gpu_gib": None if self.memory_bytes is None else self.memory_bytes / 2**30,
             "gpu_celsius": self.temperature,
             "gpu_mhz": self.clock_mhz,
-            "gpu_memory_mhz": self.memory_clock_mhz,
             "gpu_watt": self.power_w,
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -62,7 +60,6 @@ class Gpu:
             memory_bytes=None if memory is None else int(memory.used),
             temperature=self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
             clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
             power_w=None if power is None else power / 1e3,
             slowed=bool(reasons & SLOWED),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +174,6 @@ def test_another_error_stays_what_it_is() -> None:
     with pytest.raises(ValueError, match="my own mistake"):
         run_of([*ANOMALY, "model=mlp"], None, Net(Broken(), bad=()))
     assert not torch.is_anomaly_enabled()
-
-
-def test_a_warning_of_the_users_is_still_theirs_and_not_repeated() -> None:
-    class Chatty(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            warnings.warn("once is enough", stacklevel=1)
-            return x
-
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("default")
-        run_of([*ANOMALY, "model=mlp"], None, Net(Chatty(), bad=()))
-    assert 1 <= [str(w.message) for w in heard].count("once is enough") <= 2  # of eight steps
 
 
 def test_the_innermost_line_that_is_not_torchs_or_the_runners_machinery_is_named() -> None:

@@ -21,7 +21,7 @@ SMALL = (
     "data=cancer optimization=none device.threads=1 monitoring.progress=false "
     "training.steps=8 training.batch_size=32"
 ).split()
-PLACES = ["session", "before", "gradients", "after", "report", "end"]
+PLACES = ["session", "before", "after", "report"]
 
 
 class Fragile(Tool):
