@@ -93,7 +93,7 @@ class RunConfig:
                 "name", f"must be a folder's name, got {self.name!r}", "letters, digits, . _ + -"
             )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError("seed", f"{self.seed} is no seed", "use 0 or more")
+            raise ConfigError("seed", f"must be ≥ 0 and below 2^63, got {self.seed}")
         check_counts(asdict(self))
 
     def _check_trust(self, made: Collection[str] = ()) -> None:

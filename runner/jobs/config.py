@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
+from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         least = 2 if self.what is VerifyKind.resume else 1  # before the middle and after it
         if self.steps is not None and self.steps < least:
-            raise ConfigError("verify.steps", f"{self.steps} is too few", f"use {least} or more")
+            raise ConfigError("verify.steps", f"must be ≥ {least}, got {self.steps}")
 
 
 @dataclass
@@ -72,11 +72,10 @@ class ScanConfig:
 
     path: str | None = None  # a file, or a folder with all that is in it
     deep: bool = True  # values too, and not only how the file is made
-    rows: int = 30  # shown on the screen, the worst first; scan.json has them all
+    rows: int = bounded(30, min=0)  # shown on the screen, the worst first; scan.json has them all
 
     def __post_init__(self) -> None:
-        if self.rows < 0:
-            raise ConfigError("scan.rows", f"{self.rows} is no number of rows", "use 0 or more")
+        check_bounds(self, "scan")
 
 
 @dataclass
@@ -85,8 +84,7 @@ class ReplayConfig:
 
     path: str | None = None  # debug/captures/step_…, or a run's folder: its first capture
     attribute: bool = True  # look for the techniques that make it bad; a process for each try
-    timeout_s: float = 300.0  # that one try may take
+    timeout_s: float = bounded(300.0, above=0)  # that one try may take
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError("replay.timeout_s", f"{self.timeout_s} is no time", "use more than 0")
+        check_bounds(self, "replay")
