@@ -170,7 +170,7 @@ def test_a_mistake_names_the_argument(net: nn.Module) -> None:
         ((net, "text"), {}, "batch must be tensors .* got a str"),
         ((net, torch.ones(())), {}, "first dimension is the sample"),
         ((net, x), {"retries": -1}, "retries must be ≥ 0, got -1"),
-        ((net, x), {"nan": math.inf}, "nan=inf"),
+        ((net, x), {"nan": math.inf}, "nan must be a finite number"),
     ):
         with pytest.raises(UsageError, match=message):
             safe_inference(*arguments, **options)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from faulty_models import FEATURES, Net
 from torch import Tensor, nn
 
 from runner import Hook
@@ -16,40 +15,6 @@ class Huge(nn.Module):
 
     def forward(self, x: Tensor, off: Tensor) -> Tensor:
         return x * (1 + 1e20 * off)
-
-
-class Doubled(torch.autograd.Function):
-    """x as it is, and twice the gradient that it has."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
-class WrongBackward(nn.Module):
-    """A layer whose backward is off by a factor."""
-
-    def forward(self, x: Tensor, off: Tensor) -> Tensor:
-        found: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
-        return found
-
-
-class Seeded(Net):
-    """The small network, with a fault that needs no bad batch."""
-
-    def __init__(self, in_features: int, classes: int, fault: str = "", width: int = 8) -> None:
-        super().__init__(in_features, classes, width=width)
-        if fault == "dead":
-            with torch.no_grad():
-                self.last[0].bias.fill_(-1e3)
-        if fault == "wrong":
-            self.part = WrongBackward()
-        if fault == "unused":
-            self.left_out = nn.Linear(FEATURES, 3)
 
 
 class Normalised(nn.Module):
@@ -67,13 +32,6 @@ class Normalised(nn.Module):
         return self.last(x)
 
 
-def infinite_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Infinite where the network was driven far out; its gradient is finite."""
-    loss = nn.functional.cross_entropy(output, target)
-    far = output.detach().abs().max() > 1e3
-    return loss + torch.where(far, torch.inf, 0.0)
-
-
 class Ruin(Hook):
     """Writes a NaN into a weight, once."""
 
@@ -86,13 +44,3 @@ class Ruin(Hook):
             self.done = True
             with torch.no_grad():
                 run.model.first.weight[0, 0] = torch.nan
-
-
-class Hoard(Hook):
-    """Keeps something of each step, 50 KB of it."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-
-    def on_step(self, run: Any, step: Any) -> None:
-        self.kept.append(torch.ones(12_800))

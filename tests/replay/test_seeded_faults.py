@@ -6,9 +6,6 @@ Each row is one run. All are survived: the run ends as it was meant to, with fin
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,6 @@ RUN = [
     "optimization=none",
 ]
 ONE = "+data.poison=[21]"  # sample 21 sets the fault off, once an epoch
-SEEDED = "model._target_=seeded_models.Seeded"
 
 
 @dataclass(frozen=True)
@@ -47,24 +43,15 @@ class Seeded:
     kind: str  # in the history
     action: str  # begins so
     names: str = ""  # in the fault's message
-    module: str | None = None  # named by job=replay; None: not asked
+    module: str = ""  # named by job=replay
     phase: str = ""
     technique: str | None = None  # None: no technique is to blame; empty: none could be
-    apart: bool = False  # in a process of its own: a heap with holes in it hides a leak
     marks: list[Any] = field(default_factory=list)
 
 
 FAULTS = {
     "NaN in one batch": Seeded(
         ["+data.nan=[21]"], "non_finite", "skipped", module="", phase="input"
-    ),
-    "Inf loss": Seeded(
-        [ONE, "+model.part=grows", "objective._target_=seeded_models.infinite_loss"],
-        "non_finite",
-        "skipped",
-        "loss",
-        module="",
-        phase="loss",
     ),
     "NaN weights": Seeded(
         ["debug.hooks=[{_target_: seeded_models.Ruin, at: 12}]"],
@@ -90,12 +77,6 @@ FAULTS = {
         module="part",
         phase="spike",
     ),
-    "dying ReLU": Seeded(
-        [SEEDED, "+model.fault=dead", "debug=gradients", "debug.every=2", "training.steps=200"],
-        "dead_units",
-        "",
-        "last.0",
-    ),
     "fp16 overflow": Seeded(
         [
             ONE,
@@ -108,9 +89,7 @@ FAULTS = {
         module="part",
         phase="forward",
         technique="amp",
-    ),
-    "a wrong backward": Seeded(
-        [SEEDED, "+model.fault=wrong", "debug=gradcheck"], "wrong_gradient", "", "part"
+        marks=[pytest.mark.slow],
     ),
     "NaN only in bfloat16": Seeded(
         [
@@ -142,18 +121,6 @@ FAULTS = {
         module="norm",
         phase="forward",
     ),
-    "a leak": Seeded(
-        ["debug.hooks=[seeded_models.Hoard]", "training.steps=500", "training.validate_every=500"],
-        "leak",
-        "",
-        apart=True,
-    ),
-    "an unused parameter": Seeded(
-        [SEEDED, "+model.fault=unused", "debug=gradients", "debug.every=5"],
-        "no_gradient",
-        "",
-        "left_out.weight",
-    ),
 }
 CASES = [pytest.param(fault, id=name, marks=fault.marks) for name, fault in FAULTS.items()]
 
@@ -161,13 +128,10 @@ CASES = [pytest.param(fault, id=name, marks=fault.marks) for name, fault in FAUL
 @pytest.mark.parametrize("fault", CASES)
 def test_a_seeded_fault_is_survived_and_named_right(fault: Seeded, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    if fault.apart:
-        summary = _apart([*RUN, *fault.overrides], folder)
-    else:
-        with build(compose([*RUN, *fault.overrides]), folder) as run:
-            summary = train(run)
-            weights = [*run.model.parameters(), *run.model.buffers()]
-            assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
+    with build(compose([*RUN, *fault.overrides]), folder) as run:
+        summary = train(run)
+        weights = [*run.model.parameters(), *run.model.buffers()]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
     assert summary.status == "done"
     rows = json.loads((folder / "debug" / "history.json").read_text())["faults"]
     ours = [row for row in rows if row["kind"] == fault.kind]
@@ -175,8 +139,6 @@ def test_a_seeded_fault_is_survived_and_named_right(fault: Seeded, tmp_path: Pat
     assert any(row["action"].startswith(fault.action) for row in ours), ours
     assert any(fault.names in row["message"] for row in ours), ours
     assert summary.faults[fault.kind] >= 1
-    if fault.module is None:
-        return
 
     kept = [path for path in captures(folder) if _kind(path) == fault.kind]
     found = _replayed(kept[0], tmp_path / "replay")
@@ -188,21 +150,6 @@ def test_a_seeded_fault_is_survived_and_named_right(fault: Seeded, tmp_path: Pat
         assert found.blame is not None
         assert found.blame.techniques == ([] if fault.technique is None else [fault.technique])
     assert Summary.read(tmp_path / "replay").status == "done"
-
-
-def _apart(overrides: list[str], folder: Path) -> Summary:
-    """The same by the command line, in a new process."""
-    path = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-    done = subprocess.run(  # noqa: S603  # our own overrides
-        [sys.executable, "-m", "runner", *overrides, f"hydra.run.dir={folder}"],
-        cwd=folder.parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return Summary.read(folder)
 
 
 def _kind(path: Path) -> str:
