@@ -18,14 +18,12 @@ from runner.sweep.config import LauncherConfig
 from runner.training.length import resolve_steps
 from tests.runs import command
 
-TEXT = ["data=stdlib_text", "model=gpt"]
 HUGE = {
     "device.threads=1000000000": [],
     "device.affinity=[0,99999999999999999999]": [],
-    "data.workers=100000": [],
-    "model.depth=1000000000": TEXT,
-    "training.batch_size=1000000000000": [],
-    "training.steps=1000000000000": [],
+    "data.samples=1000000000000": ["data=synthetic"],
+    "model.depth=1000000000": ["data=stdlib_text", "model=gpt"],
+    "debug.every=99999999999999999999": [],
     "checks.inputs.schema.shape=[99999999999999999999]": [],
 }
 

@@ -33,9 +33,7 @@ class SchemaConfig:
     high: float | None = bounded(None)
     shape: list[int] | None = None  # of one sample; -1: any length
     dtype: str | None = None  # float32, int64, …
-    classes: int | None = bounded(
-        None, min=1
-    )  # labels are 0 to classes - 1; None: what the data say
+    classes: int | None = bounded(None, min=1)  # labels are below it; None: what the data say
 
     def __post_init__(self) -> None:
         key = "checks.inputs.schema"

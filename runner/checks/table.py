@@ -161,15 +161,13 @@ def _leaks(table: Table, skills: list[float | None]) -> Iterator[tuple[int, str]
         ((s, c.name) for s, c in zip(skills, table.columns, strict=False) if s and s < limit),
         default=(0.0, ""),
     )
-    what = "of how the target is ordered" if table.classes is None else "of the errors"
-    verb = "explains" if table.classes is None else "saves"
+    text = "alone explains {:.4%} of how the target is ordered"
+    if table.classes is not None:
+        text = "alone saves {:.4%} of the errors that are made without it"
     for number, skill in enumerate(skills):
         if skill is not None and skill >= limit and best < EASY:
-            evidence = f"alone {verb} {skill:.4%} {what} that are made without it"
-            yield (
-                number,
-                evidence + (f"; the next best column, {name!r}, {best:.1%}" if name else ""),
-            )
+            other = f"; the next best column, {name!r}, {best:.1%}" if name else ""
+            yield number, text.format(skill) + other
 
 
 def _label_skills(table: Table, sample: NDArray[np.int64]) -> list[float | None]:

@@ -213,6 +213,11 @@ def test_a_schema_that_makes_no_sense_is_refused(key: str, schema: dict[str, Any
         SchemaConfig(**schema)
 
 
+def test_a_batch_is_skipped_as_a_whole_and_not_left_out_in_part() -> None:
+    with pytest.raises(ConfigError, match=r"checks\.inputs\.labels: .* use skip, or data\.bad_s"):
+        InputsConfig(labels=Policy.drop)
+
+
 # -- no alarm on healthy data ----------------------------------------------------------------------
 
 DATA = {

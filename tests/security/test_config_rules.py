@@ -32,15 +32,9 @@ CHOSEN = ["--config-dir=theirs", "experiment=own"]
 TRUSTED = "security.trusted=[my_package]"
 HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_configs.yaml").read_text())
 CALLED = """
-os.system os.mkdir builtins.open builtins.eval shutil.copyfile venv.create subprocess.Popen
-torch.hub.load torch.load torch.utils.collect_env.run setuptools._distutils.spawn.spawn
-multiprocessing.util.spawnv_passfds uuid._get_command_stdout torch.os.mkdir pickle.loads
-runner.cli.launch.os.mkdir runner.record.storage.replace_text evil_pkg.Payload functools.partial
-importlib.import_module hydra.utils.instantiate hydra.utils.get_method torch.nn.init.math.sqrt
-torch.nn.functional.torch.load torch.utils.data.datapipes.iter.FileOpener
-torch.nn.Module.load_state_dict torch.nn.Linear.__init__ hydra._internal.utils._locate
-code.interact pty.spawn ctypes.CDLL runpy.run_path pip.main timeit.timeit
-""".split()
+os.system torch.hub.load torch.os.mkdir evil_pkg.Payload runner.cli.launch.os.mkdir pickle.loads
+torch.nn.functional.torch.load hydra.utils.instantiate
+""".split()  # test_registry.py has more
 GROWING = "".join(
     f"    a{i}: '" + f"${{optimizer.options.a{i - 1}}}" * 12 + "'\n" for i in range(1, 9)
 )

@@ -66,24 +66,27 @@ def test_public_classes_and_functions_of_torch_pass(target: str) -> None:
     assert resolve(target, KEY, []).__name__ == target.rpartition(".")[2]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "os.system", "builtins.eval", "subprocess.Popen", "torch.load", "torch.hub.load",
-        "torch.nn.modules",  # a module
-        "torch.nn.modules.module.OrderedDict",  # defined elsewhere
-        "torch.nn.modules.module.functools.partial", "torch.nn.init.math",
-        "torch.nn.Module.load_state_dict",
-        "torch.optim.optimizer._RequiredParameter", "torch.utils._pytree.tree_map",
-        "torch.utils.data.datapipes.iter.FileOpener",
-        "torch.nnx.Linear", "torchx.nn.Linear",
-        "runner.techniques.amp.Amp", "runner.security.registry.resolve", "runner.models.nope",
-        "hydra.utils.instantiate", "omegaconf.OmegaConf.create",
-    ],
-)  # fmt: skip
+REFUSED = """
+os.system os.mkdir builtins.open builtins.eval shutil.copyfile venv.create subprocess.Popen
+torch.load torch.hub.load torch.utils.collect_env.run setuptools._distutils.spawn.spawn
+multiprocessing.util.spawnv_passfds uuid._get_command_stdout torch.os.mkdir pickle.loads
+torch.nn.modules torch.nn.modules.module.OrderedDict torch.nn.modules.module.functools.partial
+torch.nn.init.math torch.nn.init.math.sqrt torch.nn.Module.load_state_dict functools.partial
+torch.optim.optimizer._RequiredParameter torch.utils._pytree.tree_map torch.nn.Linear.__init__
+torch.utils.data.datapipes.iter.FileOpener torch.nn.functional.torch.load torch.nnx.Linear
+torchx.nn.Linear runner.techniques.amp.Amp runner.security.registry.resolve runner.models.nope
+runner.cli.launch.os.mkdir runner.record.storage.replace_text importlib.import_module
+hydra.utils.instantiate hydra.utils.get_method hydra._internal.utils._locate code.interact
+omegaconf.OmegaConf.create pty.spawn ctypes.CDLL runpy.run_path pip.main timeit.timeit
+""".split()
+
+
+@pytest.mark.parametrize("target", REFUSED)
 def test_everything_else_is_refused(target: str) -> None:
-    with pytest.raises(SecurityError, match="trusted"):
+    before = set(sys.modules)
+    with pytest.raises(SecurityError, match="trusted|plain dotted name"):
         resolve(target, KEY, [])
+    assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize(
