@@ -49,13 +49,6 @@ def quiet(config: RunConfig) -> RunConfig:
     return config
 
 
-def seeded(config: RunConfig, seed: int) -> RunConfig:
-    """The same config with another seed; not checked again, the plain one asks for nothing."""
-    other = copy(config)
-    other.seed = seed
-    return other
-
-
 def cut(config: RunConfig, micro: int | None) -> RunConfig:
     """The same run in micro-batches of that size."""
     if micro is None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from runner import build, compose, train
 from runner.benchmark.arms import Arm
@@ -306,18 +304,3 @@ def test_the_page_and_the_table_have_a_row_for_each_claim(tmp_path: Path) -> Non
     found = json.loads((tmp_path / "claims.json").read_text())
     assert [row["verdict"] for row in found["rows"]] == [row.verdict for row in ROWS]
     assert found["rows"][0]["interval"] == [1.29, 1.33]
-    screen = Console(width=80, record=True, file=StringIO())
-    screen.print(report.show(RESULT))
-    text = screen.export_text()
-    assert max(map(len, text.splitlines())) <= 80
-    assert all(row.name in text for row in ROWS) and "no <b>GPU</b>" in text
-
-
-@pytest.mark.slow
-def test_the_claim_about_anomaly_mode_is_measured_in_real_processes(tmp_path: Path) -> None:
-    config = compose(["experiment=claims", "benchmark.budget_s=8", "benchmark.narrow=0.2"])
-    tested = trial(claim("cost", 1.2), arm=("optimization=none", "debug=anomaly"))
-    found = measure_claims(config, None, None, [tested])
-    (row,) = found.rows
-    assert row.ratio is not None and row.ratio > 1.2 and row.verdict == FAILS
-    assert found.machine["cores"] >= 1
