@@ -63,8 +63,8 @@ def test_tf32_is_refused_on_a_cpu_with_the_reason_and_is_an_error_under_strict()
     assert refused.requested
     assert not refused.engaged
     assert "no TF32" in refused.reason
-    with pytest.raises(ConfigError, match=r"optimization\.tf32"):
-        trained("optimization.tf32.enabled=true", "optimization.strict=true")
+    with pytest.raises(ConfigError, match=r"optimization\.tf32.*cannot take hold"):
+        build(compose([*QUICK, "optimization.tf32.enabled=true", "optimization.strict=true"]))
 
 
 def test_a_closed_run_leaves_no_global_switch_behind(tmp_path: Path) -> None:
