@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.checkpoint.checkpointer import Checkpointer
+from runner.checkpoint.checkpointer import Checkpointer, storage
 from runner.errors import CheckpointError, StorageError
 
 
@@ -42,6 +42,17 @@ def test_another_process_sees_the_same_last_and_best(tmp_path):
     again = Checkpointer(tmp_path, keep=1)
     assert again.last == "checkpoints/step_00000003"
     assert again.best == "checkpoints/step_00000001"
+
+
+def test_where_there_are_no_symbolic_links_a_text_file_says_it(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    save(checkpointer, 1, 2, best=1)
+    assert (tmp_path / "checkpoints/last").read_text() == "step_00000002"
+    assert checkpointer.best == "checkpoints/step_00000001"
 
 
 def test_saving_the_same_step_again_replaces_it_and_it_stays_the_best(tmp_path):
@@ -128,6 +139,18 @@ def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_a_fault_in_the_background_reaches_the_training_thread(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(storage, "put_folder", fail)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(1, model_at(1), {}, False)
+    with pytest.raises(ValueError, match="a fault of ours"):
+        checkpointer.wait()
+    assert names(tmp_path) == [] and not checkpointer.faults
+
+
 def test_a_folder_that_cannot_be_written_to_ends_the_run_only_at_its_third_save(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     checkpointer = Checkpointer(tmp_path, keep=1)
@@ -136,3 +159,19 @@ def test_a_folder_that_cannot_be_written_to_ends_the_run_only_at_its_third_save(
     with pytest.raises(StorageError, match="3 checkpoints in a row were not written: File exists"):
         checkpointer.save(4, model_at(4), {}, False)
     assert checkpointer.faults == {"checkpoint": 3}
+
+
+def test_one_failure_is_forgiven_unless_it_is_the_last_save(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    root = tmp_path / "checkpoints"
+    root.write_text("")
+    checkpointer.save(1, model_at(1), {}, False)
+    checkpointer.wait()
+    root.unlink()
+    save(checkpointer, 2)
+    assert checkpointer.faults == {"checkpoint": 1} and checkpointer.restore().step == 2
+    (root / ".old-step_00000002").write_text("")  # a file where a folder would be put aside
+    checkpointer.save(2, model_at(2), {}, False)
+    with pytest.raises(StorageError, match=r"checkpoints: the last checkpoint was not written"):
+        checkpointer.close()
+    assert checkpointer.restore().step == 2

@@ -84,6 +84,15 @@ def test_images_are_scaled_to_a_square_with_the_folder_as_class(tmp_path: Path) 
     assert red_and_blue(tmp_path, channels=1).fetch(np.arange(2), None)[0].shape[1] == 1
 
 
+def test_the_centre_of_an_image_is_kept(tmp_path: Path) -> None:
+    source = red_and_blue(tmp_path)
+    wide = Image.new("RGB", (300, 100), (255, 255, 255))
+    wide.paste((0, 0, 0), (100, 0, 200, 100))
+    wide.save(tmp_path / "blue" / "0.jpg")
+    x, _ = source.fetch(np.array([0]), None)
+    assert float(x.max()) < 0.2  # only the black square in the middle
+
+
 def test_augmentation_follows_the_samples_seed_alone(tmp_path: Path) -> None:
     source = red_and_blue(tmp_path, augment=True)
     noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)

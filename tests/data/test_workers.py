@@ -137,6 +137,13 @@ def test_close_leaves_no_process_behind(
     loader.close()  # twice does no harm
 
 
+def test_a_closed_loader_can_start_again(load: Load) -> None:
+    loader = workers(load, lambda i: None)
+    first = next(loader.batches(0))
+    loader.close()
+    assert torch.equal(next(loader.batches(0))[0], first[0])
+
+
 def test_a_forgotten_loader_takes_its_workers_with_it(
     children: Callable[[], list[psutil.Process]], load: Load
 ) -> None:
@@ -160,6 +167,24 @@ def test_signals_to_the_group_do_not_reach_workers(
     for _ in range(30):
         next(batches)
     assert len(children()) == 2
+
+
+def test_a_signal_handler_that_raises_cuts_the_wait_short(load: Load) -> None:
+    class Enough(Exception):
+        pass
+
+    def handler(number: int, frame: object) -> None:
+        raise Enough
+
+    batches = workers(load, lambda i: time.sleep(600)).batches(0)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Enough):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            list(zip(range(10), batches, strict=False))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 SCRIPT = """

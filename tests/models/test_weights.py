@@ -19,13 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from runner import build, compose, train
+from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
+from runner.jobs.evaluate import main as evaluate
 from runner.models.stored import KEY, Shard, Weights
 from runner.models.weights import fit_to, start_from
+from runner.replay.reopen import reopened
 from runner.security.config import SecurityLevel
 from runner.security.files.policy import Policy
 from runner.security.trust import Trust
 from runner.training.run import Run
+from runner.training.summary import Summary
 
 QUIET = [
     "data=cancer",
@@ -242,6 +246,41 @@ def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again
         assert equal(run.model.state_dict(), whole)
 
 
+def test_checkpoint_resume_wins_and_says_so(first: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runner")
+    config = [*QUIET, "model.weights=nowhere.pt", f"checkpoint.resume={first}"]
+    with build(compose(config)) as run:
+        assert run.progress.step == 6
+    assert "model.weights: not read: checkpoint.resume brings weights of its own" in caplog.text
+
+
+def test_weights_alone_are_evaluated(first: Path) -> None:
+    config = compose([*QUIET, "job=evaluate", f"model.weights={first}"])
+    metrics = evaluate(config, Path("outputs/runs/eval")).metrics
+    assert metrics["val/loss"] == Summary.read(first).metrics["val/loss"]
+
+
+def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
+    first: Path, my_package: None
+) -> None:
+    ours = [
+        *QUIET,
+        "data._target_=my_package.Noisy",
+        "+data.poison=[50,90]",
+        "security.trusted=[my_package]",
+        "checks=off",
+    ]
+    with build(compose(ours)) as run:
+        digest = saved(Path("w.pt"), run.model.state_dict())
+    config = [*ours, "model.weights=w.pt", f"security.pinned=[{digest}]"]
+    with build(compose(config), Path("outputs/runs/bad")) as run:
+        train(run)
+    Path("w.pt").unlink()
+    capture = open_capture(next(Path("outputs/runs/bad/debug/captures").glob("step_*")))
+    with reopened(capture, trusted=["my_package"]) as (run, _):
+        assert run.progress.step == capture.step - 1
+
+
 def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
     first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,6 +360,15 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     assert most == 3  # of the nine
 
 
+def test_shards_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    snapshot, _, digests = sharded(tmp_path)
+    model = Net(classes=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"head.weight is \[3, 5\], and the model's \[2, 5\]"):
+        start_from(model, snapshot, [], Policy(pinned=tuple(digests)))
+    assert equal(model.state_dict(), before)
+
+
 @pytest.mark.parametrize(
     ("index", "says"),
     [
@@ -333,6 +381,17 @@ def test_an_index_that_is_none_is_refused(index: str, says: str, tmp_path: Path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
         start_from(Net(), tmp_path, [], Policy())
+
+
+def test_an_index_of_more_than_its_shards_hold_is_refused(tmp_path: Path) -> None:
+    snapshot, _, digests = sharded(tmp_path)
+    path = snapshot / "model.safetensors.index.json"
+    body = json.loads(path.read_text())
+    body["weight_map"]["tail.weight"] = next(iter(body["weight_map"].values()))
+    path.unlink()
+    path.write_text(json.dumps(body))
+    with pytest.raises(ConfigError, match=r"no shard has tail\.weight"):
+        start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
 
 
 def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> None:
