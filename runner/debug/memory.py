@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class MemoryTool(Tool):
     def session(self, run: Run) -> Iterator[None]:
         """Follow the allocator; write down at the end what there was."""
         self.run, self.seen_faults = run, dict(run.history.counts)
-        self.next_look = min((run.progress.step // self.every + 1) * self.every, run.total_steps)
+        self.next_look = self._first_look(run)
         phases.restart(run.device)
         snapshots = run.device.kind == "cuda" and self.config.memory.snapshot
         if snapshots:
@@ -103,6 +104,13 @@ class MemoryTool(Tool):
                 self._conclude(run)
             if snapshots:
                 torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _first_look(self, run: Run) -> int:
+        """A full batch from `every` on, else the latest one before, else the last step."""
+        begun, last = run.progress.step, run.total_steps
+        due = min((begun // self.every + 1) * self.every, last)
+        steps = chain(range(due, last + 1), range(due - 1, begun, -1))
+        return next((step for step in steps if self._is_full(run, step)), last)
 
     def due(self, step: int) -> bool:
         """A step of a full batch from `next_look` on; the last one, where there was none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,29 @@ def test_a_healthy_run_is_the_same_to_the_bit() -> None:
     ours, theirs = watched.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert "anomaly" not in summary.faults
+
+
+class Chatty(Root):
+    """Warns at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("once is enough", stacklevel=1)
+        return super().forward(x)
+
+
+def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
+    tmp_path: Path,
+) -> None:
+    overrides = [*ANOMALY, "model=mlp", "training.micro_batch=10"]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        _, summary = run_of(overrides, tmp_path, Net(Chatty(), bad=(3,)))
+    assert summary.status == "done"
+    (fault,) = anomalies(tmp_path)
+    assert HERE in fault["message"] and "in part" in fault["message"]
+    said = [str(warning.message) for warning in heard]
+    assert 1 <= said.count("once is enough") < 4, "of 33 calls"
+    assert not any("Error detected in" in text for text in said)
 
 
 def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from runner import build, compose, train
 from runner.build import Components
 from runner.debug.config import Bounds, GradientsConfig
 from runner.debug.dead_units import DeadUnits
 from runner.debug.gradient_layers import State, check_gradients
+from runner.debug.gradients import Gradients
 from runner.training.run import Run
 from runner.training.summary import Summary
 
@@ -62,6 +65,25 @@ def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
     found = recorded(folder)[kind]
     assert isinstance(found, list)
     return found
+
+
+class Empty(nn.Module):
+    """A parameter without values, as a layer of no units has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.none = mlp(), nn.Parameter(torch.zeros(0, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.none.sum(0)  # type: ignore[no-any-return]
+
+
+def test_a_parameter_without_values_has_no_statistics_and_is_no_fault(tmp_path: Path) -> None:
+    short = ["optimization=none", "training.steps=4", "debug.gradients.histograms_every=1"]
+    _, summary = run_of([*LOOKING, *short], tmp_path, Empty())
+    assert summary.status == "done" and "tool_failed" not in summary.faults
+    row = next(row for row in rows(tmp_path) if row["layer"] == "none")
+    assert row["state"] == "fine" and row["norm"] is None and row["zeros"] is None
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -179,6 +201,36 @@ def test_an_fp16_loss_scale_is_divided_out(tmp_path: Path) -> None:
     assert scaled == pytest.approx(first_look(tmp_path / "b", "optimization=none"), rel=0.05)
 
 
+class Reads(TorchFunctionMode):
+    """Counts what makes a host wait for a device."""
+
+    counted = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        waiting = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero"}
+        self.counted += getattr(func, "__name__", "") in waiting
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_look_reads_once_whatever_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, calls = Reads(), []
+
+    def counted(own: Callable[[Gradients, Run, Any], None]) -> Callable[..., None]:
+        def wrapped(self: Gradients, run: Run, what: Any) -> None:
+            calls.append(own)
+            with reads:
+                own(self, run, what)
+
+        return wrapped
+
+    for name in ("on_gradients", "_finish"):  # all that a look does
+        monkeypatch.setattr(Gradients, name, counted(getattr(Gradients, name)))
+    run_of([*LOOKING, "model=mlp", "training.steps=4", "optimization=none"], None)
+    assert (reads.counted, len(calls)) == (2, 4), "two looks, each in two parts"
+
+
 def test_dying_units_and_unused_parameters_are_named_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +296,30 @@ def test_an_exploding_gradient_is_named(tmp_path: Path) -> None:
     _, summary = run_of([*LOOKING, "stability=off"], tmp_path, model)
     assert "layers explode" in finding(summary)
     assert summary.faults["exploding_gradient"] > 0
+
+
+def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path: Path) -> None:
+    class Odd(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.layers[:3](x)
+            x = nn.functional.relu(nn.functional.linear(x, self.layers[3].weight.T))
+            return self.now(x) if self.calls % 4 == 0 else self.layers[5](x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Odd(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+    model.layers[5].weight.requires_grad_(False)
+    model.layers[1].bias = model.layers[3].bias  # tied
+    model.now = nn.Linear(16, 10)
+    _, summary = run_of(LOOKING, tmp_path, model)
+    assert summary.status == "done"
+    trained = {f"layers.{name}" for name in ("1.weight", "1.bias", "3.weight", "5.bias")}
+    assert {row["layer"] for row in rows(tmp_path)} == trained | {"now.weight", "now.bias"}
+    seen = {(row["layer"], row["state"]) for row in rows(tmp_path)}
+    assert {("now.weight", "fine"), ("now.weight", "no gradient")} <= seen
+    assert "no_gradient" not in summary.faults
 
 
 @pytest.mark.parametrize(
@@ -371,9 +447,12 @@ def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
 
 @pytest.mark.slow
 def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
-    overrides = ["optimization=ultra", "model=mlp", "optimization.compile.min_steps=0"]
-    run, summary = run_of([*LOOKING, *overrides], tmp_path)
-    assert summary.status == "done"
+    overrides = ["optimization=ultra", "model=mlp", "debug=full", "training.steps=60"]
+    run, summary = run_of([*DIGITS, *overrides], tmp_path)
+    assert (summary.status, summary.faults) == ("done", {})
     assert run.whole is not None and run.whole.steps >= 6
-    assert sorted({row["step"] for row in rows(tmp_path)}) == [2, 4, 6, 8, 10, 12]
-    assert finding(summary) == "nothing amiss"
+    assert sorted({row["step"] for row in rows(tmp_path)}) == [10, 20, 30, 40, 50, 60]
+    said = {tool.name: tool.finding for tool in summary.tools}
+    assert said["gradients"] == "nothing amiss" and "activations" in said["memory"]
+    assert "compiled graphs take" in (tmp_path / "debug/profile.json").read_text()
+    assert said["gradcheck"].endswith(", 0 wrong") and said["anomaly"].startswith("no NaN or Inf")

@@ -12,6 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from runner import build, compose, train
 from runner.build import Components
@@ -139,6 +141,17 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -
     assert not torch.nn.modules.module._global_forward_hooks
 
 
+def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) -> None:
+    full = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
+    kept = []
+    for folder, more in (("plain", []), ("recomputed", full)):
+        with build(compose([*GPT, "training.steps=2", *LOOK, *more]), tmp_path / folder) as run:
+            train(run)
+        rows = found_in(tmp_path / folder)["account"]["rows"]
+        kept.append(sum(row["activations"] for row in rows if row["name"].startswith("blocks")))
+    assert kept[1] < kept[0] / 4
+
+
 def test_a_short_run_is_looked_at_and_tells_what_it_found(tmp_path: Path) -> None:
     with build(compose([*MLP, "debug=memory"]), tmp_path) as run:  # every 50, and 30 steps
         summary = train(run)
@@ -183,6 +196,21 @@ def test_a_leak_is_named_by_its_tensors_and_by_the_list_that_keeps_them(
     assert summary.faults["leak"] == 1, "one leak, however often longer windows find it"
 
 
+def test_a_short_run_that_grows_is_told_by_how_much_and_that_it_is_no_verdict(
+    tmp_path: Path, mapped: Callable[[int], mmap.mmap]
+) -> None:
+    class Hoarding(Hoard):
+        def on_step(self, run: Run, step: Step) -> None:
+            self.hoarded.append(torch.frombuffer(self.mapped(2_800_000), dtype=torch.uint8))
+
+    with build(compose([*MLP, *LOOK, "training.steps=60"]), tmp_path) as run:
+        run.hooks.append(Hoarding(mapped))
+        train(run)
+    said = found_in(tmp_path)["leak"]
+    assert said.startswith("too few samples for a leak verdict (1 of 40): growing ")
+    assert 2.5 < float(said.split("growing ")[1].split(" MB a step so far")[0]) < 3.5
+
+
 # of 60 samples 48 are trained on: batches of 32 and 16, by turns
 RAGGED = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memory"]
 
@@ -191,7 +219,7 @@ RAGGED = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memor
     ("more", "step", "rows"),
     [
         (["training.steps=40", "debug.every=4"], 5, 32),  # each look would be at a small batch
-        (["training.steps=9", "debug.memory.every=50"], 9, 32),
+        (["training.steps=10", "debug.memory.every=50"], 9, 32),  # the run ends with a small one
     ],
     ids=["paced", "unreached"],
 )
@@ -219,6 +247,17 @@ class First(Hook):
             self.accounts.append((tool.breakdown.step, tool.breakdown.samples))
 
 
+def test_a_run_of_partial_batches_only_says_so(tmp_path: Path) -> None:
+    with build(compose([*RAGGED, "training.steps=1"]), tmp_path) as run:
+        train(run)
+    resumed = [*RAGGED, "training.steps=2", "checkpoint.resume=auto"]
+    with build(compose(resumed), tmp_path) as run:
+        summary = train(run)
+    assert found_in(tmp_path)["account"]["samples"] == 16
+    finding = next(t for t in summary.tools if t.name == "memory").finding
+    assert "of a partial batch, 16 of 32 samples: no full one was looked at" in finding
+
+
 KEPT: list[Any] = []
 
 
@@ -230,6 +269,15 @@ def test_a_count_names_the_list_of_a_module_and_forgets_what_is_gone() -> None:
     said = [str(growth) for growth in find_growth(before, count_objects())]
     KEPT.clear()
     assert any("5,000 more items in the list" in x and x.endswith("test_memory.KEPT") for x in said)
+
+
+def test_lazy_parameters_and_a_compilers_fake_tensors_are_not_counted() -> None:
+    kept = [nn.LazyLinear(3), torch.ones(7, 73)]
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 73))
+    assert isinstance(fake.numel(), torch.SymInt)  # which has no hash
+    shapes = [shape for shape, *_ in count_objects().tensors]
+    assert shapes.count("7×73") == 1 and not [shape for shape in shapes if shape.startswith("s")]
+    assert len(kept) == 2
 
 
 # out of memory
@@ -276,6 +324,17 @@ def test_a_step_that_did_not_fit_leaves_the_page_and_the_run_goes_on(tmp_path: P
         run.objective = Limited(run.objective, 8)
         assert train(run).status == "done"
     assert "run goes on" in (tmp_path / "debug/out_of_memory.md").read_text()
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "debug").write_text("a file where the folder would be")
+    with build(compose([*GPT, "training.steps=3", *LOOK]), tmp_path) as run:
+        run.objective = Limited(run.objective, 8)
+        assert train(run).status == "done"
+    for name in ("debug/out_of_memory.md", "debug/memory.json"):
+        assert name in caplog.text
 
 
 @pytest.mark.gpu
