@@ -40,7 +40,7 @@ checkpoint
 data.batch data.nested objectives.base
 training.hook techniques.base
 training.run
-techniques.compiler techniques.memory_prediction techniques.blocks objectives.deferred_logits \
+techniques.compiler techniques.memory_prediction objectives.deferred_logits \
 models.modes training.metrics training.recovery training.resume training.summary \
 stability
 checks.outputs

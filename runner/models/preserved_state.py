@@ -39,7 +39,7 @@ MISSING = object()
 
 
 class NotRestorable(Exception):
-    """The model must not be called: its state could not be restored, or it cannot be copied."""
+    """The model must not be called, since its state could not be restored; or there is no room."""
 
 
 def large_parameters(model: nn.Module) -> list[Tensor]:

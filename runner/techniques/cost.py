@@ -75,7 +75,7 @@ def _count(draft: RunBuilder, samples: int) -> ForwardCost:
 def compile_break_even(min_steps: int | None, draft: RunBuilder) -> str | None:
     """Why so short a run should stay eager, or None.
 
-    With no number given, a step of a copy is timed: compiling pays back once the time that it
+    With no number given, forwards of the model are timed: compiling pays back once the time that it
     saves (some 15 % of each step) is more than it takes (half a minute, the first time).
     """
     if min_steps is not None:

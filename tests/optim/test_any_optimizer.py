@@ -261,6 +261,7 @@ def test_code_put_around_a_step_is_not_run_where_the_step_is_skipped(
         ("AdamW", {}, True, "in the kernel"),
         ("AdamW", {"fused": False}, False, "host reads a flag"),
         ("SignedAdamW", {}, False, None),
+        ("SignedAdamW", {"fused": True}, False, None),
     ],
 )
 def test_the_summary_says_what_makes_the_update(

@@ -90,7 +90,8 @@ FAULTS = [
     Fault("SumOnTheLast", "mlp", "loss"),
     Fault("PeeksOneAhead", "gpt", "loss"),
 ]
-QUICK = ("mlp", "dropping")
+QUICK = ("mlp", "dropping")  # their faults are planted in every run of the suite, and …
+ALSO = ("NoDropoutInLSTM", "NoDropoutInAttention")  # … of torch's fused modules, these
 LEVELS = ("basic", "advanced", "memory_efficient")
 RIGHT = [(model, level) for model in MODELS for level in LEVELS]
 
@@ -119,7 +120,7 @@ def judged_right(model: str, levels: Sequence[str] = LEVELS) -> dict[str, Parity
 
 
 def _cost(fault: Fault) -> pytest.Mark | object:
-    marks = [] if fault.model in QUICK else [pytest.mark.slow]
+    marks = [] if fault.model in QUICK or fault.mutant in ALSO else [pytest.mark.slow]
     return pytest.param(fault, marks=marks, id=fault.mutant)
 
 

@@ -12,6 +12,8 @@ import torch
 
 from runner import compose
 from runner.config import RunConfig
+from runner.parity import trajectory
+from runner.parity.candidates import without_techniques
 from runner.parity.parity import Agreement, Parity, Row
 from runner.parity.reference import ParityReference, check_parity
 
@@ -140,6 +142,37 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> Non
     assert fused.verdict is Agreement.explained
     assert fused.reference == "the baseline itself"
     assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("WEIGHTS", 12 * 3_466, "3,466 weights"),
+        ("FLOPS", {"cpu": 12 * 600_000.0}, "GFLOP a step"),
+    ],
+)
+def test_a_large_model_makes_fewer_steps_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, reason: str
+) -> None:
+    small = compose([*QUIET, *MODELS["mlp"], *FUSED])
+    monkeypatch.setattr(trajectory, name, value)
+    found = check_parity(small, without_techniques(small))
+    assert found.verdict is Agreement.explained
+    assert 6 <= found.steps <= 12
+    (omission,) = [one for one in found.not_judged if "what begins after" in one]
+    assert omission.startswith(f"what begins after {found.steps} steps: ") and reason in omission
+
+
+def test_without_a_number_asked_for_it_makes_40_steps() -> None:
+    small = compose([*QUIET, *MODELS["mlp"], *FUSED])
+    assert check_parity(small, without_techniques(small)).steps == 40
+
+
+def test_rounding_to_16_bits_is_named_as_a_place_for_faults_to_hide_in() -> None:
+    alone = judged(MODELS["mlp"], BF16)
+    assert any("amp is judged with itself" in omission for omission in alone.not_judged)
+    both = judged(MODELS["mlp"], [*BF16, *FUSED])
+    assert not any("gradients" in omission for omission in both.not_judged)
 
 
 def test_parity_leaves_no_global_switch_behind() -> None:

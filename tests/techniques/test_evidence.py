@@ -18,7 +18,7 @@ from runner import build, compose, train
 from runner.build import Components
 from runner.errors import ConfigError
 from runner.techniques.base import Evidence, RunBuilder, Technique, TechniqueStatus
-from runner.techniques.config import CudaGraphs, Tf32
+from runner.techniques.config import CudaGraphs, Pipeline, Tf32
 from runner.training.evidence import collect_evidence, technique_statuses
 from runner.training.hook import Hook, Step
 from runner.training.run import Run
@@ -253,6 +253,56 @@ def test_the_pipeline_states_how_many_batches_were_ready() -> None:
     assert pipeline.engaged and ready >= 11
 
 
+@pytest.mark.usefixtures("my_package")
+def test_a_pipeline_whose_loop_waits_as_long_as_without_workers_is_not_engaged() -> None:
+    data = [
+        "data._target_=my_package.Noisy",
+        "+data.seconds=0.002",
+        "data.workers=1",
+        "security.trusted=[my_package]",
+        "model=mlp",
+    ]
+    with build(compose([*QUICK, *data, *on("pipeline")])) as run:
+        train(run)
+        waited = Pipeline(True).engaged(run).facts["wait_share"]
+        run.train.pool.ready = 0  # type: ignore[attr-defined]
+        run.remarks["pipeline"] = {"wait_share_without_workers": waited}
+        found = Pipeline(True).engaged(run)
+    assert not found.engaged
+    assert found.reason == "0 of 4 batches ready when they were asked for"
+
+
+def test_a_pipeline_without_workers_is_not_engaged() -> None:
+    with build(compose([*QUICK, *TABLE, "model=mlp"])) as run:
+        train(run)
+        found = Pipeline(True).engaged(run)
+    assert not found.engaged
+    assert found.reason == "no worker fetches ahead: they would not pay for themselves"
+
+
+def test_accumulation_says_no_once_a_batch_fits_into_one_part() -> None:
+    asked = [*TABLE, "model=mlp", "training.batch_size=32", *on("accumulation", "micro_batch=8")]
+    with build(compose([*QUICK, *asked])) as run:
+        collect_evidence(run)
+        assert row(run, "accumulation").evidence["backward_per_update"] == 4
+        run.micro_batch = 64
+        collect_evidence(run)
+        assert not row(run, "accumulation").engaged
+
+
+def test_a_chunked_loss_says_no_once_the_layer_makes_whole_logits() -> None:
+    text = ["data=stdlib_text", "data.sequence=32", "training.batch_size=4"]
+    model = ["model=gpt", "model.width=32", "model.depth=1"]
+    asked = [*text, *model, *on("chunked_loss", "chunk=16", "min_mb=0")]
+    with build(compose([*QUICK, *asked])) as run:
+        collect_evidence(run)
+        assert row(run, "chunked_loss").engaged
+        for module in run.model.modules():
+            vars(module).pop("forward", None)
+        collect_evidence(run)
+        assert not row(run, "chunked_loss").engaged
+
+
 def test_system_settings_that_the_users_code_takes_back_are_named() -> None:
     quick = [word for word in QUICK if not word.startswith("device.threads")]
     threads = torch.get_num_threads()
@@ -329,6 +379,12 @@ class Remember(Claimed):
         draft.forward = partial(checkpoint, draft.forward, use_reentrant=False)
 
 
+class Doubled(Claimed):
+    def apply(self, draft: RunBuilder) -> None:
+        for parameter in draft.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
 class Unfused(Claimed):
     def apply(self, draft: RunBuilder) -> None:
         draft.optimizer_options["foreach"] = False
@@ -359,6 +415,7 @@ def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
     [
         (Autocast, "operators of a step"),
         (Remember, "memory for the backward"),
+        (Doubled, "numbers of a step"),
         (Unfused, "optimizer_options"),
     ],
 )

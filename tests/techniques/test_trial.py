@@ -286,3 +286,16 @@ def test_a_model_is_called_as_often_on_a_fast_machine_as_on_a_slow_one(
     if level == "default":  # what was timed is noted
         key = "optimization.compile.min_steps"
         assert decided[0][key] > decided[1][key] > 0
+
+
+def test_two_runs_that_are_pinned_alike_are_the_same_to_the_bit(
+    machine: Callable[[Callable[[], float]], None],
+) -> None:
+    pins = ["device.threads=1", "optimization.compile.min_steps=100"]
+    ended = []
+    for seconds in (1e-7, 10.0):
+        machine(Clock(seconds))
+        model = Busy()
+        with build(compose([*QUICK, *pins]), given=Components(model)) as run:
+            ended.append((train(run).metrics, model.state()["tensors"], model.forwards))
+    assert ended[0] == ended[1]
