@@ -38,7 +38,7 @@ def main() -> int:
 def _main(typed: list[str]) -> int:
     """Parse, validate, run. Imports are lazy so that `--help` and config errors stay fast."""
     # a module there must not stand in for an installed one; a trusted class brings it back
-    with current_folder_last(put_back=False):
+    with current_folder_last(restore=False):
         from runner.training.signals import sigterm_unwinds
 
         with sigterm_unwinds():

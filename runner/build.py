@@ -123,7 +123,7 @@ class _Build:
         self.open_checkpoints()
         self.make_model()
         self.make_objective()
-        self.start_draft()
+        self.start_builder()
         self.apply_techniques()
         self.make_update()  # techniques may have moved weights, and chosen how they are updated
         self.make_loaders()
@@ -200,7 +200,7 @@ class _Build:
             indices=self.data.train, shuffle=shuffle, repeat=True, augment=True, **how
         )
 
-    def start_draft(self) -> None:
+    def start_builder(self) -> None:
         """What techniques may see and change."""
         config, data = self.config, self.data
         to_device = mover(self.device.torch, pin=False, aside=False) or (lambda batch: batch)
@@ -364,9 +364,9 @@ def _claim_folder(folder: Path, resume: str, scope: ExitStack) -> None:
 
 def _warn_uncompiled(run: Run) -> None:
     if run.whole is not None or run.compilation is not None:
-        from runner.techniques.compile import warn_kept_out
+        from runner.techniques.compile import warn_graph_obstacle
 
-        warn_kept_out(run)
+        warn_graph_obstacle(run)
 
 
 def _whole_step(draft: RunBuilder, update: OptimizerStep) -> WholeStep | None:
@@ -411,7 +411,7 @@ def _first_weights(
     The line for the summary; of a run that is continued, what it had started from.
     """
     path, where = config.model.weights, config.checkpoint.resume
-    if where == "none" or (where == "auto" and not checkpointer.begun):
+    if where == "none" or (where == "auto" and not checkpointer.has_checkpoints):
         if path is None:
             return []
         return [start_from(model, existing(path, WEIGHTS), config.model.weights_except, policy)]

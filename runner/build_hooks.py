@@ -52,7 +52,7 @@ def build_hooks(
         hooks.append(Faults(empty=bool(tools)))
     if config.device.clean_above is not None or config.stability.watch.enabled:
         hooks.append(Resources(config.device.clean_above, config.stability.watch, machine))
-    if (limits := Limits(config.security.limits)).wanted:
+    if (limits := Limits(config.security.limits)).enabled:
         hooks.append(limits)
     if not debug.memory.enabled:  # which does the same, and knows more
         hooks.append(OomReport())

@@ -23,7 +23,7 @@ from runner.jobs.config import JobKind
 from runner.models import config as model_config
 from runner.overrides.groups import CONF
 from runner.security import hidden, secrets
-from runner.security.cli_overrides import typed_security
+from runner.security.cli_overrides import security_of_overrides
 from runner.security.config_rules import bound_references, restart_reference_count
 from runner.security.plain import check_plain
 from runner.sweep.config import LauncherConfig
@@ -82,7 +82,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"compose: overrides is one string; give a list: [{overrides!r}]")
     if not isinstance(overrides, Sequence) or not all(isinstance(o, str) for o in overrides):
         raise UsageError("compose: overrides is a list of texts, as 'training.steps=100'")
-    with _LOCK, secrets.door(typed_security(overrides, CONF).readable):
+    with _LOCK, secrets.environment_access(security_of_overrides(overrides, CONF).readable):
         return typed(compose_raw(normalize_overrides(overrides, compose_raw), hydra_too=True))
 
 
@@ -174,7 +174,7 @@ def typed(config: DictConfig) -> RunConfig:
             if missing := sorted(OmegaConf.missing_keys(config)):
                 also = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
                 raise ConfigError(missing[0], f"has no value{also}", f"give one: {missing[0]}=…")
-            with secrets.a_door(_environment(config)):
+            with secrets.current_environment_access(_environment(config)):
                 run_config = OmegaConf.to_object(config)
                 hidden.note(config)
         except OmegaConfBaseException as error:

@@ -15,12 +15,12 @@ class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder
     `python -m` puts it first, where a `yaml.py` or a folder `hydra_plugins` of somebody else's
     would be run before any config is read. An empty entry of PYTHONPATH, such as a colon at its
     end leaves, means that folder too; what is named there stays: it was asked for.
-    Without `put_back` it comes back only if the runner lies there: a library looks for packages
+    Without `restore` it comes back only if the runner lies there: a library looks for packages
     that are not installed, and would find them there.
     """
 
-    def __init__(self, put_back: bool = True) -> None:
-        self.put_back = put_back
+    def __init__(self, restore: bool = True) -> None:
+        self.restore = restore
 
     def __enter__(self) -> None:
         self.folder = folder = os.getcwd()
@@ -33,6 +33,6 @@ class current_folder_last:  # noqa: N801  # read as a verb: `with current_folder
 
     def __exit__(self, *failed: object) -> None:
         here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-        wanted = self.put_back or here == os.path.realpath(self.folder)
+        wanted = self.restore or here == os.path.realpath(self.folder)
         if wanted and self.folder not in sys.path:
             sys.path.append(self.folder)

@@ -78,7 +78,7 @@ def main() -> None:
         planned(
             arguments.blocks,
             arguments.narrow,
-            lambda n, last: spending.look(n, 1.0 if last else 1 / 6),
+            lambda n, last: spending.interim_alpha(n, 1.0 if last else 1 / 6),
             lag1_rank_autocorrelation,
         ),
         planned(arguments.blocks, arguments.narrow, lambda n, last: 0.05, lambda logs: 0.0),

@@ -119,7 +119,7 @@ def run_blocks(
             state.block([state.active[i] for i in draw.permutation(len(state.active))])
             measured.stopped = state.after_block()
             if told is not None:
-                told(state.shown(), measured.blocks, measured.seconds)
+                told(state.display_ratios(), measured.blocks, measured.seconds)
     except KeyboardInterrupt:
         measured.stopped = INTERRUPTED
         state.interrupted()
@@ -182,7 +182,7 @@ class _Blocks:
             return f"the budget of {rule.budget_s:g} s is spent"
         return f"all {measured.blocks} blocks of the plan are made" if last else ""
 
-    def shown(self) -> dict[str, Estimate]:
+    def display_ratios(self) -> dict[str, Estimate]:
         """Ratios for a display, without an interval that no look has paid for."""
         known = self.measured.estimates
         return {
@@ -201,7 +201,7 @@ class _Blocks:
     def _look(self, last: bool) -> bool:
         """Estimate the arms that are still active; whether all intervals are narrow."""
         measured = self.measured
-        alpha = self.spending.look(measured.blocks, 1.0 if last else SHARE)
+        alpha = self.spending.interim_alpha(measured.blocks, 1.0 if last else SHARE)
         estimates = {n: self._estimate(n, alpha) for n in self.active if n != self.reference}
         measured.estimates |= estimates
         measured.alphas |= dict.fromkeys(self.active, alpha)

@@ -20,7 +20,7 @@ from runner.benchmark.blocks import ArmEnded
 from runner.benchmark.workers.process import ENDING_S, ChildProcess, ChildSide
 from runner.config import RunConfig
 from runner.errors import UsageError
-from runner.security.parcel import opened, packed
+from runner.security.pickle_transfer import opened, packed
 
 if TYPE_CHECKING:
     from runner.parity.reference import ParityReference

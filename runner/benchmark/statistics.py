@@ -131,7 +131,7 @@ class Spending:
         self.blocks = 0
         self._unmissed = np.ones(1)  # the chance of so many tails, no look having missed
 
-    def look(self, blocks: int, share: float = 1.0) -> float:
+    def interim_alpha(self, blocks: int, share: float = 1.0) -> float:
         """What the intervals of this look may miss with by themselves, the `alpha` of `paired`.
 
         The look may spend `share` of what is left; 1 for the last one. 0.0 where so few blocks have
@@ -151,7 +151,7 @@ class Spending:
 
     def last(self, blocks: int) -> float:
         """The same, spending all that is left, for one arm that ends while others continue."""
-        return deepcopy(self).look(blocks)
+        return deepcopy(self).interim_alpha(blocks)
 
 
 def fewest_blocks(alpha: float) -> int:

@@ -61,7 +61,7 @@ class Captures:
             self.warn(f"step {step} could not be kept for job=replay: {reason}")
             return None
 
-    def tell(self) -> None:
+    def log_capture(self) -> None:
         """Log the capture that `take` wrote, once; after the line about the step itself."""
         if self.untold is not None:
             log.info(

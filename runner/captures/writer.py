@@ -122,7 +122,7 @@ def write_capture(
             for name in (checkpoints.MODEL, checkpoints.STATE, checkpoints.NAME):
                 os.link(checkpoint / name, temporary / CHECKPOINT / name)
         fill_capture(temporary, manifest, model, state)
-        storage.put_folder(temporary, folder / relative)
+        storage.write_folder(temporary, folder / relative)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return relative

@@ -71,7 +71,7 @@ class Checkpointer:
         return self._root is None
 
     @property
-    def begun(self) -> bool:
+    def has_checkpoints(self) -> bool:
         """Whether there are checkpoints of this run, good or not."""
         return self._root is not None and bool(folders.steps(self._root))
 
@@ -196,8 +196,8 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             self._fill(temporary, step, snapshot, best or folders.is_best(root, step))
-            storage.put_folder(temporary, root / folders.step_name(step))
-            folders.set_aside(root, step)
+            storage.write_folder(temporary, root / folders.step_name(step))
+            folders.abandon_from(root, step)
             folders.prune(root, self._keep, {step, folders.link(root), *self._leading(root)})
             self._failures, self._disk_error = 0, None
         except OSError as error:

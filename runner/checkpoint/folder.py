@@ -164,7 +164,7 @@ def load_newest(
     return None
 
 
-def set_aside(root: Path, step: int) -> None:
+def abandon_from(root: Path, step: int) -> None:
     """Rename later checkpoints: the run went on from before them, so they are not its newest.
 
     They may be bad, or the user chose an earlier one; nothing good is deleted for that.

@@ -70,7 +70,9 @@ def launch(request: Request) -> int:
     command, results = list(sys.argv), Results()
     job = partial(_run, request=request, results=results, command=command)
     try:
-        may_read = secrets.door(request.typed.security.readable, shows=request.flags.only_shows)
+        may_read = secrets.environment_access(
+            request.typed.security.readable, shows=request.flags.only_shows
+        )
         resumed = paths.resumed_at(request.resumed, request.chosen)
         with may_read, request.files.at_work(), paths.own_files(), resumed:
             if request.flags.cfg:
@@ -157,14 +159,14 @@ def _run(
     about = HydraConfig.get()
     folder = Path(about.runtime.output_dir)
     number = about.job.num if about.mode is RunMode.MULTIRUN else None
-    title = f"#{number} {' '.join(provenance.as_typed(about.overrides.task))}"
+    title = f"#{number} {' '.join(provenance.literal_overrides(about.overrides.task))}"
     notes = [*request.notes, *([] if number is None else [f"job {title}"])]
     results.jobs += 1
     before = _written(folder)
     try:
         for name in (hydra_files.FOLDER, hydra_files.RESUMED):
             hidden.mask_saved(folder / name)
-        with secrets.told_by_name():
+        with secrets.redact_errors():
             return _job(config, request, folder, notes)
     except Interrupted as error:
         log.error("%s", error)

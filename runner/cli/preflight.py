@@ -80,8 +80,8 @@ def check(arguments: Arguments) -> Request:
     notes = [f"security.trusted: code of {trusted} may run"] if trusted else []
     files = ConfigFiles(OUR_FOLDERS, given)
     request = Request(flags, chosen=chosen, notes=notes, typed=given, files=files)
-    door = secrets.door(given.security.readable, shows=flags.only_shows)
-    with secrets.told_by_name(), door, files.at_work():
+    access = secrets.environment_access(given.security.readable, shows=flags.only_shows)
+    with secrets.redact_errors(), access, files.at_work():
         _check(request)
     return request
 

@@ -221,7 +221,7 @@ def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Bat
         return move
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def move_aside(batch: Batch) -> Batch:
+    def move_on_stream(batch: Batch) -> Batch:
         with torch.cuda.stream(stream):
             moved = move(batch)
         steps = torch.cuda.current_stream(device)
@@ -230,4 +230,4 @@ def mover(device: torch.device, pin: bool, aside: bool) -> Callable[[Batch], Bat
             tensor.record_stream(steps)
         return moved
 
-    return move_aside
+    return move_on_stream

@@ -249,7 +249,7 @@ class Gradcheck(Tool):
         own = replace(own, budget_s=min(own.budget_s, self.config.timeout_s or own.budget_s))
         name = getattr(run.objective, "name", type(run.objective).__name__)
         roots, device = (run.model, run.objective), run.device.torch
-        with self.looking(), preserve_state(*roots, device=device, safe=run.model.parameters()):
+        with self.timed(), preserve_state(*roots, device=device, safe=run.model.parameters()):
             # the host waits for weights and batch
             batch = run.train.peek()
             self.checks = check_model(run.model, batch, run.objective, own, name, train=True)

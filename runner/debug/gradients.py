@@ -115,7 +115,7 @@ class Gradients(Tool):
         self.pending.clear()
 
     def _finish(self, run: Run, look: _Look) -> None:
-        with self.looking(), torch.no_grad():
+        with self.timed(), torch.no_grad():
             layers, dead = self._read(look)
             self._judge(run, look.step, layers, dead)
             self._show(run, look)

@@ -133,7 +133,7 @@ class MemoryTool(Tool):
         self.seconds += max(0.0, time.perf_counter() - start - self.usual)
         if run.micro_batch != micro_batch:  # it did not fit and was tried again: two steps in one
             return
-        with self.looking():
+        with self.timed():
             breakdown = break_down(run, saved)
             breakdown.peak = peak.on_device - peak.on_device_before
             self._keep(run, breakdown)
@@ -163,11 +163,11 @@ class MemoryTool(Tool):
         self._show_point(run, point)
         self.seconds += time.perf_counter() - start
         if self._is_new(run, "leak"):
-            with self.looking():
+            with self.timed():
                 self._name_leak(run, report.last)
         if self._is_new(run, "out_of_memory"):
             reason = "A step did not fit; it was cut smaller and the run goes on."
-            with self.looking():
+            with self.timed():
                 write_report(run, reason, self.breakdown)
 
     def _measure(self, device: Device, step: int, phase: str) -> Point:

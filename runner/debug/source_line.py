@@ -50,7 +50,7 @@ class Line:
         return f"{near}:{self.number} `{self.source}`" if self.source else f"{near}:{self.number}"
 
 
-def is_shown(path: str) -> bool:
+def is_user_code(path: str) -> bool:
     """Whether code of that file may be the culprit."""
     if path.startswith(("<", TORCH)):
         return False
@@ -69,7 +69,7 @@ def current_place() -> Place | None:
         path = frame.f_code.co_filename
         if path == STEP_MODULE:
             return None
-        if is_shown(path):
+        if is_user_code(path):
             return path, frame.f_lineno
         frame = frame.f_back
     return None
@@ -81,7 +81,7 @@ def raising_line(trace: TracebackType | None) -> Line | None:
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
         begun = begun or path == STEP_MODULE
-        if begun and is_shown(path):
+        if begun and is_user_code(path):
             line = line_at((path, trace.tb_lineno))
         trace = trace.tb_next
     return line
@@ -92,4 +92,4 @@ def place_in_text(text: str) -> Place | None:
     frames = [(path, int(number)) for path, number in FRAME.findall(text)]
     called = [i for i, (path, _) in enumerate(frames) if path in CALLERS]
     inside = frames[called[-1] + 1 :] if called else frames
-    return next((frame for frame in reversed(inside) if is_shown(frame[0])), None)
+    return next((frame for frame in reversed(inside) if is_user_code(frame[0])), None)

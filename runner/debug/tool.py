@@ -59,7 +59,7 @@ class Tool(Hook):
         return seconds is not None and time.monotonic() - self.began > seconds
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         """What happens meanwhile is on the tool's account."""
         start = time.perf_counter()
         try:

@@ -128,7 +128,7 @@ def room(device: Device) -> int:
     return available_bytes()
 
 
-def share_held(device: Device) -> float:
+def used_share(device: Device) -> float:
     """Share of its memory that this process holds, 0 to 1: reserved on the device, or its own."""
     share = device.memory_fraction or 1.0
     if device.kind == "cuda":

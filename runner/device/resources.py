@@ -34,7 +34,7 @@ class Room:
     own: bool = False  # a limit of this process: allocations beyond it fail, and nothing is killed
 
     @property
-    def taken(self) -> float:
+    def used_share(self) -> float:
         """Share that is taken, 0 to 1, by whichever process."""
         return 1 - self.left / self.limit
 
@@ -52,7 +52,7 @@ def room() -> Room:
     limit, own = resource.getrlimit(resource.RLIMIT_AS)[0], memory.limit_left()
     if own is not None and limit != resource.RLIM_INFINITY:
         limits.append(Room(limit, own, "the address space that `ulimit -v` allows", own=True))
-    return max(limits, key=lambda limit: limit.taken)
+    return max(limits, key=lambda limit: limit.used_share)
 
 
 def swap_bytes() -> int | None:
@@ -119,7 +119,7 @@ class Machine:
 
             self.gpu = nvml.find(device, self.asked)
 
-    def look(self) -> Reading:
+    def sample(self) -> Reading:
         """The newest reading; made now, if the last one is older than `every_s`."""
         now = time.monotonic()
         if self.reading is None or now - self.reading.at >= self.every_s:

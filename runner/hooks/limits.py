@@ -40,7 +40,7 @@ class Limits(Hook):
         self.saved_step = -1  # of the checkpoint that was counted last
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether there is any limit."""
         return any(value is not None for value in vars(self.config).values())
 

@@ -126,7 +126,9 @@ class Recording(Hook):
             origin = {}
         domains = self.config.domains
         values, choices = hparams.swept_columns(
-            self.settings, hydra_files.overrides_by_key(hydra_files.read_typed(run.folder)), domains
+            self.settings,
+            hydra_files.overrides_by_key(hydra_files.recorded_overrides(run.folder)),
+            domains,
         )
         recorder.hparams(
             _row_name(run.name, run.folder),
@@ -163,7 +165,7 @@ class Recording(Hook):
             values["device_peak_gib"] = peak / GIB
         if now >= self.load_due:
             self.load_due = now + self.config.system_every_s
-            values |= self.machine.look().row()
+            values |= self.machine.sample().row()
         run.recorder.scalars(self.last_step, "system", values)
         self.seconds, self.samples, self.steps = 0.0, 0, 0
 

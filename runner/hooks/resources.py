@@ -77,14 +77,14 @@ class Resources(Hook):
         now = time.monotonic()
         if now >= self.next_look:
             self.next_look = now + self.machine.every_s
-            self._warn(run, self.machine.look(), report.last)
+            self._warn(run, self.machine.sample(), report.last)
             self.room = None
         return self._stop(run, report)
 
     def _clean(self, run: Run, report: Report) -> None:
         if self.clean_above is None:
             return
-        held = memory.share_held(run.device)
+        held = memory.used_share(run.device)
         if held <= self.clean_above:
             self.left = None
             return
@@ -92,7 +92,7 @@ class Resources(Hook):
             return
         first = self.left is None
         memory.clean(run.device)
-        self.left = memory.share_held(run.device)
+        self.left = memory.used_share(run.device)
         run.history.add(
             "memory_cleaned",
             f"{held:.0%} of the memory was held (device.clean_above={self.clean_above:g}); "
@@ -113,15 +113,15 @@ class Resources(Hook):
             return None
         room = self._read_room()
         # a run that was cut smaller to fit lives at its own limit, where nothing is killed
-        if room.taken <= above or (room.own and run.history.counts.get("out_of_memory")):
+        if room.used_share <= above or (room.own and run.history.counts.get("out_of_memory")):
             return None
         memory.clean(run.device)
         room, held = self._read_room(), self.held
-        if room.taken <= above:
+        if room.used_share <= above:
             return None
         told = (
-            f"{room.taken:.0%} of {room.whose} ({room.limit / GIB:.1f} GiB) is taken, this process "
-            f"holds {held / GIB:.1f} GiB"
+            f"{room.used_share:.0%} of {room.whose} ({room.limit / GIB:.1f} GiB) is taken, this "
+            f"process holds {held / GIB:.1f} GiB"
         )
         if held < OURS * room.limit and not room.own:
             action = "the run goes on: other processes fill it"

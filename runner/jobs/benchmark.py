@@ -90,7 +90,11 @@ def _typed() -> tuple[Sequence[str], Sequence[Path], str]:
     about = HydraConfig.get()
     folders = [s.path for s in about.runtime.config_sources if s.provider == "command-line"]
     name = about.job.config_name or "config"
-    return provenance.as_typed(about.overrides.task), [Path(folder) for folder in folders], name
+    return (
+        provenance.literal_overrides(about.overrides.task),
+        [Path(folder) for folder in folders],
+        name,
+    )
 
 
 def _attribute(

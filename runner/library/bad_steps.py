@@ -88,7 +88,7 @@ class StepCaptures:
             log.warning("step %d was not captured: %s: %s", step, type(error).__name__, error)
             return None
 
-    def tell(self) -> None:
+    def log_capture(self) -> None:
         """Nothing: a loop's captures are named in its summary and when it gives up."""
 
 

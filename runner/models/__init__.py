@@ -1,1 +1,1 @@
-"""Models of ours, and the door for those of others."""
+"""Models of ours, and how those of users are built."""

@@ -83,8 +83,8 @@ def preserve_state(
             random.setstate(noise[0])
             np.random.set_state(noise[1])
             with torch.no_grad():
-                for put_back in before.undo:
-                    put_back()
+                for restore in before.undo:
+                    restore()
 
 
 class _Before:

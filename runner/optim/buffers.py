@@ -50,7 +50,7 @@ class Buffers:
         if not all(map(is_, now, self.seen)):
             self._see()
 
-    def put_back(self, skipped: Tensor | None = None) -> None:
+    def restore(self, skipped: Tensor | None = None) -> None:
         """To what they were before forward; with a flag where it is 1, which the host never reads.
 
         But for a step that changed a buffer's kind: there it waits for the device.

@@ -98,7 +98,7 @@ class FusedKernel:
             found_inf=skipped,
         )
 
-    def hand_back(self) -> None:
+    def write_counter(self) -> None:
         """Write the counter into the optimizer's state, for a checkpoint or for its own step()."""
         if self.adam:
             for group in self.groups:

@@ -103,7 +103,7 @@ class OptimizerStep:
     def abandon(self) -> None:
         """Forget a step that was begun and not applied."""
         if self.begun:
-            self.buffers.put_back()
+            self.buffers.restore()
         self.begun = False
 
     def measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,14 +148,14 @@ class OptimizerStep:
         """Let the host decide from now on if step() was patched or hooked since."""
         if (self.in_kernel or self.undo is not None) and not runs_torchs_step(self.optimizer):
             if self.kernel is not None:
-                self.kernel.hand_back()
+                self.kernel.write_counter()
             self.in_kernel, self.kernel, self.undo = False, None, None
             self._set_schedule()
 
     def _in_kernel(self, norm: Tensor, skipped: Tensor) -> None:
         self._look_up_rate()
         if self.kernel is not None and any(p.grad is None for p in self.parameters):
-            self.kernel.hand_back()  # parameters now differ in their number of updates
+            self.kernel.write_counter()  # parameters now differ in their number of updates
             self.kernel = None
         divisors = self.divisors(norm)
         if self.kernel is not None:
@@ -185,11 +185,11 @@ class OptimizerStep:
             self.updates.add_(skipped == 0)
         if self.average:
             self._follow((1 - skipped) * self.following)
-        self.buffers.put_back(skipped)
+        self.buffers.restore(skipped)
 
     def _by_host(self, norm: Tensor, skipped: Tensor) -> None:
         if skipped.item():  # waits for the device
-            self.buffers.put_back()
+            self.buffers.restore()
             return
         divide_gradients(self.groups, self.divisors(norm))
         if self.scheduled:
@@ -299,7 +299,7 @@ class OptimizerStep:
     def state(self) -> dict[str, Any]:
         """All that the next update depends on."""
         if self.kernel is not None:
-            self.kernel.hand_back()
+            self.kernel.write_counter()
         return {
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,

@@ -49,9 +49,9 @@ def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitSta
     """Let the caller read, load and step the optimizer between our steps; `scope` ends it."""
     optimizer: Any = update.optimizer
 
-    def hand_back(*_: object) -> None:
+    def write_counter(*_: object) -> None:
         if update.kernel is not None:
-            update.kernel.hand_back()
+            update.kernel.write_counter()
 
     def take_over(*_: object) -> None:
         if update.kernel is not None and not update.kernel.take_over():
@@ -65,13 +65,13 @@ def sync_state(update: OptimizerStep, options: Mapping[str, Any], scope: ExitSta
         take_over()
 
     for handle in (
-        optimizer.register_state_dict_pre_hook(hand_back),
+        optimizer.register_state_dict_pre_hook(write_counter),
         optimizer.register_load_state_dict_post_hook(loaded),
-        optimizer.register_step_pre_hook(hand_back),
+        optimizer.register_step_pre_hook(write_counter),
         optimizer.register_step_post_hook(take_over),
     ):
         scope.callback(handle.remove)
-    scope.callback(hand_back)
+    scope.callback(write_counter)
 
 
 def _set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:

@@ -19,7 +19,7 @@ ARGUMENT = re.compile(
 )
 
 
-def as_typed(override: str) -> str:
+def without_arguments(override: str) -> str:
     """`+model.width=64` for `+model.arguments.width=64`, which is what a foreign class gets."""
     return ARGUMENT.sub(r"\1", override)
 

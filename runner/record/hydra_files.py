@@ -76,7 +76,7 @@ def overrides_by_key(overrides: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def read_typed(folder: Path) -> list[str]:
+def recorded_overrides(folder: Path) -> list[str]:
     """The overrides in a run's folder; [] where they cannot be read."""
     try:
         return read_overrides(folder)

@@ -88,10 +88,10 @@ def _job_of_a_sweep() -> list[str] | None:
     config = HydraConfig.get() if HydraConfig.initialized() else None
     if config is None or config.mode is None or config.mode.name != "MULTIRUN":
         return None
-    return as_typed(config.overrides.task)
+    return literal_overrides(config.overrides.task)
 
 
-def as_typed(overrides: Any) -> list[str]:
+def literal_overrides(overrides: Any) -> list[str]:
     """Hydra's list of overrides, in which each is a text that OmegaConf would work out: a secret
     would then stand in it."""
     from omegaconf import OmegaConf

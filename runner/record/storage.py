@@ -213,7 +213,7 @@ def make_folder(folder: Path) -> None:
         sync_folder(made.parent)
 
 
-def put_folder(temporary: Path, final: Path) -> None:
+def write_folder(temporary: Path, final: Path) -> None:
     """Give a finished folder its name; one that has the name already makes room first.
 
     A crash in between leaves the one before under its `.old-` name, which `recover` puts back.
@@ -235,7 +235,7 @@ def put_folder(temporary: Path, final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Finish or undo what a crash cut off in `put_folder`."""
+    """Finish or undo what a crash cut off in `write_folder`."""
     for old in folder.glob(OLD + "*"):
         final = folder / old.name.removeprefix(OLD)
         if final.exists():

@@ -32,7 +32,7 @@ from runner.record.text import shorten
 from runner.replay.findings import Attempt
 from runner.replay.reopen import config_of, reopened
 from runner.replay.statistics import bad_state
-from runner.security.secrets import door, permitted
+from runner.security.secrets import environment_access, permitted
 from runner.training.run import Run
 from runner.training.step import make_step
 
@@ -211,7 +211,7 @@ def _end_with_parent() -> None:
 
 def _answer(request: Mapping[str, Any]) -> Attempt:
     capture = open_capture(Path(request["path"]))
-    with door(request["may_read"]):
+    with environment_access(request["may_read"]):
         config = config_of(capture, request["trusted"])
     config = with_settings(config, request["settings"])
     with reopened(capture, config, without=request["without"]) as (run, batch):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.data.batch import Batch
-from runner.debug.source_line import FRAME, Place, is_shown
+from runner.debug.source_line import FRAME, Place, is_user_code
 from runner.replay.findings import Cause, Phase
 from runner.replay.statistics import stats, tensors
 from runner.replay.trace import trace_step
@@ -93,5 +93,5 @@ class _Interpreter(fx.Interpreter):
 def _place(n: fx.Node) -> Place | None:
     """The innermost line of a node's trace that is the user's."""
     lines = FRAME.findall(n.meta.get("stack_trace") or "")
-    shown = [(path, int(number)) for path, number in lines if is_shown(path)]
+    shown = [(path, int(number)) for path, number in lines if is_user_code(path)]
     return shown[-1] if shown else None

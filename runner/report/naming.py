@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from runner.data.config import LOADING
-from runner.overrides.groups import as_typed
+from runner.overrides.groups import without_arguments
 from runner.record.hydra_files import overrides_by_key
 
 DEFAULT = "default"
@@ -20,7 +20,7 @@ def names(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[str]:
     `key=value` for each key that does. Rows that are alike are told apart by `places`, their
     folders.
     """
-    typed = [overrides_by_key([as_typed(override) for override in row]) for row in rows]
+    typed = [overrides_by_key([without_arguments(override) for override in row]) for row in rows]
     varied = varied_keys(typed)
     ends = _shortest_ends(places)
     if not varied:

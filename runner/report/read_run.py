@@ -12,7 +12,12 @@ from typing import Any
 from runner.checkpoint.lock import is_locked
 from runner.data.config import LOADING
 from runner.errors import StorageError
-from runner.record.hydra_files import OVERRIDES, overrides_by_key, read_flat_config, read_typed
+from runner.record.hydra_files import (
+    OVERRIDES,
+    overrides_by_key,
+    read_flat_config,
+    recorded_overrides,
+)
 from runner.record.storage import read_record
 from runner.report.comparison import Row, number, text
 from runner.training.summary import FILE as SUMMARY
@@ -36,7 +41,7 @@ def is_run(folder: Path) -> bool:
         begun = (folder / OVERRIDES).exists()
     except PermissionError:
         return True
-    typed = overrides_by_key(read_typed(folder)) if begun else {"job": "none"}
+    typed = overrides_by_key(recorded_overrides(folder)) if begun else {"job": "none"}
     return typed.get("job", "train") in ("train", "evaluate")
 
 
@@ -86,7 +91,7 @@ def _of_job(folder: Path, job: dict[str, Any], typed: list[str] | None, sweep_ru
 
 
 def _of_run(folder: Path, typed: list[str] | None) -> Row:
-    overrides = read_typed(folder) if typed is None else typed
+    overrides = recorded_overrides(folder) if typed is None else typed
     row = Row(overrides, "failed", folder=str(folder), command=_command(overrides))
     if not (folder / SUMMARY).exists():
         if is_locked(folder):

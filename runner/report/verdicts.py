@@ -43,7 +43,7 @@ def verdict(row: Row, comparison: Comparison) -> str:
     return f"{claim}, other work" if row.other_work else claim
 
 
-def standing(row: Row, comparison: Comparison) -> str:
+def status_or_verdict(row: Row, comparison: Comparison) -> str:
     """The verdict, or of a single run how it ended: what a table has room for."""
     found = verdict(row, comparison)
     if row.measured is not None or not row.finished:

@@ -1,1 +1,1 @@
-"""The doors: which names in a config may become objects, and which files may be read."""
+"""Which names in a config may become objects, and which files may be read."""

@@ -187,7 +187,7 @@ def _count(override: Override) -> int:
     return max(0, ceil((stop - start) / step))
 
 
-def typed_security(overrides: Sequence[str], conf: Path) -> SecurityConfig:
+def security_of_overrides(overrides: Sequence[str], conf: Path) -> SecurityConfig:
     """What these overrides say about security, wherever they come from."""
     parsed = (parse(text) for text in overrides if "security" in text)
     return _security([one for one in parsed if one is not None], conf)

@@ -27,7 +27,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.record.hydra_files import NO_VALUE
-from runner.security.cli_overrides import CliOverrides, typed_security
+from runner.security.cli_overrides import CliOverrides, security_of_overrides
 from runner.security.config_rules import (
     CONFIG_RULES,
     FILE_RULES,
@@ -90,7 +90,7 @@ class ConfigFiles:
             source.load_config, loader.load_configuration, job.set_config = read, compose, begin
 
     def _check(self, config: DictConfig, overrides: Sequence[str], compose: Any) -> None:
-        security = typed_security(overrides, self.ours[0])
+        security = security_of_overrides(overrides, self.ours[0])
         defaults = self._hydra_defaults(overrides, compose) if self.others else []
         composed = Composed(config, overrides, self.typed, security, defaults)
         for rule in CONFIG_RULES:

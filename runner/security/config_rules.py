@@ -25,7 +25,7 @@ from runner.errors import ConfigError, SecurityError
 from runner.security import secrets
 from runner.security.cli_overrides import CliOverrides, check_job_count, parse
 from runner.security.config import SecurityConfig, SecurityLevel
-from runner.security.paths import check_below, check_place, typed_place
+from runner.security.paths import check_below, check_place, literal_folder
 from runner.security.registry import NAME
 
 FILE_BYTES = 1 << 18
@@ -313,7 +313,7 @@ def _typed_roots(typed: CliOverrides) -> list[Path]:
         if not isinstance(value, str):
             continue
         if key.startswith("hydra.") and key.rpartition(".")[2] == "dir":
-            folders.append(typed_place(value))
+            folders.append(literal_folder(value))
         elif key in ("checkpoint.resume", "sweep.resume") and value not in ("none", "auto"):
             place = Path(os.path.realpath(value))  # a run's folder, or one of its checkpoints
             inner = (one.parent for one in (place, place.parent) if one.name == "checkpoints")

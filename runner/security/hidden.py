@@ -74,7 +74,7 @@ def mask_saved(folder: Path) -> None:
             replace_text(path, text)
 
 
-def told() -> dict[str, Any]:
+def shared_state() -> dict[str, Any]:
     """What a process of ours needs to know to hide the same; it goes through a pipe."""
     return {"known": known(), "shown": dict(_shown), "origin": dict(origin)}
 

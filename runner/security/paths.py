@@ -91,7 +91,7 @@ def check_below(key: str, inner: str, folder: Path) -> None:
         )
 
 
-def typed_place(text: str) -> Path | None:
+def literal_folder(text: str) -> Path | None:
     """The folder that a typed path lies in whatever its references resolve to; None: anywhere."""
     fixed = text.partition("${")[0]
     if fixed == text:

@@ -1,4 +1,4 @@
-"""The door for a config that a file brings along: its names and values are data, and stay that.
+"""Configs from files: their names and values are data, and stay data.
 
 What a run was composed of is resolved and holds no code. One that was made by hand might: the name
 of an argument is put into a script and into Hydra's language, where it could be anything.

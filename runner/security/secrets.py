@@ -1,4 +1,4 @@
-"""The door for the environment: which variables a config may read, and what is written in place.
+"""Which environment variables a config may read, and what is written in their place.
 
 `${oc.env:NAME}` reads a variable only if `security.environment` names it, as it is typed: a file
 that could say so for itself would need no leave. Its value is for the memory of the run alone.
@@ -28,7 +28,7 @@ STANDS = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
 
 
 @dataclass
-class Door:
+class EnvironmentAccess:
     """Who may come through; `names` None: all, under security=off."""
 
     names: frozenset[str] | None = frozenset()
@@ -36,61 +36,63 @@ class Door:
     reads: int = 0
 
 
-_door: Door | None = None
+_access: EnvironmentAccess | None = None
 origin: dict[str, str] = {}  # values that were read, whatever their length, and their names
 
 
 @contextmanager
-def door(names: Sequence[str] | None, shows: bool = False) -> Iterator[Door]:
+def environment_access(
+    names: Sequence[str] | None, shows: bool = False
+) -> Iterator[EnvironmentAccess]:
     """While entered, a config reads the variables of these names, and no others; None: any.
 
     What a config is refused is raised as it is, a SecurityError, and not as OmegaConf wraps it.
     """
-    global _door
-    before, _door = _door, Door(None if names is None else frozenset(names), shows)
+    global _access
+    before, _access = _access, EnvironmentAccess(None if names is None else frozenset(names), shows)
     for name in names or ():
         if not NAME.fullmatch(name):
-            _door = before
+            _access = before
             raise ConfigError(KEY, f"{name!r} is no name of a variable", "letters, digits, _")
         if (value := os.environ.get(name)) is not None:
             learn(name, value)  # the user's own code may read it, too
     try:
-        yield _door
+        yield _access
     except OmegaConfBaseException as error:
         raise refusal_in(error) or error from None
     finally:
-        _door = before
+        _access = before
 
 
 @contextmanager
-def a_door(names: Sequence[str]) -> Iterator[Door]:
-    """The door that is there; where there is none, a config of another application, one of its."""
-    if _door is not None:
-        yield _door
+def current_environment_access(names: Sequence[str]) -> Iterator[EnvironmentAccess]:
+    """The access in force; outside of a run's config, one to these variables."""
+    if _access is not None:
+        yield _access
         return
-    with door(names) as made:
+    with environment_access(names) as made:
         yield made
 
 
-def current() -> Door | None:
-    """The door that is there now."""
-    return _door
+def current() -> EnvironmentAccess | None:
+    """The access in force."""
+    return _access
 
 
 def is_open_to(name: str) -> bool:
     """Whether a config may read that variable now."""
-    return _door is not None and (_door.names is None or name in _door.names)
+    return _access is not None and (_access.names is None or name in _access.names)
 
 
 def permitted() -> list[str] | None:
     """The names that may be read now; None: any."""
-    if _door is None:
+    if _access is None:
         return []
-    return None if _door.names is None else sorted(_door.names)
+    return None if _access.names is None else sorted(_access.names)
 
 
 def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
-    """What this door said, if that is what the error is about."""
+    """The refusal of this access, if that is what the error is about."""
     seen: set[int] = set()
     inner: BaseException | None = error
     while inner is not None and id(inner) not in seen:
@@ -105,13 +107,13 @@ def refusal_in(error: BaseException) -> SecurityError | ConfigError | None:
 
 
 def install() -> None:
-    """Stand in for OmegaConf's own resolvers; without a door they answer as those do."""
+    """Stand in for OmegaConf's own resolvers; without an access they answer as those do."""
     for name, resolver in (("oc.env", _env), ("oc.decode", _decode), ("oc.create", _create)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _env(name: Any, *default: Any, _node_: Any) -> Any:
-    if _door is None:
+    if _access is None:
         return oc.env(name, *default)
     where = _node_._get_full_key(None) or "config"
     where = "defaults" if where == "_dummy_" else where
@@ -119,7 +121,7 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         raise SecurityError(f"{where}: {name!r} is refused: it is no name of a variable")
     if not is_open_to(name):
         raise _refusal(where, name)
-    _door.reads += 1
+    _access.reads += 1
     value = os.environ.get(name)
     if value is None:
         if default:
@@ -127,7 +129,7 @@ def _env(name: Any, *default: Any, _node_: Any) -> Any:
         raise ConfigError(where, f"the environment variable {name} is not set", f"set {name}")
     learn(name, value)
     origin[value] = name
-    if _door.shows and _node_._metadata.ref_type in (Any, str):
+    if _access.shows and _node_._metadata.ref_type in (Any, str):
         return stands_for(name)
     return value
 
@@ -149,7 +151,7 @@ def _learn_parts(source: Any, made: Any) -> None:
 
     A part may be spelled otherwise than it was there, so what is honest is told by what is around.
     """
-    if isinstance(source, str) and _door is not None:
+    if isinstance(source, str) and _access is not None:
         for value, name in [(v, n) for v, n in origin.items() if v and v in source]:
             around = source.replace(value, "")
             for part in _leaves(made):
@@ -197,11 +199,11 @@ def place(config: DictConfig, key: str) -> Path:
 
 def resolved(config: DictConfig, path: Sequence[Any]) -> tuple[Any, Any]:
     """What a key comes to; and where the environment has a part in that, what stands there."""
-    before = _door.reads if _door is not None else 0
+    before = _access.reads if _access is not None else 0
     found: Any = config
     for key in path:
         found = found[key]
-    if _door is None or _door.reads == before:
+    if _access is None or _access.reads == before:
         return found, None
     raw: Any = OmegaConf.to_container(config, resolve=False)
     for key in path:
@@ -225,11 +227,11 @@ def readings(node: Any, path: str = "", within: bool = False) -> Iterator[tuple[
     keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
     for key in keys:
         where = f"{path}.{key}" if path else str(key)
-        if _door is None or OmegaConf.is_missing(node, key):
+        if _access is None or OmegaConf.is_missing(node, key):
             continue
-        before = _door.reads
+        before = _access.reads
         value = node[key]
-        read = within or _door.reads > before
+        read = within or _access.reads > before
         if isinstance(value, DictConfig | ListConfig):
             yield from readings(value, where, read)
         elif value is not None and read:
@@ -237,7 +239,7 @@ def readings(node: Any, path: str = "", within: bool = False) -> Iterator[tuple[
 
 
 @contextmanager
-def told_by_name() -> Iterator[None]:
+def redact_errors() -> Iterator[None]:
     """An error that is raised within quotes no value that was read, however short that is."""
     try:
         yield

@@ -144,7 +144,7 @@ class StabilityController:
         if decision.row is not None and decision.row >= 0:
             self.table.note(decision.row, run.progress.step)
         else:
-            self.table.tell(Action.rollback, run.progress.step)
+            self.table.count(Action.rollback, run.progress.step)
         self.ruined = False
         self.share *= rule.factor
         self._set_rate()
@@ -175,10 +175,12 @@ class StabilityController:
         buffers = {n: b for n, b in self.model.named_buffers() if n not in self.odd_at_first}
         if finite([*weights, *buffers.values()]):
             return True
-        return finite([*weights, *(b for name, b in buffers.items() if name not in self.odd)])
+        return finite(
+            [*weights, *(b for name, b in buffers.items() if name not in self.nonfinite_by_design)]
+        )
 
     @property
-    def odd(self) -> set[str]:
+    def nonfinite_by_design(self) -> set[str]:
         """Buffers that are not finite by design, or so filled by a forward, such as masks.
 
         The host waits for the device, once a buffer.
@@ -264,7 +266,7 @@ class StabilityController:
             say=say,
         )
         if run.captures is not None:
-            run.captures.tell()
+            run.captures.log_capture()
 
     def _fitting(self, run: Run, kind: Kind, start: int = 0, many: int = 0) -> int | None:
         progress, scaled = run.progress, self.update.scale is not None

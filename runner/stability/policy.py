@@ -62,9 +62,9 @@ class Table:
     def note(self, row: int, step: int) -> None:
         """Take down that the row's action was taken at that step."""
         self.used[row] += 1
-        self.tell(self.rules[row].action, step)
+        self.count(self.rules[row].action, step)
 
-    def tell(self, action: Action, step: int) -> None:
+    def count(self, action: Action, step: int) -> None:
         """The same for an action that no row asked for."""
         name = action.name
         self.counts[name] = self.counts.get(name, 0) + 1

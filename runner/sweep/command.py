@@ -13,7 +13,7 @@ from typing import Any
 
 import runner
 from runner.device.capabilities import usable_cores
-from runner.overrides.groups import as_typed
+from runner.overrides.groups import without_arguments
 from runner.overrides.spelling import parse_override
 from runner.record.text import quote_for_hydra
 
@@ -28,7 +28,7 @@ def job_arguments(
     """What to type to do one job of a sweep alone."""
     dropped = (*SWEEP_KEYS, "hydra/sweeper", "hydra.sweeper", "hydra.run")
     kept = [text for text in hydras if not text.lstrip("+~").startswith(dropped)]
-    return [*flags, *map(as_typed, overrides), *kept]
+    return [*flags, *map(without_arguments, overrides), *kept]
 
 
 def process_command(arguments: Sequence[str]) -> list[str]:

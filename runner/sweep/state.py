@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import StorageError, UsageError
-from runner.overrides.groups import as_typed
+from runner.overrides.groups import without_arguments
 from runner.record.storage import read_record, replace_text
 from runner.record.text import dataclass_from_dict
 
@@ -53,7 +53,7 @@ class Job:
     @property
     def title(self) -> str:
         """Its number and overrides."""
-        return f"#{self.number} {' '.join(map(as_typed, self.overrides))}"
+        return f"#{self.number} {' '.join(map(without_arguments, self.overrides))}"
 
 
 @dataclass

@@ -67,14 +67,14 @@ def engaged(knobs: Compile, run: Run) -> Evidence:
     compilation = run.compilation
     if run.whole is not None:
         made = run.whole.steps > 0
-        reason = "" if made else kept_out(run) or "no step was made in one graph"
+        reason = "" if made else graph_obstacle(run) or "no step was made in one graph"
         return Evidence(made, reason, {"part_of": "whole_step"} if made else {})
     reason = run.fallen.get("compile", "")
     if compilation is None or not compilation.mode:
         return Evidence(False, reason or "nothing was compiled")
     facts = {"mode": compilation.mode, **compiler.compilation_facts()}
     if not facts["graphs"]:
-        causes = facts.get("failed") or list(filter(None, [kept_out(run, eager=True)]))
+        causes = facts.get("failed") or list(filter(None, [graph_obstacle(run, eager=True)]))
         return Evidence(False, shorten("; ".join(["no graph", *causes]), 300), facts)
     compiled, layers = _compiled_layers(run)
     shown = Evidence.of_share(compiled, layers, "layers in compiled graphs", **facts)
@@ -103,7 +103,7 @@ def _compiled_layers(run: Run) -> tuple[int, int]:
     return len(called - eager), len(called)
 
 
-def kept_out(run: Run, eager: bool = False) -> str:
+def graph_obstacle(run: Run, eager: bool = False) -> str:
     """What looks at every step, so that none is made in one graph; empty where nothing does.
 
     With `eager`, what has every step made uncompiled.
@@ -120,10 +120,10 @@ def kept_out(run: Run, eager: bool = False) -> str:
     return ""
 
 
-def warn_kept_out(run: Run) -> None:
+def warn_graph_obstacle(run: Run) -> None:
     """Say at the start that a hook keeps every step from being compiled."""
     compiled = run.compilation is not None and run.compilation.mode
     name = "whole_step" if run.whole is not None else "compile"
-    reason = kept_out(run, eager=run.whole is None)
+    reason = graph_obstacle(run, eager=run.whole is None)
     if reason and (run.whole is not None or compiled):
         log.warning("optimization.%s: %s", name, reason)

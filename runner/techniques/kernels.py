@@ -187,7 +187,7 @@ def race(
     """
     repeats = 1
 
-    def lap(name: str) -> float:
+    def time_kernel(name: str) -> float:
         total = 0.0
         with ExitStack() as stack:
             if name != DEFAULT:
@@ -202,12 +202,12 @@ def race(
 
     began = perf_counter()
     for _ in range(2):  # the first time is never the usual time
-        fastest = min(lap(name) for name in names)
+        fastest = min(time_kernel(name) for name in names)
     repeats = max(1, min(50, round(LAP_S / fastest)))
     laps: dict[str, list[float]] = {name: [] for name in names}
     for number in range(ROUNDS[1]):
         if number >= ROUNDS[0] and perf_counter() - began > BUDGET_S:
             break
         for name in names if number % 2 else reversed(names):
-            laps[name].append(lap(name))
+            laps[name].append(time_kernel(name))
     return {name: median(times) for name, times in laps.items()}

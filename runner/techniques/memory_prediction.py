@@ -168,11 +168,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._seen.get(key)
         if known is None or known() is not storage:
 
-            def gone(_: object) -> None:
+            def release(_: object) -> None:
                 self.now -= size
                 self._seen.pop(key, None)
 
-            self._seen[key] = weakref.ref(storage, gone)
+            self._seen[key] = weakref.ref(storage, release)
             self.now += size
             self.peak = max(self.peak, self.now)
         return tensor

@@ -18,7 +18,7 @@ from runner.objectives.base import unknown
 from runner.random_state import exclusive_random_state
 from runner.record import hydra_files
 from runner.record.text import resume_argument, summarize_error
-from runner.security.secrets import told_by_name
+from runner.security.secrets import redact_errors
 from runner.training.evaluation import evaluate
 from runner.training.evidence import build_summary, collect_evidence, technique_statuses
 from runner.training.hook import Evaluation, Verdict
@@ -58,7 +58,7 @@ def train(run: Run) -> Summary:
         with ExitStack() as stack:
             for hook in run.hooks:
                 stack.enter_context(hook.session(run))
-            with told_by_name(), translate_oom("while training"):
+            with redact_errors(), translate_oom("while training"):
                 _train(run)
             collect_evidence(run)
             status, reason = ("stopped", run.stop_reason) if run.stop_reason else ("done", "")
@@ -148,7 +148,7 @@ def _capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) ->
     message, capture = f"{type(error).__name__}: {error}", None
     if run.captures is not None:
         capture = run.captures.take(run, step, "exception", message, batch)
-        run.captures.tell()  # before the line of the fault, which is the run's last
+        run.captures.log_capture()  # before the line of the fault, which is the run's last
     run.history.add(
         "exception", message, step=step, category="code", severity="error", action="the run ends",
         error=error, capture=capture or "", say=False,

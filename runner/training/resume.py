@@ -212,7 +212,7 @@ def _last_good(run: Run) -> Restored | None:
             log.warning("%s", error)
             restored, step = None, None if where is None else int(where.name.rpartition("_")[2])
         if restored is not None:
-            odd = broken(restored.model, restored.state["update"], run.guardian.odd)
+            odd = broken(restored.model, restored.state["update"], run.guardian.nonfinite_by_design)
             if odd is not None:
                 log.warning("the checkpoint of step %d is of no use: %s is not finite", step, odd)
             else:

@@ -68,7 +68,7 @@ class Stopwatch:
             self.events.append(self.marks)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """What happens meanwhile is no part of the step."""
         left = perf_counter()
         try:

@@ -80,7 +80,9 @@ def test_two_speed_ups_can_be_held_against_each_other() -> None:
 def test_no_sequence_of_tosses_is_forgotten_in_what_looks_spend() -> None:
     """All 4,096 of 12 blocks, and whether one of three looks misses."""
     looks, spending = (6, 9, 12), Spending()
-    alphas = [spending.look(n, share) for n, share in zip(looks, (0.7, 0.3, 1.0), strict=True)]
+    alphas = [
+        spending.interim_alpha(n, share) for n, share in zip(looks, (0.7, 0.3, 1.0), strict=True)
+    ]
     signs = np.array(list(itertools.product((-1.0, 1.0), repeat=12)))
     missed = 0
     for row in signs:
@@ -95,7 +97,7 @@ def test_no_sequence_of_tosses_is_forgotten_in_what_looks_spend() -> None:
 def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None:
     looks = [8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     spending = Spending()
-    alphas = [spending.look(n, 1 / 6 if n < looks[-1] else 1.0) for n in looks]
+    alphas = [spending.interim_alpha(n, 1 / 6 if n < looks[-1] else 1.0) for n in looks]
     draw = np.random.default_rng(0)
     tails = np.cumsum(draw.random((10_000, looks[-1])) < 0.5, axis=1)
     missed = np.zeros(len(tails), dtype=bool)

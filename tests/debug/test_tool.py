@@ -103,7 +103,7 @@ class Dummy(Tool):
         super().__init__(config, every=2)
 
     def on_step(self, run: Run, step: Step) -> None:
-        with self.looking():
+        with self.timed():
             self.finding = f"step {step.number}"
 
 

@@ -154,5 +154,5 @@ def test_the_buffers_of_a_scripted_module_go_back_too() -> None:
     buffers.remember()
     scripted(torch.randn(5, 3) * 1e30)
     assert not bool(buffers.are_finite())
-    buffers.put_back()
+    buffers.restore()
     assert all(torch.equal(before[name], buffer) for name, buffer in scripted.named_buffers())

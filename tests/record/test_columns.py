@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runner.record.hparams import column_values, common_columns, swept_columns
-from runner.record.hydra_files import overrides_by_key, read_flat_config, read_typed
+from runner.record.hydra_files import overrides_by_key, read_flat_config, recorded_overrides
 
 
 def test_usual_columns_leave_out_what_has_no_value() -> None:
@@ -42,7 +42,7 @@ def test_what_hydra_noted_is_read(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- +a.b=1\n- model=mlp\n- ~x\n- c=p=q\n")
     (tmp_path / ".hydra" / "config.yaml").write_text("a: {b: 1, c: null}\nd: ${oc.env:HOME}\n")
-    found = overrides_by_key(read_typed(tmp_path))
+    found = overrides_by_key(recorded_overrides(tmp_path))
     assert found == {"a.b": "1", "model": "mlp", "x": "removed", "c": "p=q"}
     assert read_flat_config(tmp_path) == {"a.b": 1, "a.c": None, "d": "${oc.env:HOME}"}
 
@@ -65,5 +65,5 @@ def test_damaged_notes_say_nothing(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / ".hydra").mkdir()
     for name in ("overrides.yaml", "config.yaml"):
         (tmp_path / ".hydra" / name).write_bytes(damage)
-    assert read_typed(tmp_path) == []
+    assert recorded_overrides(tmp_path) == []
     assert read_flat_config(tmp_path) == {}

@@ -187,10 +187,10 @@ def test_a_capture_is_opened_again_with_the_value_where_leave_is_given() -> None
     kept = plain(compose([TOKEN, LEAVE]))
     with pytest.raises(SecurityError, match=r"security\.environment=\[MY_TOKEN\]"):
         from_plain(kept)
-    with secrets.door(["MY_TOKEN"]):
+    with secrets.environment_access(["MY_TOKEN"]):
         assert from_plain(kept).optimizer.options["x"] == CANARY
     kept["optimizer"]["options"]["x"] = "${oc.env:MY_TOKEN}${seed}"
-    with secrets.door(["MY_TOKEN"]), pytest.raises(SecurityError, match="stands for"):
+    with secrets.environment_access(["MY_TOKEN"]), pytest.raises(SecurityError, match="stands for"):
         from_plain(kept)
 
 

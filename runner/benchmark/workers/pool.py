@@ -18,7 +18,7 @@ from runner.benchmark.workers.messages import FINISH, Finished, Ready
 from runner.benchmark.workers.process import ENDING_S, ChildProcess
 from runner.benchmark.workers.worker import LOG, WorkerSpec
 from runner.errors import StorageError
-from runner.security.parcel import packed
+from runner.security.pickle_transfer import packed
 from runner.security.registry import permit
 from runner.training.summary import Summary
 

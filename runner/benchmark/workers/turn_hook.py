@@ -120,7 +120,7 @@ class TurnHook(Hook):
 
     def _wait_for_turn(self, run: Run, answer: Any, lead: int = 0) -> Verdict | None:
         """Send the answer, wait for the next question, and begin a turn or the end."""
-        with run.watch.aside(), pause_workers():
+        with run.watch.excluded(), pause_workers():
             question = self.ask(answer)
         if question == FINISH:
             return self._finish(run)

@@ -38,7 +38,8 @@ class WorkerSpec:
     folder: Path | None
     command: str  # trains the same by itself
     started: float  # time.perf_counter() of the parent, which counts from the same moment
-    secrets: Mapping[str, Any] = field(default_factory=hidden.told)  # what it is not to show
+    # what the process is not to show
+    secrets: Mapping[str, Any] = field(default_factory=hidden.shared_state)
 
 
 class Dismissed(Interrupted):
@@ -72,7 +73,7 @@ def _train(spec: WorkerSpec, pipe: Connection) -> None:
     from runner.benchmark.workers.turn_hook import TurnHook
     from runner.build import Components, build
     from runner.record.console import set_up_logging
-    from runner.security.parcel import opened
+    from runner.security.pickle_transfer import opened
     from runner.training.loop import train
 
     config = benchmarked(spec.config)
