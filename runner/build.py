@@ -38,7 +38,7 @@ from runner.optim.schedule import factors
 from runner.random_state import exclusive_random_state
 from runner.record.history import History
 from runner.record.recorder import Recorder
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
 from runner.security.registry import resolve
 from runner.stability.controller import StabilityController
@@ -55,7 +55,7 @@ from runner.training.run import Run
 from runner.training.timing import Stopwatch
 
 if TYPE_CHECKING:
-    from runner.optim.whole_step import WholeStep
+    from runner.optim.whole_step import StepGraph
 
 log = logging.getLogger("runner")
 
@@ -113,7 +113,7 @@ class _Build:
         if given.model is None:  # initial weights come from here; steps are seeded one by one
             seed_everything(config.seed)
         self.look_up = partial(resolve, trusted=config.security.names)
-        self.policy = Policy.of(config.security, own_trees(folder))
+        self.policy = FilePolicy.of(config.security, own_trees(folder))
         self.choices = list(given.chosen)
 
     def run(self) -> Run:
@@ -369,15 +369,15 @@ def _warn_uncompiled(run: Run) -> None:
         warn_graph_obstacle(run)
 
 
-def _whole_step(draft: RunBuilder, update: OptimizerStep) -> WholeStep | None:
+def _whole_step(draft: RunBuilder, update: OptimizerStep) -> StepGraph | None:
     """What makes steps in one graph, if that was asked for and the optimizer's update fits in."""
     if draft.whole_step is None:
         return None
-    from runner.optim.whole_step import WholeStep
+    from runner.optim.whole_step import StepGraph
 
-    refused = WholeStep.refuses(update)
+    refused = StepGraph.refuses(update)
     if refused is None:
-        return WholeStep(
+        return StepGraph(
             draft.forward,
             draft.objective,
             draft.contexts,
@@ -402,7 +402,7 @@ def _recorded(checkpointer: Checkpointer, where: str) -> dict[str, Any]:
 def _first_weights(
     config: RunConfig,
     model: nn.Module,
-    policy: Policy,
+    policy: FilePolicy,
     checkpointer: Checkpointer,
     before: Mapping[str, Any],
 ) -> list[Choice]:

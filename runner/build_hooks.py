@@ -22,7 +22,7 @@ from runner.device.resources import Machine
 from runner.errors import ConfigError, OutOfMemory
 from runner.hooks.faults import Faults
 from runner.hooks.limits import Limits
-from runner.hooks.progress import Progress
+from runner.hooks.progress import ProgressDisplay
 from runner.hooks.recording import Recording
 from runner.hooks.resources import Resources
 from runner.security.registry import assembled
@@ -61,7 +61,7 @@ def build_hooks(
     hooks += tools
     hooks += [_own(item, f"{OWN}.{i}", look_up) for i, item in enumerate(debug.hooks)]
     if config.monitoring.progress:
-        hooks.append(Progress(config.monitoring))
+        hooks.append(ProgressDisplay(config.monitoring))
     return hooks
 
 

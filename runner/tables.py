@@ -35,10 +35,10 @@ def check_data_table(data: Dataset, config: TableConfig) -> tuple[Dataset, list[
     if not config.enabled or not isinstance(data, Tensors) or not data.named_columns():
         report = TableReport(None, data.choices)
         return data, [report] if report.bad else []
-    from runner.checks.table import Table, check_table  # only where there is a table
+    from runner.checks.table import CheckedTable, check_table  # only where there is a table
 
     classes = data.sizes.classes if data.sizes.task == "classification" else None
-    table = Table(
+    table = CheckedTable(
         data.inputs.numpy(),
         data.target.numpy(),
         data.named_columns(),

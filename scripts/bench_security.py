@@ -51,7 +51,7 @@ def ratios(reference: Work, work: Work, rounds: int) -> dict[str, float]:
 def small_files(folder: Path, files: int, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     import torch
 
-    from runner.security.files.policy import Policy
+    from runner.security.files.policy import FilePolicy
     from runner.security.files.scan import Scanner, list_folder
 
     content = {f"layer{i}.weight": torch.randn(64) for i in range(tensors)}
@@ -63,7 +63,7 @@ def small_files(folder: Path, files: int, tensors: int, rounds: int) -> dict[str
         for path in paths:
             torch.load(path, weights_only=True)  # noqa: TID251
 
-    with Scanner(Policy()) as scanner:
+    with Scanner(FilePolicy()) as scanner:
         scanner.scan(list_folder(paths[0]))
         scan = lambda: [scanner.scan(list_folder(path)) for path in paths]  # noqa: E731
         return {
@@ -79,7 +79,7 @@ def large_files(folder: Path, megabytes: int, rounds: int) -> dict[str, dict[str
 
     from runner.security.files.file_bytes import hash_file
     from runner.security.files.loader import open_file
-    from runner.security.files.policy import Policy
+    from runner.security.files.policy import FilePolicy
     from runner.security.files.scan import Scanner, list_folder
 
     content = {f"layer{i}.weight": torch.randn(1024, 256) for i in range(megabytes)}
@@ -93,12 +93,14 @@ def large_files(folder: Path, megabytes: int, rounds: int) -> dict[str, dict[str
                 hashlib.file_digest(file, "sha256")
 
         digest = hash_file(path)[0]
-        pinned = Policy(pinned=(digest,))
-        with Scanner(Policy()) as scanner:
+        pinned = FilePolicy(pinned=(digest,))
+        with Scanner(FilePolicy()) as scanner:
             works: dict[str, Work] = {
                 "scanned": lambda path=path, scanner=scanner: scanner.scan(list_folder(path)),
                 "pinned, opened": lambda path=path, pinned=pinned: open_file(path, pinned),
-                "own, opened": lambda path=path, digest=digest: open_file(path, Policy(), digest),
+                "own, opened": lambda path=path, digest=digest: open_file(
+                    path, FilePolicy(), digest
+                ),
             }
             for name, work in works.items():
                 table[f"{path.name}, {name}, to sha256"] = ratios(reference, work, rounds)

@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runner.benchmark.blocks import Rule  # noqa: E402
+from runner.benchmark.blocks import StoppingRule  # noqa: E402
 from runner.benchmark.statistics import Spending, lag1_rank_autocorrelation, median_interval  # noqa: E402
 from tests.benchmark.simulated_machine import (  # noqa: E402
     NOISES,
@@ -52,7 +52,7 @@ def planned(
     alphas: Callable[[int, bool], float],
     alike: Callable[[list[float]], float],
 ) -> Callable[..., Known]:
-    looks = [*(n for n in Rule(narrow, 1).looks if n < blocks), blocks]
+    looks = [*(n for n in StoppingRule(narrow, 1).looks if n < blocks), blocks]
     plan = [(n, alphas(n, n == blocks)) for n in looks]
 
     def known(found: list[float]) -> Known:
@@ -99,7 +99,7 @@ def main() -> None:
             cells.append(f"{held:.1%}, {found[:, 2].mean():.0f} blocks")
         print(f"| {name} | {truth:.3f} | {' | '.join(cells)} |", flush=True)
     print("\n| noise | one arm | any of four |\n|---|---|---|")
-    rule = Rule(arguments.narrow, 60)
+    rule = StoppingRule(arguments.narrow, 60)
     for name, noise in {**NOISES, **PROCESSES}.items():
         shares = [f"{claimed(noise, rule, arguments.runs, arms):.1%}" for arms in (1, 4)]
         print(f"| {name} | {' | '.join(shares)} |", flush=True)

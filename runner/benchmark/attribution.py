@@ -17,7 +17,7 @@ from typing import Any
 
 from runner.benchmark.arms import Arm, knob_text
 from runner.benchmark.blocks import INTERRUPTED
-from runner.benchmark.parity_checker import ParityChecker, Verdict
+from runner.benchmark.parity_checker import ParityChecker, ParityVerdict
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions, Round, Told, run_round
 from runner.benchmark.rows import collect_choices
@@ -29,12 +29,12 @@ from runner.config import RunConfig
 INTERVALS = 3  # of each technique: alone, in company, the one over the other
 EACH = 2  # techniques to a round, which makes six processes of half a GB and more
 AFTERWARDS = {"quantization": "is for inference: training never sees it"}
-CheckParity = Callable[[Arm, Mapping[str, Any]], Verdict]
+CheckParity = Callable[[Arm, Mapping[str, Any]], ParityVerdict]
 """Of an arm and the choices that its run has made: whether the numbers are right."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class AttributionTrial:
     """One technique, and the two arms that show what it is worth."""
 
     name: str
@@ -92,7 +92,7 @@ class _Attribution:
     peaks: list[int] = field(default_factory=list)  # of the plain run
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each arm added alone
 
-    def run_rounds(self, trials: Sequence[Trial], seed: int) -> str:
+    def run_rounds(self, trials: Sequence[AttributionTrial], seed: int) -> str:
         """Measure all trials, a few at a time; why it ended."""
         left = budget_s = self.options.settings.attribute_budget_s
         groups = [trials[i : i + EACH] for i in range(0, len(trials), EACH)]
@@ -114,7 +114,7 @@ class _Attribution:
             f"{len(groups)} rounds ended before every ratio was precise enough"
         )
 
-    def _run_round(self, group: Sequence[Trial], budget_s: float, seed: int) -> Round:
+    def _run_round(self, group: Sequence[AttributionTrial], budget_s: float, seed: int) -> Round:
         plain, level = self.reference.name, self.level.name
         arms = [self.reference, self.level]
         arms += [arm for trial in group for arm in (trial.added, trial.removed)]
@@ -133,7 +133,7 @@ class _Attribution:
                     effect.interaction, effect.interaction_interval = _split(both)
         return round_
 
-    def _note_added(self, trial: Trial, round_: Round) -> None:
+    def _note_added(self, trial: AttributionTrial, round_: Round) -> None:
         effect, plain, name = self.effects[trial.name], self.reference.name, trial.added.name
         if why := round_.explain_end(plain, name) or _explain_idle(trial, round_):
             return _add_note(effect, why)
@@ -144,7 +144,7 @@ class _Attribution:
             return _add_note(effect, "too few blocks for an interval")
         effect.added, effect.added_interval = _split(alone)
 
-    def _note_removed(self, trial: Trial, round_: Round) -> None:
+    def _note_removed(self, trial: AttributionTrial, round_: Round) -> None:
         effect, level, name = self.effects[trial.name], self.level.name, trial.removed.name
         if why := round_.explain_end(self.reference.name, level, name):
             return _add_note(effect, why)
@@ -154,7 +154,7 @@ class _Attribution:
             return _add_note(effect, "too few blocks for an interval")
         effect.removed, effect.removed_interval = _split(company)
 
-    def check_parity(self, trials: Sequence[Trial], check: CheckParity) -> None:
+    def check_parity(self, trials: Sequence[AttributionTrial], check: CheckParity) -> None:
         """Whether each technique alone leaves the numbers right, where it is engaged."""
         for trial in trials:
             if trial.added.name in self.choices:
@@ -177,7 +177,7 @@ def _split(estimate: Estimate) -> tuple[float, tuple[float, float]]:
     return estimate.ratio, (estimate.low, estimate.high)
 
 
-def _explain_idle(trial: Trial, round_: Round) -> str:
+def _explain_idle(trial: AttributionTrial, round_: Round) -> str:
     """Why the technique alone is not engaged; "" where it is, or that is not known."""
     if trial.added.name not in round_.finished:
         return ""
@@ -210,7 +210,7 @@ def _peak_difference(round_: Round, name: str, than: str) -> int | None:
 
 def plan_trials(
     level: Arm, reference: Arm, summary: Mapping[str, Any]
-) -> tuple[dict[str, Effect], list[Trial]]:
+) -> tuple[dict[str, Effect], list[AttributionTrial]]:
     """An effect for each requested technique, in order of application, and the trials to make."""
     effects: dict[str, Effect] = {}
     trials = []
@@ -220,7 +220,7 @@ def plan_trials(
         if not effects[name].note:
             added = _take_technique(reference, level, name, f"{reference.name} + {name}")
             removed = _take_technique(level, reference, name, f"{level.name} - {name}")
-            trials.append(Trial(name, added, removed))
+            trials.append(AttributionTrial(name, added, removed))
     return effects, trials
 
 

@@ -62,7 +62,7 @@ class ArmEnded(Exception):
 
 
 @dataclass(frozen=True)
-class Rule:
+class StoppingRule:
     """When to stop: every interval is narrow, the budget is spent, or the looks are made.
 
     The budget is overdrawn only for the six blocks without which there is no interval at all.
@@ -95,7 +95,7 @@ def run_blocks(
     turn: Callable[[str, float], Turn],
     names: Sequence[str],
     reference: str,
-    rule: Rule,
+    rule: StoppingRule,
     block_s: float,
     seed: int,
     clock: Callable[[], float],
@@ -134,7 +134,7 @@ class _Blocks:
         self,
         turn: Callable[[str, float], Turn],
         reference: str,
-        rule: Rule,
+        rule: StoppingRule,
         block_s: float,
         clock: Callable[[], float],
         measured: Measured,

@@ -67,7 +67,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ClaimTrial:
     """A workload, the arms measured on it, and the claims that they test."""
 
     about: str
@@ -81,21 +81,23 @@ class Trial:
     gpus: int = 0  # GPUs it takes
 
 
-def load_trials(folder: Path = FOLDER) -> list[Trial]:
+def load_trials(folder: Path = FOLDER) -> list[ClaimTrial]:
     """The trials of every YAML file in `folder`."""
     rows = [
         row
         for path in sorted(folder.glob("*.yaml"))
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["trials"]
     ]
-    return [Trial(**{**row, "claims": [Claim(**claim) for claim in row["claims"]]}) for row in rows]
+    return [
+        ClaimTrial(**{**row, "claims": [Claim(**claim) for claim in row["claims"]]}) for row in rows
+    ]
 
 
 def measure_claims(
     config: RunConfig,
     told: Told | None = None,
     each: Callable[[Claims], None] | None = None,
-    trials: Sequence[Trial] | None = None,
+    trials: Sequence[ClaimTrial] | None = None,
     options: MeasureOptions | None = None,
 ) -> Claims:
     """Test every claim on the device of `config`, within `benchmark.budget_s` of measuring.
@@ -137,7 +139,7 @@ def measure_claims(
 
 
 def _run_trial(
-    trial: Trial,
+    trial: ClaimTrial,
     config: RunConfig,
     budget_s: float,
     folder: Path,
@@ -181,7 +183,7 @@ def _make_images(folder: Path) -> list[str]:
 # -- verdicts --------------------------------------------------------------------------------------
 
 
-def judge_claim(trial: Trial, claim: Claim, round_: Round) -> ClaimResult:
+def judge_claim(trial: ClaimTrial, claim: Claim, round_: Round) -> ClaimResult:
     """What the trial says of one of its claims."""
     why = round_.explain_end(PLAIN, claim.arm) or _explain_missing(claim, round_)
     row = _make_row(trial, claim, why)
@@ -269,7 +271,7 @@ def _explain_missing(claim: Claim, round_: Round) -> str:
     return ""
 
 
-def _make_row(trial: Trial, claim: Claim, reason: str) -> ClaimResult:
+def _make_row(trial: ClaimTrial, claim: Claim, reason: str) -> ClaimResult:
     path = ["data.path=FOLDER"] if trial.images else []
     words = [*trial.work, *path, *trial.arms.get(claim.arm, ())]
     return ClaimResult(

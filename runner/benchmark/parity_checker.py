@@ -29,7 +29,7 @@ PLAIN = "is the plain run: no technique was asked for"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """`parity` as in ArmResult; None where it is not known, and `reason` says why."""
 
     parity: str | None
@@ -61,13 +61,13 @@ class ParityChecker:
 
     def check(
         self, arm: Arm, choices: Mapping[str, Any] | None = None, within_s: float | None = None
-    ) -> Verdict:
+    ) -> ParityVerdict:
         """The verdict on one arm, within `within_s`, else `timeout_s`.
 
         `choices` that a run of it had made automatically are made again.
         """
         if not asks(arm.config):
-            return Verdict("exact", PLAIN)
+            return ParityVerdict("exact", PLAIN)
         limit_s = self.timeout_s if within_s is None else within_s
         try:
             if self.process is None:
@@ -75,16 +75,16 @@ class ParityChecker:
                 self.process = ChildProcess(_main, arguments, self.folder / "log")
                 self.process.start()
             self.process.ask({"config": arm.config, "choices": choices or {}})
-            return Verdict(*self.process.answer(limit_s))
+            return ParityVerdict(*self.process.answer(limit_s))
         except ArmEnded as ended:
             self._end()
             if ended.status == "timeout":
-                return Verdict(None, f"not judged within {limit_s:.4g} s")
-            return Verdict(
+                return ParityVerdict(None, f"not judged within {limit_s:.4g} s")
+            return ParityVerdict(
                 None, f"the process that judged it: {ended.reason.partition('; see')[0]}"
             )
         except UsageError as error:
-            return Verdict(None, str(error))
+            return ParityVerdict(None, str(error))
 
     def _end(self) -> None:
         if self.process is not None:

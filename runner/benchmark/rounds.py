@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, Rule, run_blocks
+from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, StoppingRule, run_blocks
 from runner.benchmark.config import BenchmarkConfig
 from runner.benchmark.statistics import CONFIDENCE, Estimate, contrast
 from runner.benchmark.workers.messages import Finished, Ready
@@ -98,7 +98,7 @@ def run_round(
         alive = [arm.name for arm in arms if arm.name in result.ready]
         if (reference in alive and len(alive) > 1) or (alive and not needs_reference):
             against = reference if reference in alive else alive[0]
-            rule = Rule(settings.narrow, budget_s, alpha=options.alpha)
+            rule = StoppingRule(settings.narrow, budget_s, alpha=options.alpha)
             result.measured = run_blocks(
                 pool.turn, alive, against, rule, settings.block_s, seed, options.clock, watched
             )

@@ -12,7 +12,7 @@ from typing import Any
 from runner.benchmark.arms import Arm
 from runner.benchmark.blocks import INTERRUPTED, Turn
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.parity_checker import Verdict
+from runner.benchmark.parity_checker import ParityVerdict
 from runner.benchmark.result import DONE, MEAN, MEDIAN, ArmResult, Control, Load
 from runner.benchmark.rounds import Round
 from runner.benchmark.statistics import (
@@ -47,7 +47,7 @@ class Measurements(Round):
 
     reference: str = ""
     control: str = ""  # the name of the reference's second process; "" without one
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, ParityVerdict] = field(default_factory=dict)
 
     @property
     def compared(self) -> str:

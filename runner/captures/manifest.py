@@ -28,7 +28,7 @@ STEP = re.compile(r"step_\d{8,}", re.ASCII)
 FORMAT = 1
 
 
-class Weights(Enum):
+class CapturedWeights(Enum):
     """Which weights, buffers and optimizer state model.safetensors and state.pt hold."""
 
     then = "then"  # those of the step: nothing was updated since
@@ -37,13 +37,13 @@ class Weights(Enum):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CaptureManifest:
     """Written last: a folder without it is no capture."""
 
     step: int  # 1 is the first
     kind: str  # as in debug/history.json
     message: str
-    weights: Weights
+    weights: CapturedWeights
     name: str  # of the run
     given: list[str]  # components that the run's program made: model, data, objective, optimizer
     micro_batch: int
@@ -66,21 +66,25 @@ class Manifest:
         file.write(sealed({**asdict(self), "weights": self.weights.value}))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest of a capture; CheckpointError where it is damaged or forged."""
     path = folder / NAME
     body = read_sealed(path, FORMAT)
     try:
         files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
-        manifest = Manifest(files=files, weights=Weights(body.pop("weights")), **body)
-        types = get_type_hints(Manifest)  # a value of another type must not become text elsewhere
+        manifest = CaptureManifest(
+            files=files, weights=CapturedWeights(body.pop("weights")), **body
+        )
+        types = get_type_hints(
+            CaptureManifest
+        )  # a value of another type must not become text elsewhere
         sound = all(
             isinstance(getattr(manifest, name), getattr(types[name], "__origin__", types[name]))
             for name in body
         )
     except (TypeError, KeyError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: not the manifest of a capture") from None
-    expected = {STATE} if manifest.weights is Weights.again else {STATE, MODEL}
+    expected = {STATE} if manifest.weights is CapturedWeights.again else {STATE, MODEL}
     if not sound or set(files) != expected:  # names in the file are never used as paths
         raise CheckpointError(f"{path}: not the manifest of a capture")
     if STEP.fullmatch(folder.resolve().name) and int(folder.resolve().name[5:]) != manifest.step:

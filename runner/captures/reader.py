@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.captures.manifest import CHECKPOINT, Manifest, Weights, read_manifest
+from runner.captures.manifest import CHECKPOINT, CapturedWeights, CaptureManifest, read_manifest
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.content import check_state
 from runner.checkpoint.folder import Restored
 from runner.checkpoint.manifest import MODEL, STATE
 from runner.data.batch import Batch
 from runner.errors import CheckpointError
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Capture:
     """A bad step, as far as it was written down; tensors are on the CPU."""
 
     path: Path
-    manifest: Manifest
+    manifest: CaptureManifest
     batch: Batch  # before it is placed: contiguous
     samples: list[int]  # indices in the data set
     loss: float | None  # as the run recorded them; None where it ended in an exception
@@ -37,7 +37,7 @@ class Capture:
     progress: Mapping[str, Any]  # of the run when it was captured
     remedy: int  # step after which something was last done about a fault, before this was captured
     skipped: list[int]  # steps between the checkpoint and this one that were not made
-    policy: Policy | None = None  # for its checkpoint, where it is of another run tree
+    policy: FilePolicy | None = None  # for its checkpoint, where it is of another run tree
 
     @property
     def step(self) -> int:
@@ -47,7 +47,7 @@ class Capture:
     @property
     def as_it_was(self) -> bool:
         """Whether what the step began with is in the capture itself."""
-        return self.manifest.weights is Weights.then and self.random_then
+        return self.manifest.weights is CapturedWeights.then and self.random_then
 
     def checkpoint(self) -> Restored | None:
         """The linked checkpoint, verified; CheckpointError where it is not good."""
@@ -59,7 +59,7 @@ class Capture:
         return restored
 
 
-def open_capture(path: Path, policy: Policy | None = None) -> Capture:
+def open_capture(path: Path, policy: FilePolicy | None = None) -> Capture:
     """The capture in that folder (see `runner.captures.manifest.find`).
 
     With a policy, one from outside this run tree is looked at as a foreign one first. Raises

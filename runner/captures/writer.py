@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.captures.manifest import CHECKPOINT, FOLDER, Manifest, Weights, captures
+from runner.captures.manifest import CHECKPOINT, FOLDER, CapturedWeights, CaptureManifest, captures
 from runner.captures.run_captures import Captures, random_state
 from runner.checkpoint import manifest as checkpoints
 from runner.checkpoint.folder import step_name
@@ -55,9 +55,9 @@ def take_capture(
             f"debug.capture.mb={of.config.mb:g}"
         )
         return None
-    weights = Weights.then if unchanged and fits else Weights.again
+    weights = CapturedWeights.then if unchanged and fits else CapturedWeights.again
     if earlier is None and not unchanged:
-        weights = Weights.later
+        weights = CapturedWeights.later
     checkpoint = None if earlier is None else checkpoints.read_manifest(earlier).step
     now = random_state()
     state: dict[str, Any] = {
@@ -73,10 +73,10 @@ def take_capture(
         "remedy": remedy,
         "skipped": [n for n in run.reader.skipped if (checkpoint or 0) < n < step],
     }
-    if weights is not Weights.again:
+    if weights is not CapturedWeights.again:
         overflows = sum(not np.isfinite(row[1]) for row in rows or ()) if unchanged else 0
         state["update"] = _restore_scale(update, overflows)
-    manifest = Manifest(
+    manifest = CaptureManifest(
         step=step,
         kind=kind,
         message=message,
@@ -102,7 +102,7 @@ def take_capture(
 
 def write_capture(
     folder: Path,
-    manifest: Manifest,
+    manifest: CaptureManifest,
     model: Mapping[str, Any],
     state: Mapping[str, Any],
     checkpoint: Path | None = None,
@@ -129,10 +129,10 @@ def write_capture(
 
 
 def fill_capture(
-    folder: Path, manifest: Manifest, model: Mapping[str, Any], state: Mapping[str, Any]
+    folder: Path, manifest: CaptureManifest, model: Mapping[str, Any], state: Mapping[str, Any]
 ) -> None:
     """Write a capture's own files, the manifest last. Raises OSError."""
-    again = manifest.weights is Weights.again
+    again = manifest.weights is CapturedWeights.again
     snapshot = Copier(reuse=False).take({} if again else dict(model), dict(state))
     writers = {checkpoints.STATE: write_state}
     if not again:

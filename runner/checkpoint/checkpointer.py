@@ -20,7 +20,7 @@ from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.snapshot import Copier, Snapshot, write_state, write_tensors
 from runner.errors import CheckpointError, SecurityError, StorageError
 from runner.record import storage
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
 __all__ = ["Checkpointer", "Restored"]
 
@@ -41,7 +41,7 @@ class Checkpointer:
         folder: Path | None,
         keep: int,
         config_hash: str = "",
-        policy: Policy | None = None,  # for those of other run trees; None: they are trusted
+        policy: FilePolicy | None = None,  # for those of other run trees; None: they are trusted
     ) -> None:
         self._policy = policy
         self.faults: dict[str, int] = {}  # counts by kind

@@ -24,7 +24,7 @@ from runner.checkpoint import manifest
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import CheckpointError
 from runner.record import storage
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.trust import Trust
 
 log = logging.getLogger("runner")
@@ -87,7 +87,7 @@ def is_best(root: Path, step: int) -> bool:
     return False
 
 
-def load(folder: Path, policy: Policy | None = None, check: Check | None = None) -> Restored:
+def load(folder: Path, policy: FilePolicy | None = None, check: Check | None = None) -> Restored:
     """One checkpoint, verified before use; CheckpointError says in what way it is not good.
 
     With a policy, one from outside this run tree is looked at as a foreign one first, since
@@ -144,7 +144,7 @@ def _differences(folder: Path, facts: manifest.Manifest) -> list[str]:
 
 
 def load_newest(
-    root: Path, policy: Policy | None = None, check: Check | None = None
+    root: Path, policy: FilePolicy | None = None, check: Check | None = None
 ) -> Restored | None:
     """The newest good checkpoint; bad ones are named in its warnings.
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.checks.config import InputsConfig, Policy
+from runner.checks.config import CheckPolicy, InputsConfig
 from runner.data.batch import Batch
 from runner.data.nested import named_leaves, tree_map
 
@@ -25,7 +25,7 @@ log = logging.getLogger("runner")
 Tensors = dict[str, Tensor]
 """The dense tensors of a batch by name: inputs, inputs.key, inputs[1], target."""
 
-VETOES = (Policy.skip, Policy.stop)  # policies under which no update is made
+VETOES = (CheckPolicy.skip, CheckPolicy.stop)  # policies under which no update is made
 FORM = "form"
 LARGEST = torch.finfo(torch.float64).max
 PRESCAN_VALUES = 1 << 24  # of data in memory that are scanned at once: 0.02 s
@@ -80,9 +80,9 @@ class BatchChecks:
         self.reference: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None
         self.unchecked: set[str] = set()  # tensors that are not dense, each named once
 
-    def policy(self, check: str) -> Policy:
+    def policy(self, check: str) -> CheckPolicy:
         """The action that the config names for a finding of this check."""
-        policy: Policy = getattr(self.config, check)
+        policy: CheckPolicy = getattr(self.config, check)
         return policy
 
     def tensors(self, batch: Batch) -> Tensors:
@@ -102,7 +102,7 @@ class BatchChecks:
 
     def form_finding(self, tensors: Tensors) -> Finding | None:
         """A dtype, name or shape that differs from the config's or the first batch's."""
-        if self.config.form is Policy.off:
+        if self.config.form is CheckPolicy.off:
             return None
         form = {name: (t.dtype, tuple(t.shape[1:])) for name, t in tensors.items()}
         if self.reference is None:
@@ -164,7 +164,7 @@ class BatchChecks:
         if main and tensors[main].dtype is not torch.bool:
             if tensors[main].numel() > len(tensors[main]) > 1:  # more than one value a sample
                 limits.append(Limit("constant", main))
-        return [limit for limit in limits if self.policy(limit.check) is not Policy.off]
+        return [limit for limit in limits if self.policy(limit.check) is not CheckPolicy.off]
 
     def _index_count(self, leaf: str, main: str) -> int | None:
         """The number of classes or tokens, of labels and of token ids."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runner.checks.batch import FORM, VETOES, BatchChecks, Finding, Limit, Prescan, Tensors, find
-from runner.checks.config import Policy
+from runner.checks.config import CheckPolicy
 from runner.data.batch import Batch
 from runner.errors import DataError
 from runner.record.history import History
@@ -154,7 +154,7 @@ class BatchValidator:
             return batch, Outcome(number)
         notes = tuple((f.check, self._message(f, number - 1)) for f in findings)
         for check, message in notes:
-            if self.checks.policy(check) is Policy.stop:
+            if self.checks.policy(check) is CheckPolicy.stop:
                 self._note(number, check, message, "the run ends")
                 raise self._stop_error(number, check, message)
         veto = any(self.checks.policy(check) in VETOES for check, _ in notes)
@@ -211,7 +211,7 @@ class BatchValidator:
         *values, veto = entry.values.tolist()
         rows = list(zip(values[::2], values[1::2], strict=True))
         for finding in self.checks.findings(entry.limits, rows, {}):
-            if self.checks.policy(finding.check) is Policy.stop and self.late_stop is None:
+            if self.checks.policy(finding.check) is CheckPolicy.stop and self.late_stop is None:
                 self.late_stop = self._stop_error(entry.number, finding.check, finding.message)
             self._note(entry.number, finding.check, finding.message, "skipped" if veto else "")
         self._count(entry.number, veto > 0)

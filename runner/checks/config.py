@@ -9,7 +9,7 @@ from runner.bounds import bounded, check_bounds
 from runner.errors import ConfigError
 
 
-class Policy(Enum):
+class CheckPolicy(Enum):
     """What is done about a finding; a later one includes the earlier ones."""
 
     off = "off"
@@ -53,15 +53,17 @@ class InputsConfig:
 
     enabled: bool = True
     schema: SchemaConfig = field(default_factory=SchemaConfig)
-    form: Policy = Policy.stop  # dtype, dimensions or features differ from the schema's
-    not_finite: Policy = Policy.skip
-    range: Policy = Policy.warn  # outside schema.low and schema.high, where they are given
-    labels: Policy = Policy.stop  # a class or token id that does not exist
-    constant: Policy = Policy.warn  # every value of a batch is the same
+    form: CheckPolicy = CheckPolicy.stop  # dtype, dimensions or features differ from the schema's
+    not_finite: CheckPolicy = CheckPolicy.skip
+    range: CheckPolicy = (
+        CheckPolicy.warn
+    )  # outside schema.low and schema.high, where they are given
+    labels: CheckPolicy = CheckPolicy.stop  # a class or token id that does not exist
+    constant: CheckPolicy = CheckPolicy.warn  # every value of a batch is the same
 
     def __post_init__(self) -> None:
         for name in ("form", "not_finite", "range", "labels", "constant"):
-            if getattr(self, name) is Policy.drop:
+            if getattr(self, name) is CheckPolicy.drop:
                 fix = "use skip, or data.bad_samples=drop, which leaves samples out beforehand"
                 raise ConfigError(f"checks.inputs.{name}", "a batch is skipped as a whole", fix)
 
@@ -71,13 +73,15 @@ class TableConfig:
     """Checks of a table, once, before training."""
 
     enabled: bool = True
-    constant: Policy = Policy.warn  # a column of one value; drop: not among the inputs
-    leak: Policy = Policy.warn  # a column that gives the label away; drop: not among the inputs
-    shared: Policy = Policy.warn  # rows of train in validation; drop: not validated with
+    constant: CheckPolicy = CheckPolicy.warn  # a column of one value; drop: not among the inputs
+    leak: CheckPolicy = (
+        CheckPolicy.warn
+    )  # a column that gives the label away; drop: not among the inputs
+    shared: CheckPolicy = CheckPolicy.warn  # rows of train in validation; drop: not validated with
 
     def __post_init__(self) -> None:
         for name in ("constant", "leak", "shared"):
-            if getattr(self, name) is Policy.skip:
+            if getattr(self, name) is CheckPolicy.skip:
                 raise ConfigError(
                     f"checks.table.{name}", "a table has no batch to skip", "use drop or stop"
                 )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.checks.config import Policy, TableConfig
+from runner.checks.config import CheckPolicy, TableConfig
 from runner.data.batch import Column, RowNames
 from runner.errors import DataError
 from runner.security.trust import Reason, Severity
@@ -29,7 +29,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Table:
+class CheckedTable:
     """A table as a model gets it."""
 
     inputs: NDArray[np.float32]  # [rows, features]
@@ -69,7 +69,7 @@ class TableFindings:
             self.choices.append(Choice(f"checks.{reason.code}", choice, reason.evidence))
 
 
-def check_table(table: Table, config: TableConfig) -> TableFindings:
+def check_table(table: CheckedTable, config: TableConfig) -> TableFindings:
     """The findings of one pass over columns and rows.
 
     Raises DataError, which names every finding, where the policy for one of them is `stop`, and
@@ -77,9 +77,9 @@ def check_table(table: Table, config: TableConfig) -> TableFindings:
     """
     findings, sample = TableFindings(), _sample(table)
     skills: list[float | None] = []
-    if config.leak is not Policy.off:
+    if config.leak is not CheckPolicy.off:
         skills = _label_skills(table, sample)
-    if config.constant is not Policy.off and len(table.train) >= MIN_ROWS:
+    if config.constant is not CheckPolicy.off and len(table.train) >= MIN_ROWS:
         for number, values in enumerate(table.values(table.train)):
             if (values == values[0]).all():
                 value = _value(table.columns[number], values[0])
@@ -90,7 +90,7 @@ def check_table(table: Table, config: TableConfig) -> TableFindings:
     if findings.drop_columns and len(findings.drop_columns) == len(table.columns):
         names = "; ".join(map(str, findings.reasons[:SHOWN]))
         raise DataError(f"checks.table: nothing would be left to learn from: {names}")
-    if config.shared is not Policy.off:
+    if config.shared is not CheckPolicy.off:
         _check_shared(findings, table, config.shared)
     findings.facts = {
         "rows": len(table.inputs),
@@ -110,13 +110,13 @@ def check_table(table: Table, config: TableConfig) -> TableFindings:
 
 def _report_column(
     findings: TableFindings,
-    table: Table,
+    table: CheckedTable,
     config: TableConfig,
     number: int,
     kind: str,
     evidence: str,
 ) -> None:
-    name, drops = table.columns[number].name, getattr(config, kind) is Policy.drop
+    name, drops = table.columns[number].name, getattr(config, kind) is CheckPolicy.drop
     severity = Severity.NOTE if kind == "constant" else Severity.WARNING
     key = f"{table.ignore}=[{name}] or " if table.ignore else ""
     way_out = "" if drops else f"leave it out with {key}checks.table.{kind}=drop"
@@ -146,7 +146,7 @@ def _value(column: Column, value: np.float32) -> str:
     return f"{value * column.deviation + column.mean:.6g}"
 
 
-def _sample(table: Table) -> NDArray[np.int64]:
+def _sample(table: CheckedTable) -> NDArray[np.int64]:
     """Evenly spaced training rows, few enough for a bounded time; a resumed run has the same."""
     most = min(SAMPLE_ROWS, max(1_000, SAMPLE_CELLS // max(1, table.inputs.shape[1])))
     if len(table.train) <= most:
@@ -154,7 +154,7 @@ def _sample(table: Table) -> NDArray[np.int64]:
     return table.train[np.linspace(0, len(table.train) - 1, most).astype(np.int64)]
 
 
-def _leaks(table: Table, skills: list[float | None]) -> Iterator[tuple[int, str]]:
+def _leaks(table: CheckedTable, skills: list[float | None]) -> Iterator[tuple[int, str]]:
     """The columns that give the label away, with what speaks for it."""
     limit = LEAK[table.classes is not None]
     best, name = max(
@@ -170,7 +170,7 @@ def _leaks(table: Table, skills: list[float | None]) -> Iterator[tuple[int, str]
             yield number, text.format(skill) + other
 
 
-def _label_skills(table: Table, sample: NDArray[np.int64]) -> list[float | None]:
+def _label_skills(table: CheckedTable, sample: NDArray[np.int64]) -> list[float | None]:
     """The share of errors that each column alone saves; None: not judged."""
     target = np.asarray(table.target[sample])
     skills: list[float | None] = []
@@ -219,7 +219,7 @@ def _quantity_skill(values: NDArray[Any], target: NDArray[Any]) -> float:
     return skill
 
 
-def _check_shared(findings: TableFindings, table: Table, policy: Policy) -> None:
+def _check_shared(findings: TableFindings, table: CheckedTable, policy: CheckPolicy) -> None:
     """Rows of validation that training has seen, over the columns that stay and number no rows."""
     hashes, shuffled = np.zeros((2, len(table.inputs)), np.uint64)
     rng = np.random.default_rng(0)
@@ -243,7 +243,7 @@ def _check_shared(findings: TableFindings, table: Table, policy: Policy) -> None
         f"({len(rows) / len(table.validation):.1%}) are in training too, such as "
         f"{table.rows(int(rows[0]))}, which is {table.rows(int(twin))}"
     )
-    drops = policy is Policy.drop
+    drops = policy is CheckPolicy.drop
     if drops and len(rows) == len(table.validation):
         raise DataError(
             f"checks.table.shared=drop leaves nothing to validate with: {evidence}; "

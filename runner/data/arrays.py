@@ -17,14 +17,14 @@ from runner.data.order import split
 from runner.data.paths import existing, suggestion
 from runner.data.tensors import Tensors, scale_of
 from runner.errors import ConfigError, DataError
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 TASKS = ("classification", "language_modelling", "regression")
 TABLES = (".csv", ".tsv", ".parquet")
 
 
-def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
+def arrays(config: Arrays, policy: FilePolicy | None = None) -> Tensors:
     """Inputs as they are, but for these: floats become float32, and uint8 images 0 to 1.
 
     Images are [samples, channels, height, width] or [samples, height, width]; whole numbers
@@ -37,7 +37,7 @@ def arrays(config: Arrays, policy: Policy | None = None) -> Tensors:
     path = existing(config.path)
     if path.suffix.lower() in TABLES:
         raise ConfigError("data.path", f"{path} is a table and no .npz", "use data=tabular")
-    content = read_arrays(path, policy or Policy())
+    content = read_arrays(path, policy or FilePolicy())
     x = _pick(content, path, config.inputs, "data.inputs")
     y = _pick(content, path, config.target, "data.target")
     if len(x) != len(y):

@@ -15,7 +15,7 @@ from runner.data.dataset import Dataset, drops_bad_samples, usable_samples
 from runner.data.order import split
 from runner.data.paths import class_files, existing
 from runner.errors import ConfigError, DataError
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ImageFolder(Dataset):
 
     in_memory = False
 
-    def __init__(self, config: Images, policy: Policy | None = None) -> None:
+    def __init__(self, config: Images, policy: FilePolicy | None = None) -> None:
         root = existing(config.path)
         if not root.is_dir():
             raise ConfigError("data.path", f"{root} is a file", "name the folder of the classes")

@@ -10,7 +10,7 @@ from typing import Any
 from runner.data.config import DataConfig
 from runner.data.dataset import Dataset, drops_bad_samples
 from runner.errors import ConfigError
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.registry import assembled, construct
 
 # kind -> module and function; imported when asked for, so that none costs a run that has another
@@ -30,7 +30,7 @@ WITH_POLICY = ("images", "text", "tokens", "arrays")
 
 
 def open_data(
-    config: DataConfig, resolve: Callable[[str, str], Any], policy: Policy | None = None
+    config: DataConfig, resolve: Callable[[str, str], Any], policy: FilePolicy | None = None
 ) -> Dataset:
     """The data set that `config` names: one of ours, or the user's own by `_target_`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError, SecurityError
 from runner.security.config import SecurityLevel
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
 
 def existing(path: str, key: str = "data.path") -> Path:
@@ -39,7 +39,7 @@ def suggestion(name: str, known: Iterable[str], has: str) -> str:
     return f"{has} {listed}" if names else f"{has} nothing"
 
 
-def check_link(path: Path, root: Path, policy: Policy | None) -> Path:
+def check_link(path: Path, root: Path, policy: FilePolicy | None) -> Path:
     """`path`; SecurityError if it is a link out of the data folder `root`, unless security=off."""
     if policy is not None and policy.level is SecurityLevel.off:
         return path
@@ -51,7 +51,7 @@ def check_link(path: Path, root: Path, policy: Policy | None) -> Path:
     return path
 
 
-def class_files(root: Path, policy: Policy | None) -> dict[Path, list[Path]]:
+def class_files(root: Path, policy: FilePolicy | None) -> dict[Path, list[Path]]:
     """The folders in `root`, one for each class, and their files at any depth, sorted by name.
 
     SecurityError for a link out of `root`.
@@ -67,7 +67,7 @@ def class_files(root: Path, policy: Policy | None) -> dict[Path, list[Path]]:
 
 
 def _inside(
-    root: Path, paths: Iterable[Path], policy: Policy | None, kind: Callable[[Path], bool]
+    root: Path, paths: Iterable[Path], policy: FilePolicy | None, kind: Callable[[Path], bool]
 ) -> list[Path]:
     shown = (path for path in paths if kind(path) and not path.name.startswith("."))
     return sorted(check_link(path, root, policy) for path in shown)

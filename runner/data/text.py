@@ -16,7 +16,7 @@ from runner.data.order import split
 from runner.data.paths import class_files, existing
 from runner.data.table import Texts, read_table
 from runner.errors import DataError
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 PADDING = 256  # after the 256 bytes
@@ -71,7 +71,7 @@ def cut(text: bytes, sequence: int) -> list[np.ndarray]:
     return [piece for piece in pieces if 2 * len(piece) >= sequence] or pieces[:1]
 
 
-def text(config: Text, policy: Policy | None = None) -> TextClassificationDataset:
+def text(config: Text, policy: FilePolicy | None = None) -> TextClassificationDataset:
     """The first `data.sequence` bytes of each text, padded, and its label."""
     path = existing(config.path)
     read = _from_folders(config, policy) if path.is_dir() else _from_table(config)
@@ -97,7 +97,7 @@ def _from_table(config: Text) -> Labelled:
     return contents, labels.codes, labels.words, table.choices
 
 
-def _from_folders(config: Text, policy: Policy | None) -> Labelled:
+def _from_folders(config: Text, policy: FilePolicy | None) -> Labelled:
     folders = class_files(existing(config.path), policy)
     texts, labels = [], []
     problems: dict[int, str] = {}

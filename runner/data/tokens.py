@@ -13,7 +13,7 @@ from runner.data.config import Tokens
 from runner.data.dataset import Dataset
 from runner.data.paths import check_link, existing, suggestion
 from runner.errors import ConfigError, DataError
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
@@ -72,7 +72,7 @@ class TokenWindows(Dataset):
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def tokens(config: Tokens, policy: Policy | None = None) -> TokenWindows:
+def tokens(config: Tokens, policy: FilePolicy | None = None) -> TokenWindows:
     """Windows of `data.sequence` ids; ids are checked against `data.vocab` as they are read."""
     if config.vocab < 2:
         raise ConfigError("data.vocab", f"{config.vocab} ids are too few", "use 2 or more")

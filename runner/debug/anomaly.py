@@ -26,7 +26,7 @@ RAISED = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
 WARNED = "Error detected in "
 
 
-class Anomaly(Tool):
+class AnomalyTool(Tool):
     """Steps in anomaly mode; a NaN in backward is named, and by policy recorded or the end.
 
     The step is made again, this time recording each operation's gradients, and where a NaN is only

@@ -151,9 +151,9 @@ class DebugConfig:
     # the tools, outermost first: a new one is a file and a line here
     gradcheck: GradcheckConfig = tool("runner.debug.gradcheck:Gradcheck", GradcheckConfig)
     memory: MemoryConfig = tool("runner.debug.memory:MemoryTool", MemoryConfig)
-    profile: ProfileConfig = tool("runner.debug.profile:Profile", ProfileConfig)
+    profile: ProfileConfig = tool("runner.debug.profile:ProfileTool", ProfileConfig)
     gradients: GradientsConfig = tool("runner.debug.gradients:Gradients", GradientsConfig)
-    anomaly: AnomalyConfig = tool("runner.debug.anomaly:Anomaly", AnomalyConfig)
+    anomaly: AnomalyConfig = tool("runner.debug.anomaly:AnomalyTool", AnomalyConfig)
     hooks: list[Any] = field(default_factory=list)  # `package.Class`, or {_target_: …, argument: …}
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ from runner.debug.config import DebugConfig, GradcheckConfig
 from runner.debug.derivatives import Inconclusive, worst_error
 from runner.debug.gradcheck_subjects import (
     OBJECTIVE,
+    CallRecording,
     Loss,
-    Recording,
     Subject,
     copy_model,
     error_line,
@@ -44,7 +44,7 @@ COLUMNS = ["what", "class", "kind", "result", "worst relative error", "of the gr
 
 
 @dataclass(frozen=True)
-class Check:
+class GradientCheck:
     """One backward, and how far it is from the derivative of its forward."""
 
     name: str  # the module's dotted name, or `objective`
@@ -85,7 +85,7 @@ def check_model(
     config: GradcheckConfig,
     name: str = OBJECTIVE,
     train: bool = False,
-) -> list[Check]:
+) -> list[GradientCheck]:
     """Check the objective and modules on a float64 copy on the CPU, smallest first.
 
     What contains something wrong is not checked, since it would be wrong too. The model, its
@@ -93,16 +93,16 @@ def check_model(
     """
     deadline = time.monotonic() + config.budget_s
     wanted = _choose_modules(model, config.modules)
-    checks: list[Check] = []
+    checks: list[GradientCheck] = []
     with preserve_random_state(), torch.random.fork_rng(devices=[]):
         try:
             copy = _copy(model, train)
             recording = record_forward(copy, batch, config.samples, config.length)
         except Inconclusive as reason:
             whole = type(model).__name__
-            return [Check(whole, "module", whole, UNCHECKED, why=str(reason))]
+            return [GradientCheck(whole, "module", whole, UNCHECKED, why=str(reason))]
         for item in _subjects(recording, objective, name, wanted, config.skip):
-            if isinstance(item, Check):
+            if isinstance(item, GradientCheck):
                 checks.append(item)
                 continue
             part = _wrong_part(item, checks, model)
@@ -115,7 +115,7 @@ def check_model(
     return checks
 
 
-def _check(subject: Subject, tolerance: float, deadline: float) -> Check:
+def _check(subject: Subject, tolerance: float, deadline: float) -> GradientCheck:
     start = time.perf_counter()
     try:
         evaluate, leaves = subject.prepare()
@@ -129,11 +129,15 @@ def _check(subject: Subject, tolerance: float, deadline: float) -> Check:
     return replace(check, result=result, error=error, where=where, seconds=seconds)
 
 
-def _unchecked(subject: Subject, why: str) -> Check:
-    return Check(subject.name, subject.kind, subject.of, UNCHECKED, why=why, like=subject.like)
+def _unchecked(subject: Subject, why: str) -> GradientCheck:
+    return GradientCheck(
+        subject.name, subject.kind, subject.of, UNCHECKED, why=why, like=subject.like
+    )
 
 
-def _wrong_part(subject: Subject, checks: Sequence[Check], model: nn.Module) -> Check | None:
+def _wrong_part(
+    subject: Subject, checks: Sequence[GradientCheck], model: nn.Module
+) -> GradientCheck | None:
     """A part of it that is wrong."""
     whole = subject.module is not None and subject.name == type(model).__name__
     for check in checks:
@@ -178,12 +182,12 @@ def _matches(patterns: Sequence[str], name: str, module: nn.Module) -> bool:
 
 
 def _subjects(
-    recording: Recording,
+    recording: CallRecording,
     objective: Loss | None,
     name: str,
     wanted: set[str] | None,
     skip: Sequence[str],
-) -> Iterator[Subject | Check]:
+) -> Iterator[Subject | GradientCheck]:
     """The objective, then modules from the smallest on."""
     whole, model = type(recording.model).__name__, recording.model
     skipped = [part for part, module in model.named_modules() if _matches(skip, part, module)]
@@ -191,7 +195,7 @@ def _subjects(
         yield objective_subject(objective, name, recording.output, recording.target)
     if wanted is None and not any(is_foreign(type(m)) for m in model.modules()):
         why = "its modules are torch's own; those named in `modules` are checked all the same"
-        yield Check(whole, "module", whole, LEFT_OUT, why=why)
+        yield GradientCheck(whole, "module", whole, LEFT_OUT, why=why)
     modules = {
         part: module
         for part, module in model.named_modules()
@@ -203,13 +207,13 @@ def _subjects(
         why = "not called in this batch" if part not in recording.calls else why
         if why:
             of = type(modules[part]).__name__
-            yield Check(part or whole, "module", of, UNCHECKED, why=why, like=like)
+            yield GradientCheck(part or whole, "module", of, UNCHECKED, why=why, like=like)
         else:
             yield module_subject(part or whole, modules[part], *recording.calls[part], like)
 
 
 def _representatives(
-    modules: dict[str, nn.Module], recording: Recording, named: bool
+    modules: dict[str, nn.Module], recording: CallRecording, named: bool
 ) -> list[tuple[str, int]]:
     """One module of each class and shapes with how many there are of it, the smallest first."""
     alike: dict[Any, list[str]] = {}
@@ -236,7 +240,7 @@ class Gradcheck(Tool):
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
-        self.checks: list[Check] = []
+        self.checks: list[GradientCheck] = []
 
     def due(self, step: int) -> bool:
         """At no step."""

@@ -169,7 +169,7 @@ def error_line(error: BaseException) -> str:
 
 
 @dataclass
-class Recording:
+class CallRecording:
     """One forward of the copy, and the first arguments of each module."""
 
     model: nn.Module
@@ -198,7 +198,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     return copy
 
 
-def record_forward(model: nn.Module, batch: Batch, samples: int, length: int) -> Recording:
+def record_forward(model: nn.Module, batch: Batch, samples: int, length: int) -> CallRecording:
     """Run the copy over a small part of the batch; raises Inconclusive where it cannot run."""
     trouble = ""
     for part in _smaller(tree_map_only(Tensor, to_double, batch), samples, length):
@@ -221,9 +221,9 @@ def _smaller(batch: Batch, samples: int, length: int) -> Iterator[Batch]:
     yield batch
 
 
-def _forward(model: nn.Module, batch: Batch) -> Recording:
+def _forward(model: nn.Module, batch: Batch) -> CallRecording:
     """One forward, noting the arguments of each module."""
-    recording = Recording(model, batch[1])
+    recording = CallRecording(model, batch[1])
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def enter(name: str) -> Callable[..., None]:

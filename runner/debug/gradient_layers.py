@@ -22,7 +22,7 @@ NAMED = 5  # names in a line; more are only counted
 STATISTICS = 5  # norm, largest, sum, how many are not 0, how many are not finite
 
 
-class State(StrEnum):
+class LayerState(StrEnum):
     """What is wrong with a layer, the worst first."""
 
     NOT_FINITE = "not finite"
@@ -34,19 +34,19 @@ class State(StrEnum):
 
 
 FAULTS = {
-    State.NO_GRADIENT: "no_gradient",
-    State.NOT_FINITE: "non_finite",
-    State.EXPLODING: "exploding_gradient",
-    State.VANISHING: "vanishing_gradient",
-    State.NOT_OPTIMIZED: "not_optimized",
+    LayerState.NO_GRADIENT: "no_gradient",
+    LayerState.NOT_FINITE: "non_finite",
+    LayerState.EXPLODING: "exploding_gradient",
+    LayerState.VANISHING: "vanishing_gradient",
+    LayerState.NOT_OPTIMIZED: "not_optimized",
 }
 """The kind of fault in the history; FINE has none."""
 PHRASES = {
-    State.NOT_FINITE: ("is not finite", "layers are not finite"),
-    State.EXPLODING: ("explodes", "layers explode"),
-    State.VANISHING: ("vanishes", "layers vanish"),
-    State.NO_GRADIENT: ("gets no gradient", "parameters get no gradient"),
-    State.NOT_OPTIMIZED: ("is in no optimizer", "parameters are in no optimizer"),
+    LayerState.NOT_FINITE: ("is not finite", "layers are not finite"),
+    LayerState.EXPLODING: ("explodes", "layers explode"),
+    LayerState.VANISHING: ("vanishes", "layers vanish"),
+    LayerState.NO_GRADIENT: ("gets no gradient", "parameters get no gradient"),
+    LayerState.NOT_OPTIMIZED: ("is in no optimizer", "parameters are in no optimizer"),
 }
 COLUMNS = "layer norm mean std largest zeros non-finite gradient/weight update/weight state".split()
 
@@ -70,7 +70,7 @@ class Layer:
     weight_norm: float | None = None
     ratio: float | None = None  # norm of the gradient / norm of the weight
     update_ratio: float | None = None  # norm of the update / norm of the weight; None: none made
-    state: State = State.FINE
+    state: LayerState = LayerState.FINE
 
     @property
     def rms(self) -> float | None:
@@ -185,41 +185,41 @@ def judge(
     judged = []
     for layer in layers:
         state = _state(layer, config, middle, (usual or {}).get(layer.name))
-        if state is State.FINE and optimized is not None and layer.name not in optimized:
-            state = State.NOT_OPTIMIZED
+        if state is LayerState.FINE and optimized is not None and layer.name not in optimized:
+            state = LayerState.NOT_OPTIMIZED
         judged.append(replace(layer, state=state))
     return judged
 
 
-def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | None) -> State:
+def _state(layer: Layer, config: GradientsConfig, middle: float, usual: float | None) -> LayerState:
     if not layer.size:
-        return State.FINE
+        return LayerState.FINE
     if layer.norm is None or layer.rms is None:
-        return State.NO_GRADIENT
+        return LayerState.NO_GRADIENT
     if layer.non_finite:
-        return State.NOT_FINITE
+        return LayerState.NOT_FINITE
     most, times = config.exploding.absolute, config.exploding.relative
     limits = [most, times * usual if times is not None and usual else None, math.inf]
     if any(layer.norm > limit for limit in limits if limit is not None):
-        return State.EXPLODING
+        return LayerState.EXPLODING
     least, share = config.vanishing.absolute, config.vanishing.relative
     limits = [least, share * middle if share is not None else None]
     # a bias before a normalisation has no gradient but noise, rightly: weights only
     if layer.dimensions > 1 and any(layer.rms < limit for limit in limits if limit is not None):
-        return State.VANISHING
-    return State.FINE
+        return LayerState.VANISHING
+    return LayerState.FINE
 
 
-def names_by_state(layers: Sequence[Layer]) -> dict[State, list[str]]:
+def names_by_state(layers: Sequence[Layer]) -> dict[LayerState, list[str]]:
     """The names of the layers with a fault, by its state."""
-    names: dict[State, list[str]] = {}
+    names: dict[LayerState, list[str]] = {}
     for layer in layers:
-        if layer.state is not State.FINE:
+        if layer.state is not LayerState.FINE:
             names.setdefault(layer.state, []).append(layer.name)
     return names
 
 
-def summarize(names: Mapping[State, Collection[str]], dead: Dead) -> str:
+def summarize(names: Mapping[LayerState, Collection[str]], dead: Dead) -> str:
     """The faults in a few words: layers by their state, and layers with dead units."""
     parts = []
     for state, (one, many) in PHRASES.items():
@@ -251,7 +251,9 @@ class GradientReport:
     @property
     def problems(self) -> list[str]:
         """Each layer with a fault, in a few words; empty: all is well."""
-        return [f"{row.name}: {row.state}" for row in self.layers if row.state is not State.FINE]
+        return [
+            f"{row.name}: {row.state}" for row in self.layers if row.state is not LayerState.FINE
+        ]
 
     def __str__(self) -> str:
         return f"{layer_table(self.layers, {})}\n\n{summarize(names_by_state(self.layers), {})}"
@@ -296,14 +298,16 @@ def by_module(layers: Sequence[Layer], most: int = 24) -> list[Layer]:
             for layer in own
             if layer.update_ratio is not None
         ]
-        trained = [layer for layer in own if layer.state is not State.NO_GRADIENT] or own
+        trained = [layer for layer in own if layer.state is not LayerState.NO_GRADIENT] or own
         module = Layer(
             name,
             sum(layer.size for layer in own),
             1,
             norm=_root_sum([layer.norm for layer in own]),
             update_ratio=math.hypot(*steps) / weight if steps and weight else None,
-            state=next(state for state in State if state in {layer.state for layer in trained}),
+            state=next(
+                state for state in LayerState if state in {layer.state for layer in trained}
+            ),
         )
         modules.append(module)
     return modules
@@ -331,11 +335,11 @@ def draw_flow(layers: Sequence[Layer], step: int) -> Any:
     """Bars for the norm of the gradient and the relative update, from input to output."""
     from runner.record import plots
 
-    colours = dict.fromkeys(State, plots.GREY) | {
-        State.FINE: plots.BLUE,
-        State.NOT_FINITE: plots.RED,
-        State.EXPLODING: plots.RED,
-        State.VANISHING: plots.ORANGE,
+    colours = dict.fromkeys(LayerState, plots.GREY) | {
+        LayerState.FINE: plots.BLUE,
+        LayerState.NOT_FINITE: plots.RED,
+        LayerState.EXPLODING: plots.RED,
+        LayerState.VANISHING: plots.ORANGE,
     }
     rows = by_module(layers)
     return plots.gradient_flow(
@@ -343,7 +347,7 @@ def draw_flow(layers: Sequence[Layer], step: int) -> Any:
         [row.norm for row in rows],
         [row.update_ratio for row in rows],
         [colours[row.state] for row in rows],
-        {state.value: colours[state] for state in State if state in {r.state for r in rows}},
+        {state.value: colours[state] for state in LayerState if state in {r.state for r in rows}},
         step,
     )
 

@@ -21,8 +21,8 @@ from runner.debug.gradient_layers import (
     FAULTS,
     Dead,
     Layer,
+    LayerState,
     Named,
-    State,
     by_module,
     describe,
     draw_flow,
@@ -84,7 +84,7 @@ class Gradients(Tool):
         self.usual: dict[str, deque[float]] = {}  # gradient norms
         self.vanishing: dict[str, int] = {}  # looks in a row
         self.never: list[str] = []  # had no gradient at any look
-        self.faulty: dict[State, dict[str, None]] = {}  # layers, by their fault
+        self.faulty: dict[LayerState, dict[str, None]] = {}  # layers, by their fault
         self.peak = 0.0  # largest learning rate at a look
         self.shown: tuple[list[Layer], Dead, int] = ([], {}, 0)  # in pictures
 
@@ -173,7 +173,7 @@ class Gradients(Tool):
         for name, (gone, units) in self._dead_layers().items():
             text = f"{name}: {gone} of {units} units gave 0 for every sample of several looks"
             run.history.add("dead_units", text, step=step, category="numerics")
-        untrained = [layer.name for layer in self.layers if layer.state is State.NO_GRADIENT]
+        untrained = [layer.name for layer in self.layers if layer.state is LayerState.NO_GRADIENT]
         self.never = [name for name in untrained if first or name in self.never]
         self._record(step)
         rate = run.update.lr_at(step - 1)  # near enough where steps were skipped
@@ -188,10 +188,13 @@ class Gradients(Tool):
         """Count the layer's fault; vanishing is one after some looks in a row."""
         if layer.norm is not None and math.isfinite(layer.norm):
             self.usual.setdefault(layer.name, deque(maxlen=REMEMBERED)).append(layer.norm)
-        state, verb = layer.state, {State.EXPLODING: "explodes", State.VANISHING: "vanishes"}
-        in_a_row = self.vanishing.get(layer.name, 0) + 1 if state is State.VANISHING else 0
+        state, verb = (
+            layer.state,
+            {LayerState.EXPLODING: "explodes", LayerState.VANISHING: "vanishes"},
+        )
+        in_a_row = self.vanishing.get(layer.name, 0) + 1 if state is LayerState.VANISHING else 0
         self.vanishing[layer.name] = in_a_row
-        if state not in (State.NOT_FINITE, *verb) or 0 < in_a_row < CONFIRMED:
+        if state not in (LayerState.NOT_FINITE, *verb) or 0 < in_a_row < CONFIRMED:
             return
         known = self.faulty.setdefault(state, {})
         known[layer.name] = None
@@ -214,7 +217,7 @@ class Gradients(Tool):
 
     def _sum_up(self) -> str:
         """All faults so far, how many units are dead now, and whether there were enough looks."""
-        names = {**self.faulty, State.NO_GRADIENT: dict.fromkeys(self.never)}
+        names = {**self.faulty, LayerState.NO_GRADIENT: dict.fromkeys(self.never)}
         summary = summarize(names, self._dead_layers())
         if self.seen >= CONFIRMED or self.faulty or self.never:
             return summary

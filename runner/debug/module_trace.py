@@ -16,7 +16,7 @@ from runner.models import modes
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOperation:
     """A step of the backward pass; both numbers are on the device."""
 
     name: str
@@ -40,7 +40,7 @@ class ModuleTrace:
         self.inputs: list[Tensor] = []  # of each micro-batch: which samples are not finite
         self.outputs: list[tuple[str, Tensor]] = []  # largest absolute value, in order
         self.operations_too = False
-        self.operations: list[Operation] = []  # in the order of backward
+        self.operations: list[TracedOperation] = []  # in the order of backward
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class ModuleTrace:
                 return name, _kind(largest)
         return None
 
-    def origin(self) -> tuple[Operation, str] | None:
+    def origin(self) -> tuple[TracedOperation, str] | None:
         """The first operation that made NaN or Inf of a finite gradient, and which; waits.
 
         Anomaly mode itself looks for NaN alone, and so names the operation after the one that
@@ -145,7 +145,7 @@ class ModuleTrace:
 
         def hook(outgoing: Any, incoming: Any) -> None:
             peaks = peak(tensors(incoming)), peak(tensors(outgoing))
-            self.operations.append(Operation(node.name(), trace, self.module(), *peaks))
+            self.operations.append(TracedOperation(node.name(), trace, self.module(), *peaks))
 
         return hook
 

@@ -38,7 +38,7 @@ AHEAD = 1000  # steps in which a place for a window is looked for
 QUIET = "KINETO_LOG_LEVEL"
 
 
-class Profile(Tool):
+class ProfileTool(Tool):
     """Windows of torch.profiler, the user's sections; says what would make a run faster.
 
     Outside of windows it makes no step slower. On its account: starting the profiler and reading

@@ -40,7 +40,7 @@ KINDS = (  # the first that is in a name counts
 
 
 @dataclass
-class Operator:
+class TracedOperator:
     """One kind of operator, without those that it calls."""
 
     name: str
@@ -71,7 +71,7 @@ class Trace:
 
     steps: int = 0
     seconds: float = 0.0  # wall time of the steps
-    operators: list[Operator] = field(default_factory=list)  # the longest first
+    operators: list[TracedOperator] = field(default_factory=list)  # the longest first
     modules: list[Module] = field(default_factory=list)
     on_device: bool = False  # times are those of an accelerator's kernels
     busy: float | None = None  # share of the time in which the device computed
@@ -79,7 +79,7 @@ class Trace:
     calibration_calls: int = 0  # of small operators, made after each step for comparison
     calibration_share: float = 0.0  # their CPU time, of that of the step
 
-    def spent(self, operator: Operator) -> float:
+    def spent(self, operator: TracedOperator) -> float:
         """Seconds of an operator: on an accelerator those of its kernels."""
         return operator.device_seconds if self.on_device else operator.seconds
 
@@ -166,7 +166,7 @@ class _Reader:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.places: dict[int, tuple[str, int | None]] = {}  # module and backward, by event
-        self.operators: dict[str, Operator] = {}
+        self.operators: dict[str, TracedOperator] = {}
         self.modules: dict[str, Module] = {}
         self.owners: dict[int, str] = {}  # module by sequence number
         self.backwards: list[tuple[int, float]] = []  # number, seconds
@@ -193,7 +193,7 @@ class _Reader:
 
     def _count(self, event: Any, module: str, backward: int | None) -> None:
         name = event.name.removeprefix(BACKWARD)
-        operator = self.operators.setdefault(name, Operator(name))
+        operator = self.operators.setdefault(name, TracedOperator(name))
         operator.calls += 1
         operator.seconds += event.self_cpu_time_total / 1e6
         operator.device_seconds += event.self_device_time_total / 1e6

@@ -15,11 +15,11 @@ from runner.device import memory
 from runner.device.device import Device
 
 _lock = threading.RLock()
-_open: list[Peak] = []
+_open: list[MemoryPeak] = []
 
 
 @dataclass(eq=False)
-class Peak:
+class MemoryPeak:
     """The most that was held in a stretch, in bytes; it is whole once the stretch is over."""
 
     device: Device | None
@@ -38,13 +38,13 @@ class Peak:
 
 
 @contextmanager
-def peak(device: Device | None = None) -> Iterator[Peak]:
+def peak(device: Device | None = None) -> Iterator[MemoryPeak]:
     """The most memory that the process, and `device`, hold meanwhile; 40 µs in all.
 
     What other threads of the process hold counts too: the kernel does not tell them apart. Where
     its mark cannot be restarted (not on Linux, or in some sandboxes) only both ends are read.
     """
-    stretch = Peak(device)
+    stretch = MemoryPeak(device)
     with _lock:
         stretch.exact = restart(device)
         stretch.process = stretch.process_before = memory.process_bytes()

@@ -44,7 +44,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """What was checked, what was found, and what to do about it."""
 
     name: str
@@ -53,12 +53,14 @@ class Check:
     fix: str = ""
 
     @classmethod
-    def of(cls, name: str, good: bool, found: str, fix: str, bad: Status = Status.warn) -> Check:
+    def of(
+        cls, name: str, good: bool, found: str, fix: str, bad: Status = Status.warn
+    ) -> DoctorCheck:
         """A check that has a fix unless it is good."""
         return cls(name, Status.ok, found) if good else cls(name, bad, found, fix)
 
 
-def checks(device: Device, outputs: Path) -> list[Check]:
+def checks(device: Device, outputs: Path) -> list[DoctorCheck]:
     """All checks, for a run on this device that writes below `outputs`."""
     requirements, python_range = declared()
     results = [
@@ -74,7 +76,7 @@ def checks(device: Device, outputs: Path) -> list[Check]:
     ]
     if device.kind == "cuda":
         results.append(device_memory(*torch.cuda.mem_get_info(device.torch)))
-    return results + [Check("device", Status.warn, text) for text in device.warnings]
+    return results + [DoctorCheck("device", Status.warn, text) for text in device.warnings]
 
 
 def versions() -> dict[str, str | None]:
@@ -108,17 +110,17 @@ def declared() -> tuple[list[str], str]:
         return [], ""
 
 
-def python(version: tuple[int, int, int], supported: str) -> Check:
+def python(version: tuple[int, int, int], supported: str) -> DoctorCheck:
     """The interpreter is one that the project supports."""
     text, fix = ".".join(map(str, version)), "use Python 3.11 to 3.13"
-    return Check.of("python", SpecifierSet(supported).contains(text), text, fix, Status.fail)
+    return DoctorCheck.of("python", SpecifierSet(supported).contains(text), text, fix, Status.fail)
 
 
-def packages(requirements: Sequence[str]) -> Check:
+def packages(requirements: Sequence[str]) -> DoctorCheck:
     """Every package that the project needs is installed in a version that fits."""
     if not requirements:
         problem = "the project's requirements are unknown, so nothing was compared"
-        return Check("packages", Status.warn, problem, "pip install the project")
+        return DoctorCheck("packages", Status.warn, problem, "pip install the project")
     unmet = []
     for need in map(Requirement, requirements):
         version = _version(need.name)
@@ -128,22 +130,22 @@ def packages(requirements: Sequence[str]) -> Check:
     text = "; ".join(f"{need} is needed, found {version}" for need, version in unmet)
     fix = f"pip install {' '.join(repr(need) for need, _ in unmet)}"
     good = f"all {len(requirements)} requirements hold"
-    return Check.of("packages", not unmet, text or good, fix, Status.fail)
+    return DoctorCheck.of("packages", not unmet, text or good, fix, Status.fail)
 
 
-def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[Check]:
+def compilers(kind: str, environ: Mapping[str, str]) -> Iterator[DoctorCheck]:
     """What torch.compile needs: a C++ compiler, Python's headers, on a GPU triton."""
     name = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
     fix = "install g++ (Debian: apt install g++), or name a compiler that works in CXX"
-    yield Check.of("C++ compiler", *_compiler(path) if path else (False, f"no {name}"), fix)
+    yield DoctorCheck.of("C++ compiler", *_compiler(path) if path else (False, f"no {name}"), fix)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     fix = "install them (Debian: apt install python3-dev); torch.compile includes them"
-    yield Check.of("Python headers", header.is_file(), str(header.parent), fix)
+    yield DoctorCheck.of("Python headers", header.is_file(), str(header.parent), fix)
     if kind == "cuda":
         installed = importlib.util.find_spec("triton") is not None
         fix = "install torch's CUDA build, which brings it; torch.compile on a GPU needs it"
-        yield Check.of("triton", installed, _version("triton") or "not installed", fix)
+        yield DoctorCheck.of("triton", installed, _version("triton") or "not installed", fix)
 
 
 def _compiler(path: str) -> tuple[bool, str]:
@@ -157,7 +159,7 @@ def _compiler(path: str) -> tuple[bool, str]:
     return True, f"{path}: {answer.splitlines()[0] if answer else ''}"
 
 
-def compile_cache(environ: Mapping[str, str]) -> Check:
+def compile_cache(environ: Mapping[str, str]) -> DoctorCheck:
     """Runs can keep compiled code; without that each run compiles again (25 s against 3)."""
     folder = compiler.cache_folder(environ)
     problem = _unwritable(folder)
@@ -165,52 +167,54 @@ def compile_cache(environ: Mapping[str, str]) -> Check:
         reason = compiler.cache_problem(folder, environ)
         problem = reason and f"{folder} {reason}"
     fix = "name a folder that can be written in TORCHINDUCTOR_CACHE_DIR"
-    return Check.of("compile cache", problem is None, problem or str(folder), fix)
+    return DoctorCheck.of("compile cache", problem is None, problem or str(folder), fix)
 
 
-def shared_memory(free: int | None) -> Check:
+def shared_memory(free: int | None) -> DoctorCheck:
     """Loader workers have room to hand over their batches."""
     if free is None:
-        return Check("shared memory", Status.ok, "no /dev/shm; workers use files instead")
+        return DoctorCheck("shared memory", Status.ok, "no /dev/shm; workers use files instead")
     fix = "data.workers=0; in a container --shm-size=1g or --ipc=host"
-    return Check.of("shared memory", free >= SHARED_MEMORY, f"{size(free)} in /dev/shm", fix)
+    return DoctorCheck.of("shared memory", free >= SHARED_MEMORY, f"{size(free)} in /dev/shm", fix)
 
 
-def available_memory(free: int) -> Check:
+def available_memory(free: int) -> DoctorCheck:
     """There is memory left to work in."""
     fix = "end other programs, or raise the container's limit"
-    return Check.of("memory", free >= GIB, f"{size(free)} available", fix)
+    return DoctorCheck.of("memory", free >= GIB, f"{size(free)} available", fix)
 
 
-def device_memory(free: int, total: int) -> Check:
+def device_memory(free: int, total: int) -> DoctorCheck:
     """No other process holds the GPU's memory."""
     fix = "nvidia-smi shows what holds it; device.index picks another GPU"
-    return Check.of("GPU memory", free >= total / 2, f"{size(free)} of {size(total)} free", fix)
+    return DoctorCheck.of(
+        "GPU memory", free >= total / 2, f"{size(free)} of {size(total)} free", fix
+    )
 
 
-def disk(outputs: Path) -> Check:
+def disk(outputs: Path) -> DoctorCheck:
     """Checkpoints and logs can be written, and there is room for them."""
     problem = _unwritable(outputs)
     if problem is not None:
-        return Check("disk", Status.fail, problem, "set hydra.run.dir, or free the folder")
+        return DoctorCheck("disk", Status.fail, problem, "set hydra.run.dir, or free the folder")
     free = shutil.disk_usage(_existing(outputs)).free
     bad = Status.warn if free >= MIN_DISK else Status.fail
     fix = "free some, or checkpoint less often"
-    return Check.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, bad)
+    return DoctorCheck.of("disk", free >= GIB, f"{size(free)} free under {outputs}", fix, bad)
 
 
-def open_files(limit: int) -> Check:
+def open_files(limit: int) -> DoctorCheck:
     """The process may open enough files for loader workers."""
     unlimited = limit == resource.RLIM_INFINITY
     text = "unlimited" if unlimited else f"at most {limit}"
     fix = "ulimit -n 4096 before the runner starts"
-    return Check.of("open files", unlimited or limit >= FILES, text, fix)
+    return DoctorCheck.of("open files", unlimited or limit >= FILES, text, fix)
 
 
-def load(average: float, cores: int) -> Check:
+def load(average: float, cores: int) -> DoctorCheck:
     """The machine is not busy; on a busy one, waiting threads spin: steps took 4 times as long."""
     fix = "wait; or OMP_WAIT_POLICY=passive before the runner starts, or fewer device.threads"
-    return Check.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
+    return DoctorCheck.of("load", average <= cores, f"load {average:.1f} on {cores} cores", fix)
 
 
 def size(count: float) -> str:

@@ -26,7 +26,7 @@ log = logging.getLogger("runner")
 REFRESH_S = 0.25
 
 
-class Progress(Hook):
+class ProgressDisplay(Hook):
     """On a terminal a live display; elsewhere a plain line now and then.
 
     The plain lines go to `run.log` in either case.

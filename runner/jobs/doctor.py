@@ -21,7 +21,7 @@ from runner.device import capabilities, cgroup, memory
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.device.device import select
 from runner.doctor import environment
-from runner.doctor.environment import Check, Status, size
+from runner.doctor.environment import DoctorCheck, Status, size
 from runner.errors import StorageError, UsageError
 from runner.record.console import plain_text, print_stdout
 from runner.record.storage import replace_text
@@ -44,7 +44,7 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """The doctor's report; `doctor.json` holds the same."""
 
     device: dict[str, Any]  # as in the summary
@@ -52,7 +52,7 @@ class Report:
     memory: dict[str, int | None]  # bytes
     versions: dict[str, str | None]  # None: not installed
     techniques: list[Outlook]
-    checks: list[Check]
+    checks: list[DoctorCheck]
 
     @property
     def status(self) -> Status:
@@ -67,7 +67,7 @@ class Report:
         return {"status": self.status.value, **plain}
 
 
-def main(config: RunConfig, folder: Path | None) -> Report:
+def main(config: RunConfig, folder: Path | None) -> DoctorReport:
     """Print the report, and write `doctor.json` where there is a folder."""
     report = examine(config, folder)
     print_stdout(show(report))
@@ -81,22 +81,22 @@ def main(config: RunConfig, folder: Path | None) -> Report:
     return report
 
 
-def examine(config: RunConfig, folder: Path | None = None) -> Report:
+def examine(config: RunConfig, folder: Path | None = None) -> DoctorReport:
     """Check everything, as a run with this config would find it.
 
     A device that does not exist is a failed check, and the rest is reported for the CPU.
     """
-    checks: list[Check] = []
+    checks: list[DoctorCheck] = []
     with ExitStack() as scope:
         try:
             device = select(config.device, scope)
         except UsageError as error:  # its message ends with the fix
-            checks.append(Check("device", Status.fail, str(error)))
+            checks.append(DoctorCheck("device", Status.fail, str(error)))
             device = select(DeviceConfig(kind=DeviceKind.cpu), scope)
             device = replace(device, reason="the requested one is not available, see the checks")
         checks += environment.checks(device, folder or Path("outputs"))
         reasons = [(n, t, t.unavailable(device)) for n, t in config.optimization.techniques()]
-        return Report(
+        return DoctorReport(
             device=device.describe(),
             cpu={
                 "name": capabilities.cpu_name(),
@@ -124,7 +124,7 @@ def examine(config: RunConfig, folder: Path | None = None) -> Report:
         )
 
 
-def show(report: Report) -> RenderableType:
+def show(report: DoctorReport) -> RenderableType:
     """The report for a terminal of 80 columns."""
     device, cpu = report.device, report.cpu
     able = device["capabilities"]
@@ -181,7 +181,7 @@ def _outlook(row: Outlook) -> Text:
     return Text.assemble(("not available", "yellow"), f": {row.reason}", (f", {asked}", "dim"))
 
 
-def _check(check: Check) -> Text:
+def _check(check: DoctorCheck) -> Text:
     status = (f"{check.status.value:4}", STYLES[check.status])
     fix = f"\n      fix: {escape_control_chars(check.fix)}" if check.fix else ""
     return Text.assemble(status, f"  {escape_control_chars(check.found)}", (fix, "italic"))

@@ -24,7 +24,7 @@ from runner.replay import page
 from runner.replay.findings import Replay
 from runner.replay.investigation import Investigation
 from runner.replay.reopen import config_of, with_weights
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.paths import own_trees
 from runner.training.summary import Summary
 
@@ -40,7 +40,7 @@ def main(config: RunConfig, folder: Path) -> Replay:
         raise ConfigError("replay.path", "is not there", "name a debug/captures/step_… folder")
     start = time.monotonic()
     where = find(Path(config.replay.path))
-    capture = open_capture(where, Policy.of(config.security, own_trees(folder)))
+    capture = open_capture(where, FilePolicy.of(config.security, own_trees(folder)))
     trusted = config.security.trusted
     config_of(capture, trusted)  # refused before anything of it is used
     with tempfile.TemporaryDirectory(prefix="runner-replay-") as temporary:

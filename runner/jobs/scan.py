@@ -15,9 +15,9 @@ from runner.config import RunConfig
 from runner.errors import Interrupted, SecurityError, StorageError, UsageError
 from runner.record.console import console, print_stdout
 from runner.record.text import escape_control_chars
-from runner.report.scan import JSON, Row, Scan, terminal
+from runner.report.scan import JSON, Scan, ScanRow, terminal
 from runner.security.files.formats import is_loadable
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.files.scan import Item, Scanner, list_items
 from runner.security.paths import own_trees
 from runner.security.trust import Severity
@@ -33,7 +33,7 @@ def main(config: RunConfig, folder: Path) -> Scan:
     """
     path = find(config.scan.path)
     scan = Scan(str(path), config.security.level)
-    policy = Policy.of(config.security, own_trees(folder))
+    policy = FilePolicy.of(config.security, own_trees(folder))
     start = time.monotonic()
     with Interrupts() as interrupts:
         interrupts.waiting = True  # so that a signal cuts in at once
@@ -64,14 +64,14 @@ def find(name: str | None) -> Path:
     return path
 
 
-def _scan(path: Path, policy: Policy, scan: Scan, config: RunConfig) -> None:
+def _scan(path: Path, policy: FilePolicy, scan: Scan, config: RunConfig) -> None:
     """Fill `scan`, an item at a time."""
     items = list(_judged(path, scan))
     scan.total = len(items)
     with Scanner(policy, config.scan.deep) as scanner, _progress(config, items) as report:
         for item in items:
             found = scanner.scan(item, lambda size, item=item: report(item, size))  # type: ignore[misc]
-            scan.rows.append(Row(item.kind, found))
+            scan.rows.append(ScanRow(item.kind, found))
 
 
 def _judged(path: Path, scan: Scan) -> Iterator[Item]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.captures.manifest import Manifest, Weights, captures
+from runner.captures.manifest import CapturedWeights, CaptureManifest, captures
 from runner.captures.reader import open_capture
 from runner.captures.run_captures import random_state
 from runner.captures.writer import write_capture
@@ -55,11 +55,11 @@ class StepCaptures:
         module, update, rows = self.guarded.module, self.guarded.update, run.reader.since(step)
         loss, norm = (rows[0][0], rows[0][1]) if rows else (None, None)
         model = module.state_dict()
-        manifest = Manifest(
+        manifest = CaptureManifest(
             step=step,
             kind=kind,
             message=message,
-            weights=Weights.then if run.progress.step == step else Weights.later,
+            weights=CapturedWeights.then if run.progress.step == step else CapturedWeights.later,
             name="a hand-written loop",
             given=["model", "data", "objective", "optimizer"],
             micro_batch=count(batch[1]),

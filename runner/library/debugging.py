@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Debugger",
     "NotFinite",
-    "Operation",
-    "Summary",
+    "OperationStats",
+    "DebugSummary",
     "debug_operation",
     "debugger",
     "profile",
@@ -55,7 +55,7 @@ class NotFinite(RunnerError):
 
 
 @dataclass
-class Operation:
+class OperationStats:
     """All calls of one name."""
 
     name: str
@@ -79,10 +79,10 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Summary:
+class DebugSummary:
     """Operations and faults; `print` shows them as a table."""
 
-    operations: list[Operation]  # those with faults first, then the longest
+    operations: list[OperationStats]  # those with faults first, then the longest
     faults: list[Fault] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,11 +110,11 @@ class Debugger:
     def reset(self) -> None:
         """Forget everything so far."""
         with self.lock:
-            self.operations: dict[str, Operation] = {}
+            self.operations: dict[str, OperationStats] = {}
             self.history = History(None)
 
     @contextmanager
-    def context(self, name: str, *, memory: bool = True) -> Iterator[Operation]:
+    def context(self, name: str, *, memory: bool = True) -> Iterator[OperationStats]:
         """Time what happens inside, and record an exception.
 
         Names nest: `forward` inside `step` is counted as `step/forward`. `memory` is how much
@@ -203,19 +203,19 @@ class Debugger:
         with self.context("check_gradients", memory=False) as row:
             report = layers.check_gradients(model, optimizer)
             for state, names in layers.names_by_state(report.layers).items():
-                if state is layers.State.NOT_FINITE:
+                if state is layers.LayerState.NOT_FINITE:
                     row.not_finite += len(names)
                 message = f"{'/'.join(self._stack())}: {state.value}: {layers.join_names(names)}"
                 self._record(layers.FAULTS[state], message, self._number())
             return report
 
-    def summary(self) -> Summary:
+    def summary(self) -> DebugSummary:
         """Operations so far, those with faults first."""
         with self.lock:
             rows = [replace(row) for row in self.operations.values()]
             faults = list(self.history.faults.values())
         rows.sort(key=lambda row: (-(row.failures + row.not_finite), -row.seconds))
-        return Summary(rows, faults)
+        return DebugSummary(rows, faults)
 
     def export(self, path: str | Path) -> Path:
         """Write the summary as JSON; raises UsageError where that is not possible."""
@@ -227,11 +227,11 @@ class Debugger:
             raise UsageError(f"debugger.export: {path} cannot be written: {error}") from error
         return path
 
-    def _row(self, path: str) -> Operation:
+    def _row(self, path: str) -> OperationStats:
         with self.lock:
             known = path in self.operations or len(self.operations) < MOST
             path = path if known else OTHERS
-            return self.operations.setdefault(path, Operation(path))
+            return self.operations.setdefault(path, OperationStats(path))
 
     def _stack(self) -> list[str]:
         """The contexts that this thread is in."""

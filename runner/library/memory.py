@@ -19,7 +19,7 @@ from runner.library.lazy_run import device_overrides
 
 
 @dataclass(frozen=True)
-class Stats:
+class MemoryStats:
     """What is held now, in bytes. On a CPU the device's numbers are 0."""
 
     process: int  # resident, of this process alone
@@ -39,7 +39,7 @@ class Stats:
 
 
 @dataclass
-class Phase:
+class MemoryPhase:
     """One stretch of a program, over all the times that it ran."""
 
     name: str
@@ -68,18 +68,18 @@ class Memory:
         overrides = [] if device is None else device_overrides(torch.device(device))
         with ExitStack() as scope:  # no switch of the process stays flipped
             self.device = select(compose(overrides).device, scope)
-        self.phases: dict[str, Phase] = {}
+        self.phases: dict[str, MemoryPhase] = {}
         self._lock = Lock()
         self._process, self._on_device = LeakDetector(), LeakDetector()
 
-    def stats(self) -> Stats:
+    def stats(self) -> MemoryStats:
         """What is held now; 300 µs, and no wait for the device."""
         device, room = self.device, resources.room()
         allocated = reserved = memory.device_mark(device) if device.kind == "mps" else 0
         if device.kind == "cuda":
             allocated = torch.cuda.memory_allocated(device.torch)
             reserved = torch.cuda.memory_reserved(device.torch)
-        return Stats(
+        return MemoryStats(
             process=memory.process_bytes(),
             peak_process=memory.peak_process_bytes(),
             available=room.left,
@@ -102,14 +102,14 @@ class Memory:
         return max(0, before - self._held())
 
     @contextmanager
-    def track(self, name: str) -> Iterator[Phase]:
+    def track(self, name: str) -> Iterator[MemoryPhase]:
         """The peak of what happens inside, in `phases[name]`; it may nest, and run in threads.
 
         40 µs. Memory that other threads hold meanwhile counts too.
         """
         start = perf_counter()
         with self._lock:
-            phase = self.phases.setdefault(name, Phase(name))
+            phase = self.phases.setdefault(name, MemoryPhase(name))
         with ExitStack() as stack:
             peak = stack.enter_context(phases.peak(self.device))
             try:
@@ -118,7 +118,7 @@ class Memory:
                 stack.close()  # now the peak is complete
                 self._add(phase, peak, perf_counter() - start)
 
-    def _add(self, phase: Phase, peak: phases.Peak, seconds: float) -> None:
+    def _add(self, phase: MemoryPhase, peak: phases.MemoryPeak, seconds: float) -> None:
         added = peak.process - peak.process_before, peak.on_device - peak.on_device_before
         with self._lock:
             phase.times += 1
@@ -191,7 +191,7 @@ class Memory:
         return text
 
 
-def _cells(phase: Phase) -> list[str]:
+def _cells(phase: MemoryPhase) -> list[str]:
     sizes = phase.peak_process, phase.added_process, phase.peak_device, phase.added_device
     return [phase.name, str(phase.times), f"{phase.seconds:.3f}", *map(size_text, sizes)]
 

@@ -55,7 +55,7 @@ def create_training_pipeline(
     record: bool = True,
     hooks: Sequence[Hook] = (),
     overrides: Sequence[str] = (),
-) -> Pipeline:
+) -> TrainingPipeline:
     """A run that trains `model` on `data`, with checkpoints, metrics and TensorBoard.
 
     `data` is a map-style data set, or (inputs, target) as tensors or arrays, the sample first;
@@ -81,11 +81,11 @@ def create_training_pipeline(
     given = Components(model, dataset, objective, optimizer)
     run = build(config, where, resolve_auto(config, where, given))
     run.hooks += hooks
-    return Pipeline(run)
+    return TrainingPipeline(run)
 
 
 @final
-class Pipeline:
+class TrainingPipeline:
     """A run, ready; close it when done, or use it as a context manager."""
 
     def __init__(self, run: Run) -> None:
@@ -112,7 +112,7 @@ class Pipeline:
         """Undo every global switch, and wait for files being written."""
         self.run.scope.close()
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> TrainingPipeline:
         return self
 
     def __exit__(self, *exc: object) -> None:

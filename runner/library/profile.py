@@ -29,7 +29,7 @@ from runner.library.lazy_run import (
 from runner.library.memory import count_text, size_text, table_text
 from runner.library.optimize import Optimized
 from runner.models.preserved_state import large_parameters, preserve_state
-from runner.parity.flops import NAMES, Peak, call_flops, peak_flops
+from runner.parity.flops import NAMES, PeakFlops, call_flops, peak_flops
 from runner.random_state import exclusive_random_state
 from runner.record.text import shorten
 from runner.techniques.memory_prediction import Live
@@ -66,7 +66,7 @@ class Profile:
     parameters: dict[str, int]  # all and trainable; bytes, and buffer_bytes
     memory: dict[str, int]  # bytes of tensors, without weights and input: peak; activations saved
     operators: list[Operator]  # the slowest first
-    peak: Peak | None
+    peak: PeakFlops | None
     mfu: float | None  # share of the device's peak that the median call reaches
     notes: list[str]
 

@@ -20,7 +20,7 @@ from runner.security.registry import assembled, construct
 
 
 @dataclass(frozen=True)
-class Fit:
+class SizeFit:
     """Where a model's class is, and which data it is for."""
 
     module: str  # imported only when it is asked for
@@ -41,11 +41,13 @@ LARGE = 10**8  # weights of about so many are counted before they are made
 COMMON = {f.name for f in fields(ModelConfig)}
 LABELS = ("classification", "regression")
 FITS = {
-    "mlp": Fit("runner.models.mlp", "MLP", LABELS, ("in_features", "classes")),
-    "cnn": Fit("runner.models.cnn", "CNN", LABELS, ("in_channels", "image_size", "classes")),
-    "gpt": Fit("runner.models.transformer", "GPT", ("language_modelling",), ("vocab", "sequence")),
-    "classifier": Fit(
-        "runner.models.transformer", "Classifier", LABELS, ("vocab", "sequence", "classes")
+    "mlp": SizeFit("runner.models.mlp", "MLP", LABELS, ("in_features", "classes")),
+    "cnn": SizeFit("runner.models.cnn", "CNN", LABELS, ("in_channels", "image_size", "classes")),
+    "gpt": SizeFit(
+        "runner.models.transformer", "GPT", ("language_modelling",), ("vocab", "sequence")
+    ),
+    "classifier": SizeFit(
+        "runner.models.transformer", "TextClassifier", LABELS, ("vocab", "sequence", "classes")
     ),
 }
 
@@ -125,7 +127,7 @@ def _check_memory(build: Callable[[], nn.Module]) -> None:
         )
 
 
-def _misfit(kind: str, fit: Fit, sizes: Sizes) -> tuple[str, str]:
+def _misfit(kind: str, fit: SizeFit, sizes: Sizes) -> tuple[str, str]:
     given = ", ".join(f"{k}={v}" for k, v in sizes.for_constructor().items()) or "no sizes"
     if sizes.task in fit.tasks:
         needs = f"needs {' and '.join(fit.missing(sizes))}"

@@ -17,7 +17,7 @@ from runner.checkpoint.content import check_state
 from runner.checkpoint.manifest import MODEL
 from runner.errors import ConfigError
 from runner.record.text import escape_control_chars
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.trust import Severity, Trust
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Shard:
     sha256: str
     trust: Trust
 
-    def read(self, policy: Policy) -> dict[str, Any]:
+    def read(self, policy: FilePolicy) -> dict[str, Any]:
         """Its tensors by name; it must still be the file that was examined."""
         from runner.security.files.loader import open_file  # only where a file is read
 
@@ -54,7 +54,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredWeights:
     """What was read, by name, and where it is from."""
 
     path: Path
@@ -64,7 +64,7 @@ class Weights:
     notes: list[str] = field(default_factory=list)
     shards: tuple[Shard, ...] = ()
 
-    def parts(self, policy: Policy) -> Iterator[dict[str, Any]]:
+    def parts(self, policy: FilePolicy) -> Iterator[dict[str, Any]]:
         """Its tensors by name: all, or one shard after the other."""
         if not self.shards:
             yield dict(self.held)
@@ -72,7 +72,7 @@ class Weights:
             yield shard.read(policy)
 
 
-def read_weights(path: Path, policy: Policy) -> Weights:
+def read_weights(path: Path, policy: FilePolicy) -> StoredWeights:
     """The weights in a file, a checkpoint's folder, the newest good checkpoint of a run's, or a
     Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or their shards by an index).
 
@@ -94,7 +94,9 @@ def read_weights(path: Path, policy: Policy) -> Weights:
 
     found = open_file(path, policy)
     _log_warnings(found, path)
-    return Weights(path, _named_tensors(found, path), found.facts.sha256, found.assessment.trust)
+    return StoredWeights(
+        path, _named_tensors(found, path), found.facts.sha256, found.assessment.trust
+    )
 
 
 def _file_in(folder: Path) -> Path:
@@ -112,7 +114,7 @@ def _file_in(folder: Path) -> Path:
     )
 
 
-def _read_shards(index: Path, policy: Policy) -> Weights:
+def _read_shards(index: Path, policy: FilePolicy) -> StoredWeights:
     """Examine each shard; of its tensors only shapes and types are kept."""
     from runner.security.files.loader import open_file
     from runner.security.files.sandbox import Sandbox
@@ -136,7 +138,7 @@ def _read_shards(index: Path, policy: Policy) -> Weights:
     text = "".join(f"{shard.sha256}  {shard.path.name}\n" for shard in shards)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     notes = [f"in {len(shards)} shards"]
-    return Weights(index, held, sha256, min(s.trust for s in shards), notes, tuple(shards))
+    return StoredWeights(index, held, sha256, min(s.trust for s in shards), notes, tuple(shards))
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -164,12 +166,14 @@ def _named_tensors(found: Opened, path: Path) -> dict[str, Any]:
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 
-def _of_ours(restored: folders.Restored) -> Weights:
+def _of_ours(restored: folders.Restored) -> StoredWeights:
     for warning in restored.warnings:
         log.warning("%s: %s", KEY, warning)
     averaged = restored.state["update"]["average"]
     notes = ["the weights themselves, not their average (optimizer.ema)"] if averaged else []
-    return Weights(restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes)
+    return StoredWeights(
+        restored.path / MODEL, restored.model, restored.sha256, restored.trust, notes
+    )
 
 
 def _state_dict(content: Any, path: Path, kind: str) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 NEIGHBOURHOOD = 5  # tokens that the classifier's convolution sees at once
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head self-attention through torch's fused kernels."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -43,7 +43,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal)
+        self.attention = SelfAttention(width, heads, causal)
         self.norm2 = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width, bias=False)
         self.projection = nn.Linear(4 * width, width, bias=False)
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         return self.output(self.norm(x), self.tokens.weight)  # type: ignore[no-any-return]
 
 
-class Classifier(nn.Module):
+class TextClassifier(nn.Module):
     """Reads the whole text at once, and labels the mean over its tokens.
 
     `input_ids` [batch, up to `sequence`] below `vocab` -> [batch, classes]. `attention_mask` of

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.models.stored import KEY, SHOWN, Weights, read_weights, short, some
+from runner.models.stored import KEY, SHOWN, StoredWeights, read_weights, short, some
 from runner.record.text import shorten
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.techniques.base import Choice
 
 log = logging.getLogger("runner")
@@ -29,7 +29,7 @@ EXCEPT = "model.weights_except"
 
 
 @dataclass
-class Fit:
+class WeightsFit:
     """Which of the weights go where in a model, and what is in the way of that."""
 
     own: dict[str, Any]  # what the model holds, by name
@@ -49,7 +49,7 @@ class Fit:
         return chosen
 
 
-def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Policy) -> Choice:
+def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: FilePolicy) -> Choice:
     """Load the weights at `path` into the model, but for what `fresh` names; say what was done.
 
     Parameters and buffers, in the model's own types, wherever it lies. All of them or, with
@@ -71,12 +71,12 @@ def start_from(model: nn.Module, path: Path, fresh: Sequence[str], policy: Polic
     return made
 
 
-def fit_to(model: nn.Module, weights: Weights, fresh: Sequence[str]) -> Fit:
+def fit_to(model: nn.Module, weights: StoredWeights, fresh: Sequence[str]) -> WeightsFit:
     """Hold the weights against the model; nothing of it is changed. Raises ConfigError."""
     own: dict[str, Any] = model.state_dict(keep_vars=True)  # the same object where names are tied
     # before the prefix is looked for: a loss that was saved with the model has another one
     unused = [name for name in weights.held if _matches(name, fresh)]
-    fit = Fit(own, [name for name in own if _matches(name, fresh)], unused)
+    fit = WeightsFit(own, [name for name in own if _matches(name, fresh)], unused)
     rest = [name for name in weights.held if name not in set(unused)]
     fit.prefix = _prefix(rest, own)
     held = {name.removeprefix(fit.prefix): weights.held[name] for name in rest}
@@ -114,7 +114,7 @@ def _prefix(names: list[str], own: Mapping[str, Any]) -> str:
     return prefix
 
 
-def _fit_one(names: list[str], held: Mapping[str, Any], fit: Fit) -> None:
+def _fit_one(names: list[str], held: Mapping[str, Any], fit: WeightsFit) -> None:
     """One value of the model, under all the names that are tied to it."""
     found = [name for name in names if name in held]
     fresh = [name for name in names if name in fit.fresh]
@@ -168,7 +168,7 @@ def _same(a: Any, b: Any) -> bool:
     return alike and (a.is_meta or torch.equal(a, b))
 
 
-def _misfit(weights: Weights, fit: Fit) -> ConfigError:
+def _misfit(weights: StoredWeights, fit: WeightsFit) -> ConfigError:
     """All that is in the way, and what to leave out where that is little."""
     told = [f"{name} {problem}" for name, problem in fit.misfits.items()]
     sound = [name for name in fit.sources if name not in fit.misfits]
@@ -192,7 +192,7 @@ def _shape(value: Any) -> str:
     return f"{list(value.shape)} " if isinstance(value, Tensor) else ""
 
 
-def _summary(weights: Weights, fit: Fit) -> str:
+def _summary(weights: StoredWeights, fit: WeightsFit) -> str:
     """What was done, in a few words each."""
     told = [weights.trust.name.lower(), f"{len(fit.sources):,} tensors"]
     told += [f"{count:,} converted from {how}" for how, count in fit.converted.items()]

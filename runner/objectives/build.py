@@ -17,7 +17,7 @@ from runner.objectives.classification import Classification
 from runner.objectives.config import KINDS, ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
-from runner.objectives.regression import Regression
+from runner.objectives.regression import RegressionObjective
 from runner.security.registry import assembled, construct
 
 # Knobs that only some objectives turn: asking for them elsewhere would be silently nothing.
@@ -62,7 +62,7 @@ def build_objective(
     if kind == "language_modelling":
         return LanguageModelling(sizes.vocab, config.ignore_index)
     if kind == "regression":
-        return Regression(sizes.target_mean, sizes.target_deviation)
+        return RegressionObjective(sizes.target_mean, sizes.target_deviation)
     if sizes.classes is None:
         raise ConfigError(
             "objective",

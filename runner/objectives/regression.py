@@ -15,7 +15,7 @@ from runner.objectives import model_output
 from runner.objectives.base import Objective
 
 
-class Regression(Objective):
+class RegressionObjective(Objective):
     """Mean squared error, mean absolute error, and the share of variance explained (R²).
 
     Output and target: [batch] or [batch, targets]. The model predicts (target - mean) / deviation,

@@ -25,7 +25,7 @@ from runner.techniques import compiler
 Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
 
-class WholeStep:
+class StepGraph:
     """Called with a batch of the usual size, makes the step and returns loss, norm and flag.
 
     The first call compiles. Gradients are never in `.grad`, and nothing is read back.

@@ -23,7 +23,7 @@ KINK = 0.1  # relative: what one activation on the other side of its kink can do
 KINKS = 5  # one step in so many may have such an activation
 
 
-class Kind(IntEnum):
+class ErrorKind(IntEnum):
     """What a tensor is, in the order in which a step computes them."""
 
     parameter = 0  # before the first step
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 class Key(NamedTuple):
     """One tensor of each step (of each validation batch: an output)."""
 
-    kind: Kind
+    kind: ErrorKind
     name: str
 
 
@@ -64,9 +64,9 @@ class Distances:
         self.size.setdefault(key, []).append(size)
         self.floor.setdefault(key, []).append(floor)
 
-    def scale(self) -> dict[Kind, list[float]]:
+    def scale(self) -> dict[ErrorKind, list[float]]:
         """All tensors of a kind together, by step: their size, where one may be next to nothing."""
-        found: dict[Kind, list[float]] = {}
+        found: dict[ErrorKind, list[float]] = {}
         for (kind, _), sizes in self.size.items():
             before = found.get(kind, [0.0] * len(sizes))
             found[kind] = [math.hypot(*pair) for pair in zip(before, sizes, strict=False)]
@@ -85,7 +85,7 @@ class Tolerance:
         scale = plain.scale()
         self.shares: dict[Key, float] = {}  # of the scale of its kind
         self.own = {key: [OFTEN * e for e in errors] for key, errors in plain.error.items()}
-        shares: dict[Kind, list[float]] = {}  # of the tensor's own size
+        shares: dict[ErrorKind, list[float]] = {}  # of the tensor's own size
         for key, errors in plain.error.items():
             parts = [_share(*pair) for pair in zip(errors, scale[key.kind], strict=True)]
             self.shares[key] = max(worst * median(parts), OFTEN * _often(parts))
@@ -127,7 +127,7 @@ def judge(found: Distances, tolerance: Tolerance) -> Iterator[Judged]:
         errors, bounds = found.error[key], tolerance.bounds(key, found, scale[key.kind])
         sizes = found.size[key]
         beyond = [i for i, error in enumerate(errors) if not error <= bounds[i]]
-        kinky = key.kind in (Kind.grad_norm, Kind.gradient)
+        kinky = key.kind in (ErrorKind.grad_norm, ErrorKind.gradient)
         small = [i for i in beyond if kinky and errors[i] <= KINK * sizes[i]]
         if len(small) > len(errors) // KINKS:
             small = []
@@ -144,13 +144,15 @@ def compare_steps(
     """Loss, norm, gradients and what happened to the buffers, which were `starts` before."""
     found = Distances()
     for ours, theirs, start in zip(steps, truth, starts, strict=True):
-        found.add(Key(Kind.loss, "loss"), ours.loss, theirs.loss)
-        found.add(Key(Kind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
+        found.add(Key(ErrorKind.loss, "loss"), ours.loss, theirs.loss)
+        found.add(Key(ErrorKind.grad_norm, "grad_norm"), ours.grad_norm, theirs.grad_norm)
         names = theirs.gradients.keys() | ours.gradients.keys()
         for name in names if ours.gradients else ():  # those inside one graph may be unknown
             a, b = (_dense(one.gradients.get(name)) for one in (ours, theirs))
             zero = torch.zeros_like(a if b is None else b)  # type: ignore[arg-type]
-            found.add(Key(Kind.gradient, name), zero if a is None else a, zero if b is None else b)
+            found.add(
+                Key(ErrorKind.gradient, name), zero if a is None else a, zero if b is None else b
+            )
         compare_buffers(found, ours.after.buffers, theirs.after.buffers, start)
     return found
 
@@ -158,7 +160,7 @@ def compare_steps(
 def compare_buffers(found: Distances, ours: Tensors, theirs: Tensors, start: Tensors) -> None:
     """Change against change; of counts, and of buffers that are new or of another shape, values."""
     for name, value in theirs.items():
-        key, before, mine = Key(Kind.buffer, name), start.get(name), ours.get(name)
+        key, before, mine = Key(ErrorKind.buffer, name), start.get(name), ours.get(name)
         if mine is None:
             found.add(key, torch.zeros_like(value), value)
         elif before is None or before.shape != value.shape or not value.is_floating_point():
@@ -186,7 +188,7 @@ def compare_outputs(ours: list[Any], truth: list[Any]) -> Distances:
     for batch in zip(ours, truth, strict=True):
         leaves = ([t for t in tree_leaves(one) if _is_floating(t)] for one in batch)
         for number, (mine, right) in enumerate(zip(*leaves, strict=True)):
-            found.add(Key(Kind.output, f"output {number}"), mine, right)
+            found.add(Key(ErrorKind.output, f"output {number}"), mine, right)
     return found
 
 

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from runner.errors import UsageError
 from runner.parity.distance import dense, norm
-from runner.parity.trajectory import Capture, Stretch, Tensors, load, one_step, place, snapshot
+from runner.parity.trajectory import (
+    Stretch,
+    Tensors,
+    TrajectoryCapture,
+    load,
+    one_step,
+    place,
+    snapshot,
+)
 from runner.training.run import Run
 from runner.training.step import forward_backward
 
@@ -53,7 +61,7 @@ def repeat_draws(run: Run, stretch: Stretch, silent: Tensors, count: int = DRAWS
     """
     place(run, stretch)
     run.model.train()
-    found, capture = Draws(), Capture()
+    found, capture = Draws(), TrajectoryCapture()
     start = snapshot(run)
     try:
         batch = next(run.train.batches(run.progress.step))

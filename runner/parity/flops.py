@@ -35,7 +35,7 @@ def call_flops(what: Callable[[], Any], grad: bool = True) -> int:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Floating-point operations a second, in matrix products of one type."""
 
     flops_per_second: float
@@ -67,7 +67,7 @@ SHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak | None:
+def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> PeakFlops | None:
     """The device's peak in products of `dtype`, or None where it is not known.
 
     On a CPU it can be measured, once for each type and number of threads: half a second on a
@@ -83,12 +83,12 @@ def peak_flops(device: Device, dtype: torch.dtype, measure: bool = True) -> Peak
     for part, rates, sheet in SHEETS if device.kind == "cuda" else ():
         if part in device.name:
             rate = rates.get(name) or (rates.get("16 bits") if name in ("bf16", "fp16") else None)
-            return Peak(rate, name, f"data sheet of {sheet}, dense") if rate else None
+            return PeakFlops(rate, name, f"data sheet of {sheet}, dense") if rate else None
     return None
 
 
 @cache
-def _measure_peak(dtype: torch.dtype, threads: int) -> Peak:
+def _measure_peak(dtype: torch.dtype, threads: int) -> PeakFlops:
     """The fastest of a few large products: what nothing on this CPU gets beyond."""
     noise = torch.Generator().manual_seed(0)
     a = torch.randn(SIZE, SIZE, generator=noise).to(dtype)
@@ -98,4 +98,4 @@ def _measure_peak(dtype: torch.dtype, threads: int) -> Peak:
         a @ a
         best = min(best, perf_counter() - start)
     source = f"measured here: the fastest of {TRIES} products of {SIZE}×{SIZE}, {threads} threads"
-    return Peak(2 * SIZE**3 / best, NAMES[dtype], source)
+    return PeakFlops(2 * SIZE**3 / best, NAMES[dtype], source)

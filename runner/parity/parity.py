@@ -15,7 +15,7 @@ class Agreement(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """One tensor over all steps, at the first beyond its bound, else at the one nearest to it.
 
     Error and bound are relative to its norm in the reference. An `output` counts validation
@@ -54,8 +54,8 @@ class Parity:
     precision: str  # that the candidate says it computes in
     reference: str  # what stands for the truth: fp64, or fp32 where the model does not run in it
     steps: int
-    first: Row | None  # the first that precision does not explain
-    rows: list[Row]
+    first: ParityRow | None  # the first that precision does not explain
+    rows: list[ParityRow]
     notes: list[str] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)  # what a fault could hide in
     culprits: list[str] = field(default_factory=list)  # smallest set that fails

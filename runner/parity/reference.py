@@ -44,9 +44,9 @@ from runner.parity.candidates import (
 from runner.parity.distance import (
     KINK,
     Distances,
+    ErrorKind,
     Judged,
     Key,
-    Kind,
     Tolerance,
     compare_changes,
     compare_outputs,
@@ -64,7 +64,7 @@ from runner.parity.dropout import (
     spread_differs,
 )
 from runner.parity.numerics import ROUNDOFF, Numerics, computing_in, numerics, to_double
-from runner.parity.parity import Agreement, Parity, Row
+from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.trajectory import (
     Record,
     Stretch,
@@ -85,7 +85,12 @@ AGAIN = 2  # further seeds with which a small failure has to repeat
 INFERRED = 32 * ROUNDOFF[torch.float32]
 """Of the largest gradient: what a moment's last bit makes of one that is inferred, at beta1=0.9."""
 COARSE = 0.1  # relative: a fault that is smaller than such a bound is worth a sentence
-DRAWN = (Kind.loss, Kind.grad_norm, Kind.gradient, Kind.buffer)  # what other draws change
+DRAWN = (
+    ErrorKind.loss,
+    ErrorKind.grad_norm,
+    ErrorKind.gradient,
+    ErrorKind.buffer,
+)  # what other draws change
 PRECISION = ("tf32", "amp")  # techniques that are there to round more
 
 
@@ -186,7 +191,7 @@ class ParityReference:
         self, config: RunConfig, micro: int | None, candidate: _Candidate, result: Parity
     ) -> Parity:
         """The arithmetic with dropout off in both; then dropout by itself."""
-        certain = [r for r in result.rows if not r.within and Kind[r.kind] not in DRAWN]
+        certain = [r for r in result.rows if not r.within and ErrorKind[r.kind] not in DRAWN]
         if certain:
             return replace(result, first=min(certain, key=_when))
         silent = self._compare(self._run_candidate(config, NOWHERE), NOWHERE, micro)
@@ -214,7 +219,7 @@ class ParityReference:
     ) -> Parity:
         """Dropout by its statistics: one site after another, the others off, and all together."""
         anchor = self._measured(dropout, micro).truth.steps[0].gradients
-        rows: list[Row] = []
+        rows: list[ParityRow] = []
         for site in [*(sites if len(sites) > 1 else ()), None]:
             with self._opened(quiet(config), site, self.choices) as run:
                 theirs = repeat_draws(run, self.stretch, anchor)
@@ -337,7 +342,7 @@ class ParityReference:
         truth = self._truth(plain, dropout)
         if truth is not None:
             errors = self._distances(own, truth)
-            key = Key(Kind.loss, "loss")
+            key = Key(ErrorKind.loss, "loss")
             apart = [e / s for e, s in zip(errors.error[key], errors.size[key], strict=True) if s]
             if apart and median(apart) > KINK:
                 truth = None  # there dropout draws other numbers in fp64
@@ -389,7 +394,7 @@ class ParityReference:
         distances = self._distances(candidate.record, plain.truth)
         self._compare_start(candidate, distances)
         if candidate.record.gradients_hidden:
-            for key in [key for key in distances.floor if key.kind is Kind.gradient]:
+            for key in [key for key in distances.floor if key.kind is ErrorKind.gradient]:
                 least = INFERRED * max(distances.size[key])
                 distances.floor[key] = [max(least, floor) for floor in distances.floor[key]]
         judged = list(judge(distances, tolerance))
@@ -434,7 +439,7 @@ class ParityReference:
         for mine, right in pairs:
             for name, value in right.items():
                 if name in mine:
-                    distances.add(Key(Kind.parameter, name), mine[name], value, floor=0.0)
+                    distances.add(Key(ErrorKind.parameter, name), mine[name], value, floor=0.0)
 
     def _compare_updates(
         self, candidate: _Candidate, run: Run, precise: Run
@@ -448,9 +453,9 @@ class ParityReference:
         steps = zip(candidate.record.steps, updates(run, *fed), updates(precise, *fed), strict=True)
         for number, (step, state, truth) in enumerate(steps):
             start, first = self.path.before(number).parameters, self.path.start.average
-            kinds: tuple[tuple[Kind, str, Tensors], ...] = (
-                (Kind.update, "parameters", start),
-                (Kind.average, "average", first),
+            kinds: tuple[tuple[ErrorKind, str, Tensors], ...] = (
+                (ErrorKind.update, "parameters", start),
+                (ErrorKind.average, "average", first),
             )
             for kind, values, before in kinds:
                 for name, right in getattr(truth, values).items():
@@ -483,28 +488,28 @@ def _equal_steps(record: Record, own: Record) -> bool:
     return not any(any(values) for values in errors)
 
 
-def _by_a_kink(result: Parity) -> Row | None:
+def _by_a_kink(result: Parity) -> ParityRow | None:
     """The failure, where one rounding could have made it."""
     first = result.first
     if result.verdict is not Agreement.fail or first is None:
         return None
-    kinky = first.kind in (Kind.gradient.name, Kind.grad_norm.name)
+    kinky = first.kind in (ErrorKind.gradient.name, ErrorKind.grad_norm.name)
     return first if kinky and first.error < KINK else None
 
 
-def _when(row: Row) -> tuple[bool, int, int]:
+def _when(row: ParityRow) -> tuple[bool, int, int]:
     """Sorts by the time of what was computed."""
-    kind = Kind[row.kind]
-    return kind >= Kind.output, 0 if kind is Kind.parameter else row.step, kind
+    kind = ErrorKind[row.kind]
+    return kind >= ErrorKind.output, 0 if kind is ErrorKind.parameter else row.step, kind
 
 
-def _row(one: Judged) -> Row:
-    return Row(one.step, one.key.kind.name, one.key.name, one.error, one.bound)
+def _row(one: Judged) -> ParityRow:
+    return ParityRow(one.step, one.key.kind.name, one.key.name, one.error, one.bound)
 
 
 def _not_judged(candidate: _Candidate, judged: list[Judged]) -> Iterator[str]:
     """What a fault could hide in, of this very candidate."""
-    coarse = max((j.bound for j in judged if j.key.kind is Kind.gradient), default=0.0)
+    coarse = max((j.bound for j in judged if j.key.kind is ErrorKind.gradient), default=0.0)
     if coarse > COARSE:
         yield f"gradients off by less than {coarse:.0%}: that is what rounding changes of one"
     if not candidate.updates_known:
@@ -517,7 +522,7 @@ def _not_judged(candidate: _Candidate, judged: list[Judged]) -> Iterator[str]:
         yield f"{rounds}: {names} is judged with itself"
 
 
-def _draw_rows(site: str, ours: Draws, theirs: Draws, rounded: list[Row]) -> list[Row]:
+def _draw_rows(site: str, ours: Draws, theirs: Draws, rounded: list[ParityRow]) -> list[ParityRow]:
     """The mean and the spread of each statistic over many draws; `rounded` without dropout."""
     rows = []
     bounds = {row.kind: row.bound for row in rounded}
@@ -526,14 +531,16 @@ def _draw_rows(site: str, ours: Draws, theirs: Draws, rounded: list[Row]) -> lis
         if not (a and b):
             continue
         size = abs(math.fsum(a) / len(a))
-        rounding = bounds.get(name, bounds.get(Kind.grad_norm.name, 0.0))
+        rounding = bounds.get(name, bounds.get(ErrorKind.grad_norm.name, 0.0))
         size = 1.0 if name == "projection" else size or 1.0
         apart, by_chance = mean_differs(a, b)
         bound = by_chance / size + rounding
-        rows.append(Row(1, Kind.draw.name, f"mean of {name} ({site})", apart / size, bound))
+        rows.append(
+            ParityRow(1, ErrorKind.draw.name, f"mean of {name} ({site})", apart / size, bound)
+        )
         apart, by_chance = spread_differs(a, b)
         name = f"log-variance of {name} ({site})"
-        rows.append(Row(1, Kind.draw.name, name, apart, by_chance))
+        rows.append(ParityRow(1, ErrorKind.draw.name, name, apart, by_chance))
     return rows
 
 

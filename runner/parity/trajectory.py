@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass
-class State:
+class TrajectoryState:
     """What a step starts from, beside the optimizer's state."""
 
     parameters: Tensors
@@ -49,19 +49,19 @@ class StepRecord:
     loss: Tensor
     grad_norm: Tensor
     gradients: Tensors  # before clipping, without the loss scale
-    after: State
+    after: TrajectoryState
 
 
 @dataclass
 class Record:
     """A trajectory: step k + 1 starts from `before(k)`."""
 
-    start: State
+    start: TrajectoryState
     steps: list[StepRecord]
     outputs: list[Any]  # of some validation batches, as the model returns them
     gradients_hidden: bool = False  # in one graph: inferred from the optimizer's moments
 
-    def before(self, step: int) -> State:
+    def before(self, step: int) -> TrajectoryState:
         """The state that step number `step` (0 is the first) starts from."""
         return self.steps[step - 1].after if step else self.start
 
@@ -121,7 +121,7 @@ def one_step(run: Run, batch: Batch, hooks: list[Hook] | None = None) -> Step:
     return step
 
 
-class Capture(Hook):
+class TrajectoryCapture(Hook):
     """Copies the gradients before the update may clip them in place."""
 
     def __init__(self) -> None:
@@ -143,11 +143,11 @@ def gradients_of(run: Run) -> Tensors:
     return found
 
 
-def snapshot(run: Run) -> State:
+def snapshot(run: Run) -> TrajectoryState:
     """Copies of parameters, buffers and average on the host; waits for the device."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     averages = zip(run.update.parameters, run.update.average, strict=False)
-    return State(
+    return TrajectoryState(
         {name: _copy(p) for name, p in run.model.named_parameters()},
         {name: _copy(b) for name, b in run.model.named_buffers()},
         {names[p]: _copy(average) for p, average in averages if isinstance(p, nn.Parameter)},
@@ -155,7 +155,7 @@ def snapshot(run: Run) -> State:
 
 
 @torch.no_grad()
-def load(model: nn.Module, state: State, averaged: Run | None = None) -> None:
+def load(model: nn.Module, state: TrajectoryState, averaged: Run | None = None) -> None:
     """Copy parameters and buffers into the model in place, and the average into that run's."""
     for name, parameter in model.named_parameters():
         parameter.copy_(state.parameters[name])
@@ -176,7 +176,7 @@ def _holds(buffer: Tensor, value: Tensor) -> bool:
 
 def _step(run: Run, batch: Batch, record: Record) -> StepRecord:
     """A real step. Gradients inside one graph are inferred from the optimizer's moments."""
-    capture = Capture()
+    capture = TrajectoryCapture()
     hidden = run.whole is not None and run.whole.takes(batch)
     before = _moments(run) if hidden else {}
     step = one_step(run, batch, [] if hidden else [capture])
@@ -195,7 +195,9 @@ def _backward(run: Run, batch: Batch) -> StepRecord:
         run.update.abandon()
     gradients, buffers = gradients_of(run), snapshot(run).buffers
     run.update.abandon()
-    return StepRecord(_copy(step.loss), _copy(step.grad_norm), gradients, State({}, buffers, {}))
+    return StepRecord(
+        _copy(step.loss), _copy(step.grad_norm), gradients, TrajectoryState({}, buffers, {})
+    )
 
 
 def _moments(run: Run) -> dict[Tensor, tuple[Tensor, Tensor]]:
@@ -273,7 +275,7 @@ def _evaluated(run: Run, batches: int | None, in_double: bool) -> list[Any]:
 # -- updates ---------------------------------------------------------------------------------------
 
 
-def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[State]:
+def updates(run: Run, stretch: Stretch, path: Record, fed: Record) -> Iterator[TrajectoryState]:
     """The state after each step by the run's own update, of the gradients that `fed` has.
 
     There is no forward and no backward, so the update is all that can differ.

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from runner.replay.findings import Attempt, Blame, Trial
+from runner.replay.findings import Attempt, Blame, ReplayTrial
 
 log = logging.getLogger("runner")
 
@@ -48,13 +48,13 @@ class _Spent(Exception):
     """There have been as many tries as there may be."""
 
 
-class Search:
+class TechniqueSearch:
     """Tries sets of techniques; each set once, and never more than `most` times in all."""
 
     def __init__(self, as_it_was: Attempt, make: Make, most: int = MOST, seconds: float = 1800.0):
         self.as_it_was, self.make, self.most = as_it_was, make, most
         self.until = time.monotonic() + seconds
-        self.trials: list[Trial] = []
+        self.trials: list[ReplayTrial] = []
         self.known: dict[frozenset[str], Attempt] = {}
         taken = [name for name in as_it_was.techniques if name not in HARMLESS]
         self.names = sorted(taken, key=lambda n: (_rank(n), n))
@@ -92,7 +92,7 @@ class Search:
         also = "".join(f", {k}={v}" for k, v in (settings or {}).items())
         log.info("replay: the step %s%s", with_all, also)
         found = self.make(sorted(off), settings or {})
-        self.trials.append(Trial(sorted(off), dict(settings or {}), found))
+        self.trials.append(ReplayTrial(sorted(off), dict(settings or {}), found))
         if not settings:
             self.known[key] = found
         return found

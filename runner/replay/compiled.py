@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.data.batch import Batch
 from runner.debug.source_line import FRAME, Place, is_user_code
-from runner.replay.findings import Cause, Phase
+from runner.replay.findings import Cause, StepPhase
 from runner.replay.statistics import stats, tensors
 from runner.replay.trace import trace_step
 from runner.replay.tracer import Frame, Tracer
@@ -31,7 +31,7 @@ def trace_compiled(run: Run, batch: Batch) -> Cause:
         scope.callback(torch._dynamo.reset)
         scope.callback(setattr, run, "forward", eager)
         found = trace_step(run, batch, lambda tracer: _trace_forward(run, eager, tracer))
-    if found.phase is Phase.nowhere:
+    if found.phase is StepPhase.nowhere:
         found.cause = (
             "the graph that the compiler traces is good: the fault is in the code that it "
             "generates from it"

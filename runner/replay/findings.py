@@ -8,7 +8,7 @@ from enum import Enum
 from runner.debug.source_line import Line
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """The part of a step in which it went bad."""
 
     weights = "weights"  # before the step began
@@ -23,7 +23,7 @@ class Phase(Enum):
 
 
 @dataclass
-class Stats:
+class TensorStats:
     """What is in one tensor; numbers are over its finite values."""
 
     name: str
@@ -54,15 +54,17 @@ class Ratio:
 class Cause:
     """Where a step went bad."""
 
-    phase: Phase
+    phase: StepPhase
     cause: str  # one sentence
     module: str = ""  # dotted name; empty: the model as a whole, or none
     kind: str = ""  # the module's class
     operation: str = ""
     line: Line | None = None
-    inputs: list[Stats] = field(default_factory=list)  # of the module
-    outputs: list[Stats] = field(default_factory=list)  # of the operation, or a gradient's
-    state: list[Stats] = field(default_factory=list)  # the module's own parameters and buffers
+    inputs: list[TensorStats] = field(default_factory=list)  # of the module
+    outputs: list[TensorStats] = field(default_factory=list)  # of the operation, or a gradient's
+    state: list[TensorStats] = field(
+        default_factory=list
+    )  # the module's own parameters and buffers
     parameters: list[str] = field(default_factory=list)  # with a bad gradient, in backward order
     grown: str = ""  # a weight far larger than any that a model begins with, in words
     samples: list[int] = field(default_factory=list)  # of the batch; 0 is the first
@@ -88,7 +90,7 @@ class Attempt:
 
 
 @dataclass
-class Trial:
+class ReplayTrial:
     """One attempt, with techniques switched off or set otherwise."""
 
     off: list[str]
@@ -103,7 +105,7 @@ class Blame:
     verdict: str  # in words
     techniques: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)  # those that must be on for it to be bad
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[ReplayTrial] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
 
 

@@ -17,9 +17,9 @@ from runner.data.batch import Batch
 from runner.errors import CheckpointError
 from runner.masking import masked
 from runner.replay.attempt import attempt_apart, is_same, is_spike
-from runner.replay.attribution import COMPILING, Search
+from runner.replay.attribution import COMPILING, TechniqueSearch
 from runner.replay.compiled import trace_compiled
-from runner.replay.findings import Attempt, Blame, Cause, Phase, Replay
+from runner.replay.findings import Attempt, Blame, Cause, Replay, StepPhase
 from runner.replay.reopen import config_of, reopened
 from runner.replay.spike import explain_spike
 from runner.replay.statistics import largest_weight
@@ -76,7 +76,7 @@ class Investigation:
             older = bad_weights(run.model)  # which makes looking further pointless
         blame = None
         if older is None and self.attribute and as_it_was.bad:
-            blame = Search(as_it_was, self.attempt, seconds=6 * self.timeout_s).blame()
+            blame = TechniqueSearch(as_it_was, self.attempt, seconds=6 * self.timeout_s).blame()
         replay = Replay(
             capture=str(self.origin or capture.path),
             run=manifest.name,
@@ -88,7 +88,7 @@ class Investigation:
             attempt=as_it_was,
             reproduced=as_it_was.bad,
             same=is_same(as_it_was, capture),
-            found=older or Cause(Phase.nowhere, ""),
+            found=older or Cause(StepPhase.nowhere, ""),
             blame=blame,
         )
         without = self._trace(replay, older is not None)
@@ -148,7 +148,7 @@ class Investigation:
                 with_ = f"with {', '.join(left)}" if left else "without any technique"
                 replay.seen = f"the step {with_}" + (", as the compiler traces it" * compiled)
                 replay.found.grown = largest_weight(run.model)
-            if replay.found.phase is not Phase.nowhere or i == len(plans) - 1:
+            if replay.found.phase is not StepPhase.nowhere or i == len(plans) - 1:
                 return without
         return []
 
@@ -185,7 +185,7 @@ class Investigation:
         return plans
 
     def _write_script(self, replay: Replay, without: Sequence[str]) -> None:
-        finding = "" if replay.found.phase is Phase.nowhere else masked(replay.found.cause)
+        finding = "" if replay.found.phase is StepPhase.nowhere else masked(replay.found.cause)
         try:
             capture = Path(replay.capture)
             path = write_script(self.folder, capture, finding, self.trusted, without)
@@ -216,19 +216,29 @@ def write_script(
 # -- advice -----------------------------------------------------------------------------------
 
 BY_PHASE = {
-    Phase.input: "Look at these samples, and mend or drop them.",
-    Phase.weights: "The fault is in a step before this one: go back to a checkpoint whose weights "
-    "are finite, with stability.guard=true.",
-    Phase.exception: "Mend that line, or its input: the table has the numbers, reproduce.py makes "
-    "the step again.",
-    Phase.forward: "Keep that operation away from where it is not finite: clamp its input, or add "
-    "a small number under a log, a root or a quotient.",
-    Phase.loss: "Keep the loss away from where it is not finite: clamp its input, or add a small "
-    "number under a log, a root or a quotient.",
-    Phase.backward: "The value is finite and its slope is not: add a small number inside the root, "
-    "the norm or the quotient, or use torch.where on the input, not on the result.",
-    Phase.norm: "Gradients above 2e+19 overflow when squared: lower the loss's scale.",
-    Phase.spike: "Lower stability.clip_norm or optimizer.lr.",
+    StepPhase.input: "Look at these samples, and mend or drop them.",
+    StepPhase.weights: (
+        "The fault is in a step before this one: go back to a checkpoint whose weights are "
+        "finite, with stability.guard=true."
+    ),
+    StepPhase.exception: (
+        "Mend that line, or its input: the table has the numbers, reproduce.py makes the step"
+        " again."
+    ),
+    StepPhase.forward: (
+        "Keep that operation away from where it is not finite: clamp its input, or add a "
+        "small number under a log, a root or a quotient."
+    ),
+    StepPhase.loss: (
+        "Keep the loss away from where it is not finite: clamp its input, or add a small "
+        "number under a log, a root or a quotient."
+    ),
+    StepPhase.backward: (
+        "The value is finite and its slope is not: add a small number inside the root, the "
+        "norm or the quotient, or use torch.where on the input, not on the result."
+    ),
+    StepPhase.norm: "Gradients above 2e+19 overflow when squared: lower the loss's scale.",
+    StepPhase.spike: "Lower stability.clip_norm or optimizer.lr.",
 }
 GROWN = (
     "The weights have grown: {grown}. The step before this one was too long: lower optimizer.lr, "
@@ -245,7 +255,7 @@ def advice(replay: Replay) -> list[str]:
             reason = f"The step could not be made again: {replay.attempt.failed}"
         return [f"{reason}. Machine, versions or random numbers differ."]
     earlier = earlier_capture(Path(replay.capture), replay.step)
-    if found.phase is Phase.weights and earlier is not None:
+    if found.phase is StepPhase.weights and earlier is not None:
         number = int(earlier.name.removeprefix("step_"))
         steps.append(f"Step {number} of this run was captured earlier: replay.path={earlier}")
     if blame is not None and blame.techniques:
@@ -254,7 +264,7 @@ def advice(replay: Replay) -> list[str]:
     if replay.samples:
         rows = ", ".join(map(str, replay.samples[:10]))
         steps.append(f"Samples {rows} of the data set stand out.")
-    if found.grown and found.phase not in (Phase.input, Phase.weights):
+    if found.grown and found.phase not in (StepPhase.input, StepPhase.weights):
         return [*steps, GROWN.format(grown=found.grown)]
     return [*steps, BY_PHASE[found.phase]] if found.phase in BY_PHASE else steps
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from runner.record.console import plain_text
 from runner.record.markdown import code, escape, table
 from runner.record.text import json_value
-from runner.replay.findings import Cause, Phase, Ratio, Replay, Stats
+from runner.replay.findings import Cause, Ratio, Replay, StepPhase, TensorStats
 
 SHOWN = 8  # rows of a table
 HEADING = ("what", "shape", "type", "min", "max", "mean", "std", "not finite")
@@ -37,7 +37,7 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
         else ""
     )
     technique = "not looked for" if blame is None else blame.verdict
-    if blame is None and found.phase is Phase.weights:
+    if blame is None and found.phase is StepPhase.weights:
         technique += ": the fault is older than this step"
     lines = [
         ("step", f"{replay.step} of {replay.run} ({replay.kind.replace('_', ' ')})"),
@@ -48,7 +48,10 @@ def facts(replay: Replay) -> list[tuple[str, str]]:
         ("weights", found.grown),
         ("operation", found.operation),
         ("line", f"{found.line}  {found.line.source.strip()}" if found.line else ""),
-        ("gradients", first if found.phase is Phase.spike or not first else f"not finite: {first}"),
+        (
+            "gradients",
+            first if found.phase is StepPhase.spike or not first else f"not finite: {first}",
+        ),
         ("samples", f"{_some(replay.samples)} of the data set" if replay.samples else ""),
         ("looked at", replay.seen),
         ("technique", technique),
@@ -137,7 +140,7 @@ def _rows(found: Cause) -> list[tuple[str, ...]]:
     return inputs + [_row(s, s.name) for s in found.outputs[:SHOWN] + found.state[:SHOWN]]
 
 
-def _row(s: Stats, name: str) -> tuple[str, ...]:
+def _row(s: TensorStats, name: str) -> tuple[str, ...]:
     shape = "x".join(map(str, s.shape)) or "scalar"
     numbers = (s.minimum, s.maximum, s.mean, s.std)
     dtype = s.dtype.replace("bfloat16", "bf16").replace("float", "fp")

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.build import Components, build
-from runner.captures.manifest import Weights
+from runner.captures.manifest import CapturedWeights
 from runner.captures.reader import Capture, open_capture
 from runner.captures.run_captures import random_state
 from runner.captures.writer import write_capture
@@ -111,7 +111,7 @@ def with_weights(
     if capture.as_it_was or capture.manifest.checkpoint is None:
         return capture
     start = _step_state(capture, config_of(capture, trusted) if config is None else config, given)
-    manifest = replace(capture.manifest, weights=Weights.then, checkpoint=None, files={})
+    manifest = replace(capture.manifest, weights=CapturedWeights.then, checkpoint=None, files={})
     names = ("batch", "samples", "loss", "grad_norm", "progress", "remedy", "skipped")
     state = {name: getattr(capture, name) for name in names}
     state.update(buffers=start.buffers, update=start.update, random=start.random, random_then=True)
@@ -141,7 +141,7 @@ def _step_state(capture: Capture, config: RunConfig, given: Components | None) -
 
 
 def _why_not_exact(capture: Capture) -> str:
-    if capture.manifest.weights is Weights.later:
+    if capture.manifest.weights is CapturedWeights.later:
         return "weights of a later step: there was no checkpoint before it to start from"
     return "the model draws from python's or numpy's generator, whose state is of a later step"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runner.data.batch import Batch, call, count, rows
 from runner.data.seeds import mix
 from runner.models import modes
-from runner.replay.findings import Cause, Phase, Ratio
+from runner.replay.findings import Cause, Ratio, StepPhase
 from runner.replay.statistics import size, state_of, stats, tensors
 from runner.replay.trace import batch_tensors, label, leave
 from runner.replay.tracer import named
@@ -38,7 +38,7 @@ def explain_spike(run: Run, batch: Batch, healthy: Batch | None) -> Cause:
     run.model.train()
     bad = _Sizes(run, batch)
     good = _Sizes(run, healthy) if healthy is not None else None
-    found = Cause(Phase.spike, "loss and gradients are finite and large")
+    found = Cause(StepPhase.spike, "loss and gradients are finite and large")
     slopes = good.gradients if good else {}
     ranked = [Ratio(n, x, slopes.get(n)) for n, x in bad.gradients.items()]
     found.gradients = sorted(ranked, key=lambda ratio: -ratio.bad)[:LISTED]

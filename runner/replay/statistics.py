@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.objectives.deferred_logits import DeferredLogits
-from runner.replay.findings import Stats
+from runner.replay.findings import TensorStats
 
 FINITE, INF, NAN = 0, 1, 2
 GROWN = 1e3  # weights begin around 1, and those of a model that learns stay below 100
@@ -23,9 +23,9 @@ def level(tensor: Tensor) -> int:
     return NAN if bool(torch.isnan(values).any()) else INF
 
 
-def stats(name: str, tensor: Tensor) -> Stats:
+def stats(name: str, tensor: Tensor) -> TensorStats:
     """Its shape and type, and the range of its finite values."""
-    found = Stats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    found = TensorStats(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     values = tensor.detach() if tensor.layout is torch.strided else _values(tensor)
     if values is None or values.is_quantized or values.is_meta:
         return found
@@ -71,7 +71,7 @@ def bad_samples(tensor: Tensor) -> list[int]:
     return [int(i) for i in bad.reshape(len(bad), -1).any(1).nonzero()] if len(bad) else []
 
 
-def bad_state(model: nn.Module) -> list[tuple[str, str, Stats]]:
+def bad_state(model: nn.Module) -> list[tuple[str, str, TensorStats]]:
     """Parameters and buffers with NaN or Inf: its name, the module's name, and its numbers.
 
     A buffer whose only such values are -Inf is a mask, and healthy, but for a norm's.
@@ -102,7 +102,7 @@ def largest_weight(model: nn.Module) -> str:
     return found
 
 
-def state_of(module: nn.Module) -> list[Stats]:
+def state_of(module: nn.Module) -> list[TensorStats]:
     """The module's own parameters and buffers, not those of the modules in it."""
     return [stats(name, tensor) for name, tensor in _own(module)]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from runner.data.batch import Batch, count
 from runner.debug.source_line import line_at, raising_line
 from runner.record.text import shorten
-from runner.replay.findings import Cause, Phase
+from runner.replay.findings import Cause, StepPhase
 from runner.replay.statistics import bad_samples, bad_state, level, state_of, stats, tensors
 from runner.replay.tracer import Event, Frame, Tracer, named
 from runner.training.run import Run
@@ -21,8 +21,8 @@ from runner.training.step import forward_backward
 def trace_step(run: Run, batch: Batch, prepare: Callable[[Tracer], object] | None = None) -> Cause:
     """Make the step with every operation watched, and leave the run as it was.
 
-    Phase `nowhere` where loss and gradients come out finite. With `prepare` given, that sees to it
-    that the tracer learns what module runs.
+    The phase is `nowhere` where loss and gradients come out finite. `prepare`, if given, sees to
+    it that the tracer learns what module runs.
     """
     found = bad_weights(run.model)
     if found is not None:
@@ -66,7 +66,7 @@ def bad_weights(model: nn.Module) -> Cause | None:
     module = model.get_submodule(owner)
     values = math.prod(numbers.shape)
     found = Cause(
-        Phase.weights,
+        StepPhase.weights,
         f"{what} of {label(owner, module)} was not finite before the step: "
         f"{numbers.not_finite} of {values} values",
         owner,
@@ -86,9 +86,11 @@ def exception(error: Exception, tracer: Tracer) -> Cause:
     said = shorten(f"{type(error).__name__}: {error}".strip().splitlines()[0], 300)
     frame = tracer.backward_of if tracer.raised is None else tracer.raised[1]
     if frame is None:
-        return Cause(Phase.exception, f"outside the model: {said}", line=where)
+        return Cause(StepPhase.exception, f"outside the model: {said}", line=where)
     said += " in the backward" if tracer.raised is None else ""
-    found = _at(frame, Cause(Phase.exception, f"{label(frame.name, frame.module)} raised {said}"))
+    found = _at(
+        frame, Cause(StepPhase.exception, f"{label(frame.name, frame.module)} raised {said}")
+    )
     found.line = where
     return found
 
@@ -133,7 +135,7 @@ def _found(
     if level(loss):
         event = tracer.origin(loss)
         if event is None:
-            found = Cause(Phase.loss, "the loss is not finite, and no operation made it so")
+            found = Cause(StepPhase.loss, "the loss is not finite, and no operation made it so")
         else:
             found = _from_event(batch, event)
     elif first:
@@ -141,19 +143,19 @@ def _found(
         events = [tracer.origin(gradient) for gradient in gradients if gradient is not None]
         event = next((event for event in events if event is not None), None)
         if event is None:
-            found = Cause(Phase.backward, f"the gradient of {first[0]} is not finite")
+            found = Cause(StepPhase.backward, f"the gradient of {first[0]} is not finite")
         else:
             found = _from_event(batch, event)
     elif level(norm):
         return Cause(
-            Phase.norm,
+            StepPhase.norm,
             "loss and gradients are finite, and the gradient norm is not: its squares overflow",
         )
     else:
         return _buffers(run.model, tracer)
     found.parameters = first
     scale = run.update.scale
-    if scale is not None and found.phase in (Phase.backward, Phase.loss):
+    if scale is not None and found.phase in (StepPhase.backward, StepPhase.loss):
         found.notes.append(
             f"the loss was scaled by {float(scale.value):g} for float16: an overflow now and then "
             "is how the scale finds its value, and the update is left out"
@@ -165,11 +167,11 @@ def _buffers(model: nn.Module, tracer: Tracer) -> Cause:
     """What the forward left behind, where the loss says nothing."""
     bad = bad_state(model)
     if not bad:
-        return Cause(Phase.nowhere, "loss and gradients are finite")
+        return Cause(StepPhase.nowhere, "loss and gradients are finite")
     what, owner, numbers = bad[0]
     module = model.get_submodule(owner)
     found = Cause(
-        Phase.forward,
+        StepPhase.forward,
         f"{what} of {label(owner, module)} is not finite after the forward, in "
         f"{numbers.not_finite} of {math.prod(numbers.shape)} values; loss and gradients are finite",
     )
@@ -180,14 +182,14 @@ def _from_event(batch: Batch, event: Event) -> Cause:
     if event.seed:
         return _of_input(batch, event.seed)
     if event.backward:
-        phase = Phase.backward
+        phase = StepPhase.backward
     else:
-        phase = Phase.loss if event.frame is None else Phase.forward
+        phase = StepPhase.loss if event.frame is None else StepPhase.forward
     place = "the objective" if event.frame is None else label(event.frame.name, event.frame.module)
     numbers = event.outputs[0]
     values = math.prod(numbers.shape)
     made = event.made + (f" ({numbers.not_finite} of {values} values)" if values > 1 else "")
-    if phase is Phase.backward:
+    if phase is StepPhase.backward:
         cause = f"the gradient through {place} becomes {made} in the backward, of {event.of}"
     else:
         cause = f"{place} makes {made} of {event.of}"
@@ -212,7 +214,7 @@ def _of_input(batch: Batch, name: str) -> Cause:
     numbers = stats(name, tensor)
     rows = ", ".join(map(str, samples[:10])) + (" …" if len(samples) > 10 else "")
     return Cause(
-        Phase.input,
+        StepPhase.input,
         f"{name} is not finite in {len(samples)} of {len(tensor) if tensor.ndim else 1} samples: "
         f"number {rows} of the batch",
         inputs=[numbers],

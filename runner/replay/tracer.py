@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.debug.source_line import Place, current_place
 from runner.models import modes
-from runner.replay.findings import Stats
+from runner.replay.findings import TensorStats
 from runner.replay.statistics import FINITE, INF, NAN, bad_samples, level, stats, tensors
 
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
@@ -49,7 +49,7 @@ class Frame:
 
     name: str  # dotted; empty for the model itself
     module: nn.Module
-    inputs: list[Stats]
+    inputs: list[TensorStats]
     node: Any = None  # autograd node that the call is a recomputation for
 
 
@@ -63,7 +63,7 @@ class Event:
     backward: bool = False
     seed: str = ""  # name of the batch tensor that it came with
     parent: Event | None = None  # event of its own operand
-    outputs: list[Stats] = field(default_factory=list)
+    outputs: list[TensorStats] = field(default_factory=list)
     made: str = "NaN"  # NaN | Inf
     of: str = "finite numbers"
     samples: list[int] = field(default_factory=list)  # rows of the output that hold it

@@ -15,7 +15,7 @@ Number = Callable[[Row], float | None]
 
 
 @dataclass(frozen=True)
-class Column:
+class ReportColumn:
     """One column; `number` sorts it, and is None where a row has nothing in it."""
 
     key: str
@@ -24,8 +24,10 @@ class Column:
     text: Callable[[Row], str]
 
 
-def _column(key: str, title: str, number: Number, show: Callable[[float | None], str]) -> Column:
-    return Column(key, title, number, lambda row: show(number(row)))
+def _column(
+    key: str, title: str, number: Number, show: Callable[[float | None], str]
+) -> ReportColumn:
+    return ReportColumn(key, title, number, lambda row: show(number(row)))
 
 
 def _measured(key: str) -> Number:
@@ -58,14 +60,14 @@ def _parity_text(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("speedup", "speed-up", _speedup, _speedup_text),
+    ReportColumn("speedup", "speed-up", _speedup, _speedup_text),
     _column("step_ms", "step, ms", lambda row: row.step_ms, format.rate),
     _column("rate", "samples/s", lambda row: row.samples_per_second, format.rate),
     _column("memory", "memory", lambda row: row.process_bytes, format.size),
-    Column("parity", "numbers", lambda row: 0.0 if row.parity else None, _parity_text),
+    ReportColumn("parity", "numbers", lambda row: 0.0 if row.parity else None, _parity_text),
     _column("device_memory", "device memory", lambda row: row.device_bytes, format.size),
     _column("compile_seconds", "compile", _measured("compile_seconds"), format.seconds),
-    Column("break_even", "paid back after", _measured("break_even_steps"), _break_even_text),
+    ReportColumn("break_even", "paid back after", _measured("break_even_steps"), _break_even_text),
     _column("data_wait", "waits for data", _measured("data_wait"), format.share),
     _column("mfu", "MFU", _measured("mfu"), format.share),
     _column("to_target", "to the target loss", _measured("seconds_to_target"), format.seconds),
@@ -73,7 +75,7 @@ COLUMNS = (
 """By what they are worth: where there is no room, the last ones go. Metrics follow."""
 
 
-def columns(comparison: Comparison) -> list[Column]:
+def columns(comparison: Comparison) -> list[ReportColumn]:
     """The columns that at least one row has something in, the most telling first."""
     best = _column("best", f"best {comparison.monitor}", lambda row: row.best, format.metric)
     speedup = COLUMNS[0]
@@ -87,7 +89,7 @@ def columns(comparison: Comparison) -> list[Column]:
     return [column for column in found if any(column.number(row) is not None for row in rows)]
 
 
-def _metrics(comparison: Comparison) -> list[Column]:
+def _metrics(comparison: Comparison) -> list[ReportColumn]:
     """The metrics beside the monitored one; in a benchmark the user's own alone."""
     rows = comparison.rows
     if comparison.kind == "benchmark":
@@ -98,5 +100,5 @@ def _metrics(comparison: Comparison) -> list[Column]:
     return [_metric(name) for name in plain[:METRICS]]
 
 
-def _metric(name: str) -> Column:
+def _metric(name: str) -> ReportColumn:
     return _column(f"metric:{name}", name, lambda row: row.metrics.get(name), format.metric)

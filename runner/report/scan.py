@@ -30,7 +30,7 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ScanRow:
     """One thing that was judged."""
 
     kind: str  # file | checkpoint | capture | run | dcp | folder
@@ -79,20 +79,20 @@ class Scan:
     path: str
     level: SecurityLevel
     total: int = 0  # things that there are to judge
-    rows: list[Row] = field(default_factory=list)  # those that were
+    rows: list[ScanRow] = field(default_factory=list)  # those that were
     passed_over: int = 0  # files that nothing loads as a model or as arrays
     odd: list[Reason] = field(default_factory=list)  # links that lead out, pipes, …
     interrupted: bool = False
     seconds: float = 0.0
 
     @property
-    def worst_first(self) -> list[Row]:
+    def worst_first(self) -> list[ScanRow]:
         """The least trusted first, then by the severity of the worst reason."""
         severity = {id(row): row.first.severity if row.first else 0 for row in self.rows}
         return sorted(self.rows, key=lambda row: (row.found.trust, -severity[id(row)]))
 
     @property
-    def refused(self) -> list[Row]:
+    def refused(self) -> list[ScanRow]:
         """Those that are refused at any level, and those that this one does not load."""
         return [x for x in self.worst_first if x.found.refused or not enough(x.found, self.level)]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from runner.record.console import plain_text
 from runner.record.text import escape_control_chars, shorten
 from runner.report import format, verdicts
-from runner.report.columns import Column, columns
+from runner.report.columns import ReportColumn, columns
 from runner.report.comparison import BOARD, FILE, PAGE, Comparison, Row
 
 TONES = {"plain": "bold", "warning": "yellow", "shout": "bold white on red"}
@@ -73,7 +73,7 @@ def _fitting_table(comparison: Comparison, console: Console, options: ConsoleOpt
         chosen.pop()
 
 
-def _table(comparison: Comparison, chosen: Sequence[Column], name: int) -> Table:
+def _table(comparison: Comparison, chosen: Sequence[ReportColumn], name: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     title = "arm" if comparison.kind == "benchmark" else "run"
     table.add_column(title, header_style="dim", max_width=name, overflow="fold")
@@ -88,7 +88,7 @@ def _table(comparison: Comparison, chosen: Sequence[Column], name: int) -> Table
     return table
 
 
-def _cell(column: Column, row: Row) -> Text:
+def _cell(column: ReportColumn, row: Row) -> Text:
     text = column.text(row)
     if text == format.NONE:
         return Text(text if row.finished else "", style="dim")

@@ -81,7 +81,7 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     """A check that raises SecurityError, with bodies of an experiment file that pass and do not."""
 
     check: Callable[[Any], None]
@@ -90,17 +90,17 @@ class Rule:
     typed: tuple[str, ...] = ()  # overrides beside it
 
 
-FILE_RULES: list[Rule] = []
-CONFIG_RULES: list[Rule] = []
+FILE_RULES: list[ConfigRule] = []
+CONFIG_RULES: list[ConfigRule] = []
 
 
 def rule(
-    table: list[Rule], good: str, bad: str, *typed: str
+    table: list[ConfigRule], good: str, bad: str, *typed: str
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Put a check into a table, with its samples."""
 
     def add(check: Callable[[Any], None]) -> Callable[[Any], None]:
-        table.append(Rule(check, good, bad, typed))
+        table.append(ConfigRule(check, good, bad, typed))
         return check
 
     return add

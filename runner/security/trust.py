@@ -11,7 +11,7 @@ from typing import Any
 from runner.errors import SecurityError
 from runner.record.text import escape_control_chars
 from runner.security.config import SecurityLevel
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
 log = logging.getLogger("runner")
 
@@ -115,7 +115,7 @@ def enough(found: Assessment, level: SecurityLevel) -> bool:
     return found.trust >= (Trust.CHECKED if level is SecurityLevel.strict else Trust.UNTRUSTED)
 
 
-def require(found: Assessment, policy: Policy) -> None:
+def require(found: Assessment, policy: FilePolicy) -> None:
     """Raise SecurityError where the policy does not let it in; one warning for an unknown file."""
     path = escape_control_chars(found.path)
     if enough(found, policy.level):

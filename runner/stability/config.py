@@ -24,7 +24,7 @@ class Method(Enum):
     ema = "ema"  # exponential moving averages, over about `window` steps
 
 
-class Kind(Enum):
+class BadStepKind(Enum):
     """What can be wrong with the numbers of a step."""
 
     any = "any"  # of those below
@@ -76,10 +76,10 @@ class SpikeConfig:
 
 
 @dataclass
-class Rule:
+class RecoveryRule:
     """A row of the table: what is done about what. Of those that fit, the first counts."""
 
-    kind: Kind = Kind.any
+    kind: BadStepKind = BadStepKind.any
     in_a_row: int = bounded(1, min=1)  # bad steps, of any kind, from which on it fits
     action: Action = Action.skip
     factor: float = bounded(0.5, above=0, max=1)  # of lower_lr, lower_scale, rollback
@@ -89,14 +89,17 @@ class Rule:
     def __post_init__(self) -> None:
         key = "stability.recovery"
         check_bounds(self, key)
-        if self.action is Action.accept and self.kind is not Kind.spike:
+        if self.action is Action.accept and self.kind is not BadStepKind.spike:
             raise ConfigError(key, f"accept is for kind: spike, got {self.kind.name}")
-        if self.action is Action.lower_scale and self.kind not in (Kind.overflow, Kind.any):
+        if self.action is Action.lower_scale and self.kind not in (
+            BadStepKind.overflow,
+            BadStepKind.any,
+        ):
             raise ConfigError(key, f"lower_scale is for kind: overflow, got {self.kind.name}")
 
 
-def _simplest() -> list[Rule]:
-    return [Rule(), Rule(action=Action.rollback)]
+def _simplest() -> list[RecoveryRule]:
+    return [RecoveryRule(), RecoveryRule(action=Action.rollback)]
 
 
 @dataclass
@@ -127,7 +130,7 @@ class StabilityConfig:
     clip_per_group: bool = False  # clip_norm is for each parameter group of the optimizer by itself
     guard: bool = True  # skip steps that are not finite, or a spike; without, nothing below counts
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    recovery: list[Rule] = field(default_factory=_simplest)  # what is done about a bad step
+    recovery: list[RecoveryRule] = field(default_factory=_simplest)  # what is done about a bad step
     max_consecutive_skips: int = bounded(10, min=0)  # beyond, rows that skip or lower fit no more
     max_rollbacks: int = bounded(2, min=0)  # beyond, rows that roll back fit no more
     watch: WatchConfig = field(default_factory=WatchConfig)

@@ -13,7 +13,7 @@ from torch import nn
 from runner.checkpoint.sound import finite, is_statistic, masks
 from runner.errors import GaveUp
 from runner.stability.anomalies import Anomalies, Anomaly
-from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
 from runner.stability.messages import (
     Decision,
     describe_fault,
@@ -21,7 +21,7 @@ from runner.stability.messages import (
     describe_remedy,
     restore_decision,
 )
-from runner.stability.policy import Table
+from runner.stability.policy import RecoveryTable
 from runner.stability.spike import Spikes
 from runner.training.hook import Report
 from runner.training.run import Run
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 
-FATAL = (Kind.non_finite, Kind.weights, Kind.buffers)  # what debug.on_anomaly=raise raises at
+FATAL = (
+    BadStepKind.non_finite,
+    BadStepKind.weights,
+    BadStepKind.buffers,
+)  # what debug.on_anomaly=raise raises at
 NEVER = sys.maxsize
 
 
@@ -50,7 +54,7 @@ class StabilityController:
         """With `raises` the first step that is not finite ends the run."""
         self.config, self.update, self.raises = config, update, raises
         self.spikes = Spikes(config.spike, config.guard)
-        self.table = Table.of(config)
+        self.table = RecoveryTable.of(config)
         self.anomalies = Anomalies()
         self.decision: Decision | None = None
         self.settled = 0  # up to this step, nothing was done after the last remedy
@@ -104,7 +108,7 @@ class StabilityController:
         row = (rows[0] if rows else -1) if left else None
         self.decision = Decision(row, "asked", run.progress.step, "a hook asked for a roll-back")
 
-    def execute(self, run: Run) -> Rule | None:
+    def execute(self, run: Run) -> RecoveryRule | None:
         """Do what was decided; a roll-back is left to the loop, and how it is to be is returned.
 
         Raises GaveUp where nothing is left to be done.
@@ -140,7 +144,7 @@ class StabilityController:
         decision, self.decision = self.decision, None
         if decision is None:
             return
-        rule = self._rule(decision) or Rule()
+        rule = self._rule(decision) or RecoveryRule()
         if decision.row is not None and decision.row >= 0:
             self.table.note(decision.row, run.progress.step)
         else:
@@ -162,7 +166,7 @@ class StabilityController:
         if decision.kind == "asked" or decision.row is None:
             decision.row = None
         else:
-            decision.row = self._fitting(run, Kind[decision.kind], decision.row + 1)
+            decision.row = self._fitting(run, BadStepKind[decision.kind], decision.row + 1)
         if decision.row is not None:  # else the last words say so
             then = describe_remedy(self._rule(decision))
             log.warning("there is no good checkpoint to go back to; instead: %s", then)
@@ -190,35 +194,35 @@ class StabilityController:
 
     # -- what is wrong with a step -------------------------------------------------------------
 
-    def _kinds(self, run: Run, report: Report) -> list[Kind | None]:
+    def _kinds(self, run: Run, report: Report) -> list[BadStepKind | None]:
         numbers = zip(report.loss, report.grad_norm, report.skipped, strict=True)
         kinds = [self._kind(report.first + i, *row) for i, row in enumerate(numbers)]
-        if any(kind in (Kind.non_finite, Kind.overflow) for kind in kinds):
+        if any(kind in (BadStepKind.non_finite, BadStepKind.overflow) for kind in kinds):
             # the host waits for the device, here and nowhere else
             if not finite(self.update.parameters):
                 first = len(kinds)  # since when, the losses say
-                while first and kinds[first - 1] in (Kind.non_finite, Kind.overflow):
+                while first and kinds[first - 1] in (BadStepKind.non_finite, BadStepKind.overflow):
                     first -= 1
                 if first < len(kinds) and not report.skipped[first] and not self.ruined:
                     first += 1  # the one that ruined them
-                kinds[first:] = [Kind.weights] * (len(kinds) - first)
+                kinds[first:] = [BadStepKind.weights] * (len(kinds) - first)
                 self.ruined = True
         return kinds
 
-    def _kind(self, step: int, loss: float, norm: float, skipped: bool) -> Kind | None:
+    def _kind(self, step: int, loss: float, norm: float, skipped: bool) -> BadStepKind | None:
         if math.isfinite(loss) and math.isfinite(norm):
             if not skipped or step in self.vetoed:
                 return None
             limits = self.spikes.of(step)
             if loss > limits.loss or norm > limits.grad_norm:
-                return Kind.spike
-            return Kind.buffers if self.update.buffers.watched else None
+                return BadStepKind.spike
+            return BadStepKind.buffers if self.update.buffers.watched else None
         overflow = self.update.scale is not None and math.isfinite(loss)
-        return Kind.overflow if overflow else Kind.non_finite
+        return BadStepKind.overflow if overflow else BadStepKind.non_finite
 
     # -- what is done about it -----------------------------------------------------------------
 
-    def _respond(self, run: Run, kind: Kind, found: Anomaly) -> None:
+    def _respond(self, run: Run, kind: BadStepKind, found: Anomaly) -> None:
         """Decide, capture and record; nothing is carried out yet."""
         if found.step > self.forgotten:
             run.progress.consecutive_skips += 1
@@ -247,7 +251,7 @@ class StabilityController:
                 )
                 action = describe_remedy(rule)
         # an overflow that is merely skipped is how a loss scale finds its place
-        if run.captures is not None and not (kind is Kind.overflow and action == "skipped"):
+        if run.captures is not None and not (kind is BadStepKind.overflow and action == "skipped"):
             found.capture = run.captures.take(run, found.step, kind.name, message) or ""
         if self.decision is not None and self.decision.step == found.step:
             self.decision.capture = found.capture
@@ -261,14 +265,14 @@ class StabilityController:
             step=found.step,
             category="numerics",
             action=action,
-            severity="error" if kind is Kind.weights else "warning",
+            severity="error" if kind is BadStepKind.weights else "warning",
             capture=found.capture,
             say=say,
         )
         if run.captures is not None:
             run.captures.log_capture()
 
-    def _fitting(self, run: Run, kind: Kind, start: int = 0, many: int = 0) -> int | None:
+    def _fitting(self, run: Run, kind: BadStepKind, start: int = 0, many: int = 0) -> int | None:
         progress, scaled = run.progress, self.update.scale is not None
         in_a_row = many or max(progress.consecutive_skips, 1)
         return self.table.first(kind, in_a_row, progress.rollbacks, scaled, start)
@@ -277,13 +281,13 @@ class StabilityController:
         """By the table of now, what was to be done when a run was cut off."""
         decision.outdated = False
         if not decision.raises:
-            decision.row = self._fitting(run, Kind[decision.kind], many=decision.in_a_row)
+            decision.row = self._fitting(run, BadStepKind[decision.kind], many=decision.in_a_row)
 
-    def _rule(self, decision: Decision) -> Rule | None:
+    def _rule(self, decision: Decision) -> RecoveryRule | None:
         if decision.row is None:
             return None
         if decision.row < 0:  # a hook asked, and the table has no row for it
-            return Rule(action=Action.rollback)
+            return RecoveryRule(action=Action.rollback)
         return self.table.rules[decision.row]
 
     # -- limits and rates ----------------------------------------------------------------------

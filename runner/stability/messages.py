@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.stability.anomalies import Anomaly
-from runner.stability.config import Action, Kind, Rule
-from runner.stability.policy import Table
+from runner.stability.config import Action, BadStepKind, RecoveryRule
+from runner.stability.policy import RecoveryTable
 from runner.stability.spike import Spikes
 
 
@@ -36,7 +36,7 @@ def restore_decision(
     saved: Mapping[str, Any] | None,
     anomalies: Iterable[Anomaly],
     spikes: Spikes,
-    fatal: Collection[Kind],
+    fatal: Collection[BadStepKind],
 ) -> Decision | None:
     """The decision of a checkpoint, for the config of now; KeyError for an unknown kind.
 
@@ -45,7 +45,7 @@ def restore_decision(
     """
     if saved is None or saved["kind"] == "asked":
         return None
-    kind, step = Kind[saved["kind"]], saved["step"]
+    kind, step = BadStepKind[saved["kind"]], saved["step"]
     many, since = saved.get("in_a_row", 1), saved.get("since", 0)
     anomaly = next((row for row in anomalies if (row.step, row.kind) == (step, kind.name)), None)
     if anomaly is None or not 1 <= many <= step or since > step:
@@ -63,15 +63,15 @@ def restore_decision(
     )
 
 
-def describe_fault(kind: Kind, anomaly: Anomaly, spikes: Spikes) -> str:
+def describe_fault(kind: BadStepKind, anomaly: Anomaly, spikes: Spikes) -> str:
     """The fault of a step, in words."""
-    if kind is Kind.weights:
+    if kind is BadStepKind.weights:
         return "the weights are not finite"
-    if kind is Kind.buffers:
+    if kind is BadStepKind.buffers:
         return "a buffer, such as BatchNorm's statistics, came out not finite"
-    if kind is Kind.overflow:
+    if kind is BadStepKind.overflow:
         return "a gradient times the loss scale overflowed"
-    if kind is Kind.spike:
+    if kind is BadStepKind.spike:
         name = "loss" if anomaly.loss > anomaly.loss_limit else "grad_norm"
         value = getattr(anomaly, name)
         usual = spikes.usual[name].centre if name in spikes.usual else 0.0
@@ -82,7 +82,7 @@ def describe_fault(kind: Kind, anomaly: Anomaly, spikes: Spikes) -> str:
     return f"a gradient was not finite: their norm was {anomaly.grad_norm}"
 
 
-def describe_remedy(rule: Rule | None) -> str:
+def describe_remedy(rule: RecoveryRule | None) -> str:
     """The action of a row, in words; None: nothing is left."""
     if rule is None or rule.action is Action.stop:
         return "the run gives up"
@@ -96,7 +96,11 @@ def describe_remedy(rule: Rule | None) -> str:
 
 
 def describe_giving_up(
-    decision: Decision, table: Table, rollbacks: int, folder: Path | None, first: Anomaly | None
+    decision: Decision,
+    table: RecoveryTable,
+    rollbacks: int,
+    folder: Path | None,
+    first: Anomaly | None,
 ) -> str:
     """Why the run gives up, what was tried, and what to do now.
 
@@ -121,7 +125,7 @@ def describe_giving_up(
     )
 
 
-def _alternative(decision: Decision, table: Table, rollbacks: int) -> str:
+def _alternative(decision: Decision, table: RecoveryTable, rollbacks: int) -> str:
     """The setting that would have let the run go on, as far as the table says."""
     rolls_back = any(
         rule.action is Action.rollback and rule.kind.name in ("any", decision.kind)

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
 
 MILD = (Action.skip, Action.lower_lr, Action.lower_scale)
 NAMED = 5  # steps of an action that are named when the run gives up
 
 
 @dataclass
-class Table:
+class RecoveryTable:
     """The rows, read from the top, and how often each was used."""
 
-    rules: Sequence[Rule]
+    rules: Sequence[RecoveryRule]
     max_consecutive_skips: int
     max_rollbacks: int
     rolls_back: bool = True  # else there is nothing to go back to, and such rows are passed over
@@ -28,12 +28,12 @@ class Table:
         self.used = self.used or [0] * len(self.rules)
 
     @classmethod
-    def of(cls, config: StabilityConfig) -> Table:
+    def of(cls, config: StabilityConfig) -> RecoveryTable:
         """The one that is asked for."""
         return cls(config.recovery, config.max_consecutive_skips, config.max_rollbacks)
 
     def first(
-        self, kind: Kind, in_a_row: int, rollbacks: int, scaled: bool = False, start: int = 0
+        self, kind: BadStepKind, in_a_row: int, rollbacks: int, scaled: bool = False, start: int = 0
     ) -> int | None:
         """The first row from `start` on that fits; None where nothing is left to be done.
 
@@ -42,7 +42,7 @@ class Table:
         """
         for row in range(start, len(self.rules)):
             rule = self.rules[row]
-            if rule.kind not in (Kind.any, kind) or in_a_row < rule.in_a_row:
+            if rule.kind not in (BadStepKind.any, kind) or in_a_row < rule.in_a_row:
                 continue
             if rule.at_most is not None and self.used[row] >= rule.at_most:
                 continue

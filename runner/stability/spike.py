@@ -84,7 +84,7 @@ class Usual:
 
 
 @dataclass
-class Limits:
+class SpikeLimits:
     """From where on a step is a spike, and which steps that is said of."""
 
     after: int  # for steps beyond this one, until others take their place
@@ -101,9 +101,9 @@ class Spikes:
             for name in ("loss", "grad_norm")
             if on and config.enabled and config.watch in (Watch.both, Watch[name])
         }
-        self.limits = [Limits(0)]  # in order; the last may be for steps to come
+        self.limits = [SpikeLimits(0)]  # in order; the last may be for steps to come
 
-    def of(self, step: int) -> Limits:
+    def of(self, step: int) -> SpikeLimits:
         """What that step was held against."""
         for limits in reversed(self.limits):
             if limits.after < step:
@@ -122,7 +122,7 @@ class Spikes:
         """
         if not self.usual:
             return
-        found = Limits(after, **{name: usual.limit() for name, usual in self.usual.items()})
+        found = SpikeLimits(after, **{name: usual.limit() for name, usual in self.usual.items()})
         last = self.limits[-1]
         if (found.loss, found.grad_norm) != (last.loss, last.grad_norm):
             self.limits.append(found)
@@ -133,7 +133,10 @@ class Spikes:
         """Beyond that step nothing is a spike until it is known anew what is usual."""
         for usual in self.usual.values():
             usual.forget()
-        self.limits = [*(limits for limits in self.limits if limits.after < step), Limits(step)]
+        self.limits = [
+            *(limits for limits in self.limits if limits.after < step),
+            SpikeLimits(step),
+        ]
 
     def coming(self, step: int) -> list[int]:
         """The steps beyond this one after which others take their place."""
@@ -152,7 +155,7 @@ class Spikes:
             if name in state["usual"]:
                 usual.load(state["usual"][name])
         gone = {name: math.inf for name in ("loss", "grad_norm") if name not in self.usual}
-        self.limits = [Limits(**{**row, **gone}) for row in state["limits"]]
+        self.limits = [SpikeLimits(**{**row, **gone}) for row in state["limits"]]
 
 
 def _median(values: Iterable[float]) -> float:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from runner.data.loader import BatchLoader
     from runner.device.leaks import LeakDetector
     from runner.optim.optimizer_step import OptimizerStep
-    from runner.optim.whole_step import WholeStep
+    from runner.optim.whole_step import StepGraph
     from runner.record.history import History
     from runner.record.recorder import Recorder
     from runner.stability.controller import StabilityController
@@ -84,7 +84,7 @@ class Run(RunParts):
     watch: Stopwatch
     reader: Reader
     guardian: StabilityController
-    whole: WholeStep | None = None  # makes steps in one graph
+    whole: StepGraph | None = None  # makes steps in one graph
     inputs: BatchValidator | None = None  # checks each batch before its step
     captures: Captures | None = None  # bad steps that are kept for job=replay
 

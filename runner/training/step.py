@@ -18,7 +18,7 @@ from runner.training.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.training.run import Run
 
 if TYPE_CHECKING:
-    from runner.optim.whole_step import WholeStep
+    from runner.optim.whole_step import StepGraph
 
 log = logging.getLogger("runner")
 
@@ -100,7 +100,7 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
     return step, verdict
 
 
-def _graph_step(run: Run, whole: WholeStep, batch: Batch) -> Step | None:
+def _graph_step(run: Run, whole: StepGraph, batch: Batch) -> Step | None:
     """The step as one graph; None, now and later, where the graph cannot be made."""
     number = run.progress.step + 1
     run.device.reseed(mix(run.seed, number))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.benchmark.blocks import Measured, Rule, Turn, run_blocks
+from runner.benchmark.blocks import Measured, StoppingRule, Turn, run_blocks
 from runner.benchmark.statistics import claim, noise_floor
 
 Floats = NDArray[np.float64]
@@ -122,7 +122,7 @@ class Machine:
 def measure(
     noise: Noise,
     seed: int,
-    rule: Rule,
+    rule: StoppingRule,
     effects: Mapping[str, float] = EFFECTS,
     step_s: float = 0.01,
 ) -> Measured:
@@ -131,7 +131,7 @@ def measure(
 
 
 def coverage(
-    noise: Noise, rule: Rule, runs: int = 1000, step_s: float = 0.01, first: int = 0
+    noise: Noise, rule: StoppingRule, runs: int = 1000, step_s: float = 0.01, first: int = 0
 ) -> tuple[dict[str, float], float]:
     """Of each arm, the share of runs whose last interval holds the truth; and the mean blocks."""
     held, blocks = dict.fromkeys([n for n in EFFECTS if n != BASE], 0), 0
@@ -143,7 +143,7 @@ def coverage(
     return {name: count / runs for name, count in held.items()}, blocks / runs
 
 
-def claimed(noise: Noise, rule: Rule, runs: int = 1000, arms: int = 1) -> float:
+def claimed(noise: Noise, rule: StoppingRule, runs: int = 1000, arms: int = 1) -> float:
     """The share of runs in which an arm equal to the reference is said to be faster or slower."""
     names = [f"again {number}" for number in range(arms)]
     effects, said = dict.fromkeys([BASE, "control", *names], 1.0), 0
@@ -170,7 +170,7 @@ def bootstrap_until_narrow(
 
 def ratios(noise: Noise, seed: int, blocks: int) -> list[float]:
     """Of an arm that is as fast as the reference, as many as there may be."""
-    rule = Rule(1e-9, 1e9, looks=(blocks,))
+    rule = StoppingRule(1e-9, 1e9, looks=(blocks,))
     turns = measure(noise, seed, rule, {BASE: 1.0, "control": 1.0}).turns
     pairs = zip(turns[BASE], turns["control"], strict=True)
     return [a.per_sample_ms / b.per_sample_ms for a, b in pairs]

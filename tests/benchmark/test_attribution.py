@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.attribution import Trial, attribute, plan_trials
+from runner.benchmark.attribution import AttributionTrial, attribute, plan_trials
 from runner.benchmark.config import BenchmarkConfig
-from runner.benchmark.parity_checker import Verdict
+from runner.benchmark.parity_checker import ParityVerdict
 from runner.benchmark.result import Attribution, Effect
 from runner.benchmark.rounds import MeasureOptions
 from runner.composing import compose
@@ -25,8 +25,8 @@ def arm(level: str, *more: str) -> Arm:
     return Arm(level, compose([f"optimization={level}", *more]), [f"optimization={level}", *more])
 
 
-def agreed(arm: Arm, choices: Mapping[str, Any]) -> Verdict:
-    return Verdict("exact")
+def agreed(arm: Arm, choices: Mapping[str, Any]) -> ParityVerdict:
+    return ParityVerdict("exact")
 
 
 def measured(world: World, **how: Any) -> Attribution:
@@ -140,8 +140,12 @@ def test_the_budget_is_shared_evenly_and_said_when_it_is_spent() -> None:
 
 
 def test_a_technique_that_changes_the_numbers_is_told() -> None:
-    def judge(arm: Arm, choices: Mapping[str, Any]) -> Verdict:
-        return Verdict("FAIL", "loss is off by 1e-2") if "amp" in arm.name else Verdict("exact")
+    def judge(arm: Arm, choices: Mapping[str, Any]) -> ParityVerdict:
+        return (
+            ParityVerdict("FAIL", "loss is off by 1e-2")
+            if "amp" in arm.name
+            else ParityVerdict("exact")
+        )
 
     world = World(SPEEDUPS)
     settings = BenchmarkConfig(attribute_budget_s=60.0)
@@ -150,7 +154,7 @@ def test_a_technique_that_changes_the_numbers_is_told() -> None:
     assert any("amp changes the numbers" in s and "off by 1e-2" in s for s in found.sentences)
 
 
-def planned(level: Arm, reference: Arm, name: str) -> Trial:
+def planned(level: Arm, reference: Arm, name: str) -> AttributionTrial:
     own = [target.rpartition(".")[2] for target in level.config.optimization.extra]
     names = [*(name for name, _ in level.config.optimization.techniques()), *own]
     summary = {"techniques": [{"name": name, "engaged": True} for name in names]}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.benchmark.blocks import ArmEnded, Measured, Rule, Turn, run_blocks
+from runner.benchmark.blocks import ArmEnded, Measured, StoppingRule, Turn, run_blocks
 from runner.benchmark.statistics import Estimate
 from tests.benchmark.simulated_machine import (
     BASE,
@@ -18,13 +18,13 @@ from tests.benchmark.simulated_machine import (
     measure,
 )
 
-TWO_MINUTES = Rule(target_half_width=0.02, budget_s=120)
-ENDLESS = Rule(target_half_width=1e-9, budget_s=math.inf)
+TWO_MINUTES = StoppingRule(target_half_width=0.02, budget_s=120)
+ENDLESS = StoppingRule(target_half_width=1e-9, budget_s=math.inf)
 
 
 def run(
     machine: Machine,
-    rule: Rule,
+    rule: StoppingRule,
     turn: Callable[[str, float], Turn] | None = None,
     told: Callable[[Mapping[str, Estimate], int, float], None] | None = None,
     seed: int = 0,
@@ -68,7 +68,7 @@ def test_intervals_hold_through_the_stopping_rule(noise: str) -> None:
 @pytest.mark.parametrize("narrow", [0.01, 0.05])
 @pytest.mark.parametrize("noise", NOISES)
 def test_intervals_hold_for_all_noises_and_rules(noise: str, narrow: float) -> None:
-    held, _ = coverage(NOISES[noise], Rule(narrow, 120))
+    held, _ = coverage(NOISES[noise], StoppingRule(narrow, 120))
     assert min(held.values()) >= 0.94, held
 
 
@@ -117,7 +117,7 @@ def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends() -> None:
 
 def test_the_budget_ends_it_and_the_last_look_spends_what_is_left() -> None:
     machine = Machine(Noise(0.05), EFFECTS, 0)
-    measured = run(machine, Rule(1e-9, 13))
+    measured = run(machine, StoppingRule(1e-9, 13))
     assert measured.stopped == "the budget of 13 s is spent"
     assert 8 < measured.blocks < 16  # of a second and a bit each
     assert 13 <= measured.seconds < 14.5
@@ -125,7 +125,7 @@ def test_the_budget_ends_it_and_the_last_look_spends_what_is_left() -> None:
 
 
 def test_a_budget_that_is_too_small_is_overdrawn_for_six_blocks_and_that_is_said() -> None:
-    measured = run(Machine(Noise(), EFFECTS, 0), Rule(0.02, 1))
+    measured = run(Machine(Noise(), EFFECTS, 0), StoppingRule(0.02, 1))
     assert measured.blocks == 6
     assert "too small for the 6 blocks" in measured.stopped
     assert math.isfinite(measured.estimates["large"].half_width)

@@ -17,7 +17,7 @@ from runner.benchmark.blocks import ArmEnded, Turn
 from runner.benchmark.claims import (
     PLAIN,
     Claim,
-    Trial,
+    ClaimTrial,
     load_trials,
     measure_claims,
     step_bytes,
@@ -49,8 +49,8 @@ def claim(measures: str, bar: float, **more: Any) -> Claim:
     return Claim("it", "so it is said", measures, bar, "note", "arm", **more)
 
 
-def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> Trial:
-    return Trial("digits", list(claims), MLP, {"arm": list(arm)})
+def trial(*claims: Claim, arm: Sequence[str] = ("optimization=basic",)) -> ClaimTrial:
+    return ClaimTrial("digits", list(claims), MLP, {"arm": list(arm)})
 
 
 @dataclass
@@ -116,7 +116,7 @@ class PlantedPool:
         return Finished(summary, [], [], readings)
 
 
-def measured(planted: PlantedPool, *trials: Trial) -> Claims:
+def measured(planted: PlantedPool, *trials: ClaimTrial) -> Claims:
     config = compose(["experiment=claims"])
     config.benchmark = BenchmarkConfig(budget_s=60.0 * len(trials))
     how = MeasureOptions(config.benchmark, pool=planted, clock=planted.clock)
@@ -221,7 +221,7 @@ def test_ctrl_c_keeps_the_rows_that_are_done() -> None:
 
 
 @pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
-def test_every_trial_composes_with_what_it_needs_switched_on(tested: Trial) -> None:
+def test_every_trial_composes_with_what_it_needs_switched_on(tested: ClaimTrial) -> None:
     work = [*tested.work, *(["data.path=images"] if tested.images else [])]
     plain = compose([*work, *tested.plain]).optimization
     for one in tested.claims:

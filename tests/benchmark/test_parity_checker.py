@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from runner.benchmark.arms import Arm
-from runner.benchmark.parity_checker import PLAIN, ParityChecker, Verdict
+from runner.benchmark.parity_checker import PLAIN, ParityChecker, ParityVerdict
 from runner.build import Components
 from runner.composing import compose
 from runner.techniques.base import Evidence, RunBuilder, Technique
@@ -59,7 +59,7 @@ def mutants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
     with ParityChecker(60.0) as checker:
-        assert checker.check(arm("none", "optimization=none")) == Verdict("exact", PLAIN)
+        assert checker.check(arm("none", "optimization=none")) == ParityVerdict("exact", PLAIN)
         assert checker.process is None
 
 
@@ -85,7 +85,7 @@ def test_a_process_that_dies_costs_that_verdict_only() -> None:
     with ParityChecker(120.0) as checker:
         bad = checker.check(arm("bad", "optimization=none", extra(f"{__name__}.Deadly")))
         good = checker.check(arm("basic", "optimization=basic"))
-    assert bad == Verdict(None, "the process that judged it: killed by SIGKILL")
+    assert bad == ParityVerdict(None, "the process that judged it: killed by SIGKILL")
     assert good.parity == "explained by precision"
 
 
@@ -93,7 +93,7 @@ def test_an_arm_that_never_ends_is_given_up() -> None:
     with ParityChecker(5.0) as checker:
         found = checker.check(arm("slow", "optimization=none", extra(f"{__name__}.Endless")))
         assert checker.process is None
-    assert found == Verdict(None, "not judged within 5 s")
+    assert found == ParityVerdict(None, "not judged within 5 s")
 
 
 def test_a_part_that_cannot_be_sent_is_said() -> None:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from runner.benchmark.blocks import Rule
+from runner.benchmark.blocks import StoppingRule
 from runner.benchmark.statistics import (
     Estimate,
     Spending,
@@ -158,7 +158,7 @@ def test_a_claim_needs_the_interval_and_the_floor(
     ],
 )
 def test_the_reference_against_itself_is_claimed_to_be_nothing(noise: Noise) -> None:
-    assert claimed(noise, Rule(0.02, 60), runs=250) <= 0.02  # 0.05 would be allowed
+    assert claimed(noise, StoppingRule(0.02, 60), runs=250) <= 0.02  # 0.05 would be allowed
 
 
 @pytest.mark.parametrize(("effect", "said"), [(1.1, "faster"), (1 / 1.1, "slower")])
@@ -166,6 +166,6 @@ def test_10_percent_at_2_percent_noise_are_claimed(effect: float, said: str) -> 
     effects = {BASE: 1.0, "control": 1.0, "other": effect}
     right = 0
     for seed in range(100):
-        found = measure(Noise(0.02), seed, Rule(0.02, 30), effects).estimates
+        found = measure(Noise(0.02), seed, StoppingRule(0.02, 30), effects).estimates
         right += claim(found["other"], noise_floor(found["control"])) == said
     assert right >= 95

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner import compose
-from runner.captures.manifest import Weights, captures
+from runner.captures.manifest import CapturedWeights, captures
 from runner.captures.reader import Capture, open_capture
 from runner.checkpoint.manifest import sealed
 from runner.errors import ConfigError, SecurityError
@@ -43,7 +43,10 @@ def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(
     kit: Any, overrides: list[str], tmp_path: Path
 ) -> None:
     moved, stayed, hook = kept(kit, tmp_path, *overrides)
-    assert (moved.manifest.weights, stayed.manifest.weights) == (Weights.again, Weights.then)
+    assert (moved.manifest.weights, stayed.manifest.weights) == (
+        CapturedWeights.again,
+        CapturedWeights.then,
+    )
     assert moved.skipped == [11]
     draws = "+model.draws=true" in overrides
     assert stayed.as_it_was is not draws  # then the state of the generator is of a later step
@@ -83,7 +86,7 @@ def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(
         f"optimization.amp.initial_scale={2.0**60}",
     )
     capture = open_capture(captures(tmp_path)[0])
-    assert (capture.step, capture.manifest.weights) == (3, Weights.then)
+    assert (capture.step, capture.manifest.weights) == (3, CapturedWeights.then)
     with reopened(capture, trusted=kit.TRUSTED) as (run, batch):
         assert run.update.scale is not None
         assert float(run.update.scale.value) == 2.0**58

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.captures.manifest import Weights, captures
+from runner.captures.manifest import CapturedWeights, captures
 from runner.captures.reader import open_capture
 
 POISON = "+data.poison=[50,90]"
@@ -83,8 +83,8 @@ def test_weights_as_they_were_are_kept_where_no_update_was_made_since(
 ) -> None:
     kit.trained(tmp_path, kit.Taker([13, 17], skip=(17, 18, 19, 20)))
     moved, stayed = map(open_capture, captures(tmp_path))
-    assert moved.manifest.weights is Weights.again and moved.model is None
-    assert stayed.manifest.weights is Weights.then and stayed.model is not None
+    assert moved.manifest.weights is CapturedWeights.again and moved.model is None
+    assert stayed.manifest.weights is CapturedWeights.then and stayed.model is not None
     assert moved.manifest.checkpoint == 8
     assert stayed.manifest.checkpoint == 16
 
@@ -95,7 +95,7 @@ def test_without_a_checkpoint_the_weights_of_now_are_kept_and_said_to_be_later(
 ) -> None:
     kit.trained(tmp_path, kit.Taker([6]), "checkpoint.enabled=false")
     (capture,) = map(open_capture, captures(tmp_path))
-    assert capture.manifest.weights is Weights.later
+    assert capture.manifest.weights is CapturedWeights.later
     assert capture.manifest.checkpoint is None and capture.model is not None
 
 
@@ -176,7 +176,7 @@ def test_an_exception_in_the_model_is_captured_with_the_batch_in_hand(
         kit.trained(tmp_path, None, "+model.fails=5")
     (capture,) = map(open_capture, captures(tmp_path))
     assert (capture.step, capture.manifest.kind, capture.loss) == (5, "exception", None)
-    assert capture.manifest.weights is Weights.then
+    assert capture.manifest.weights is CapturedWeights.then
     record = json.loads((tmp_path / "debug" / "history.json").read_text())
     (fault,) = record["faults"]
     assert fault["capture"] == "debug/captures/step_00000005" and "Traceback" in fault["traceback"]

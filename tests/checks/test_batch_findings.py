@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner import build, compose
 from runner.checks.batch import BatchChecks, DataSpec, find
-from runner.checks.config import InputsConfig, Policy, SchemaConfig
+from runner.checks.config import CheckPolicy, InputsConfig, SchemaConfig
 from runner.errors import ConfigError
 
 N, FEATURES, CLASSES = 32, 10, 5
@@ -64,13 +64,13 @@ def test_a_bad_batch_has_the_finding_and_none_where_its_check_is_off(what: str) 
     batch, check = BAD[what]
     schema = SchemaConfig(low=-100, high=100)
     assert check in found(checks_after((X, Y), schema=schema), batch)
-    off = checks_after((X, Y), schema=schema, **{check: Policy.off})
+    off = checks_after((X, Y), schema=schema, **{check: CheckPolicy.off})
     assert check not in found(off, batch)
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "far out", "no class", "all zero"])
 def test_the_flag_on_the_device_agrees_with_the_findings(what: str) -> None:
-    stops = dict.fromkeys(("not_finite", "range", "labels", "constant"), Policy.stop)
+    stops = dict.fromkeys(("not_finite", "range", "labels", "constant"), CheckPolicy.stop)
     checks = checks_after((X, Y), schema=SchemaConfig(low=-100, high=100), **stops)
     for batch, bad in (((X, Y), 0.0), (BAD[what][0], 1.0)):
         tensors = checks.tensors(batch)
@@ -215,7 +215,7 @@ def test_a_schema_that_makes_no_sense_is_refused(key: str, schema: dict[str, Any
 
 def test_a_batch_is_skipped_as_a_whole_and_not_left_out_in_part() -> None:
     with pytest.raises(ConfigError, match=r"checks\.inputs\.labels: .* use skip, or data\.bad_s"):
-        InputsConfig(labels=Policy.drop)
+        InputsConfig(labels=CheckPolicy.drop)
 
 
 # -- no alarm on healthy data ----------------------------------------------------------------------

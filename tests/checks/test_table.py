@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from runner import build, compose, train
-from runner.checks.config import Policy, TableConfig
-from runner.checks.table import Table, TableFindings, check_table
+from runner.checks.config import CheckPolicy, TableConfig
+from runner.checks.table import CheckedTable, TableFindings, check_table
 from runner.data.batch import Column, Sizes
 from runner.data.config import Cancer, Tabular
 from runner.data.dataset import Dataset
@@ -70,7 +70,9 @@ LEAKS = {
 
 def test_an_honest_table_is_left_alone(tmp_path: Path) -> None:
     source = table(HONEST, NAMES, tmp_path)
-    found, looked = looked_at(source, constant=Policy.drop, leak=Policy.drop, shared=Policy.drop)
+    found, looked = looked_at(
+        source, constant=CheckPolicy.drop, leak=CheckPolicy.drop, shared=CheckPolicy.drop
+    )
     assert codes(looked) == []
     assert found is source
 
@@ -92,7 +94,7 @@ def test_a_column_that_gives_the_label_away_is_named_and_can_be_dropped(
     assert codes(looked) == [("table.leak", "column 'after'")]
     assert "the next best column, 'packets'" in looked.reasons[0].evidence
     assert "data.ignore=[after]" in looked.reasons[0].way_out
-    dropped, looked = looked_at(source, leak=Policy.drop)
+    dropped, looked = looked_at(source, leak=CheckPolicy.drop)
     honest = table(HONEST, NAMES, tmp_path)
     assert dropped.sizes == honest.sizes
     every = np.arange(N)
@@ -136,7 +138,7 @@ def test_too_few_rows_accuse_nobody(tmp_path: Path) -> None:
 def test_constant_columns_are_named_with_their_value_and_dropped(tmp_path: Path) -> None:
     columns = {**HONEST, "flag": [0.1] * N, "version": ["v4"] * N}
     source = table(columns, NAMES, tmp_path)
-    dropped, looked = looked_at(source, constant=Policy.drop)
+    dropped, looked = looked_at(source, constant=CheckPolicy.drop)
     assert codes(looked) == [
         ("table.constant", "column 'flag'"),
         ("table.constant", "column 'version'"),
@@ -167,7 +169,7 @@ def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
     columns, labels, train, validation = with_copies(other_label)
     columns["id"] = np.arange(7, 7 + N)  # makes every row another one, and is left out
     source = table(columns, labels, tmp_path)
-    found, looked = looked_at(source, shared=Policy.drop)
+    found, looked = looked_at(source, shared=CheckPolicy.drop)
     assert codes(looked) == [("table.shared", "")]
     said = looked.reasons[0].evidence
     assert "5 of 120 validation rows (4.2%)" in said
@@ -189,7 +191,7 @@ def test_rows_of_few_kinds_are_alike_by_chance_and_no_leak(tmp_path: Path) -> No
     kinds = {"class": 3, "sex": 2, "age": 80}
     columns = {name: own.integers(0, most, 900) for name, most in kinds.items()}
     source = table(columns, own.choice(["no", "yes"], 900), tmp_path)
-    found, looked = looked_at(source, shared=Policy.drop)
+    found, looked = looked_at(source, shared=CheckPolicy.drop)
     assert codes(looked) == [] and found is source
     quantity = table(columns, own.integers(0, 3, 900) / 2, tmp_path, task="regression")
     assert codes(looked_at(quantity)[1]) == []
@@ -220,10 +222,10 @@ def test_nothing_left_to_validate_with_is_an_error() -> None:
     halves = np.arange(100), np.arange(100, 200)
     source = Tensors(x, torch.arange(200) % 3 % 2, sizes, halves)
     with pytest.raises(DataError, match="leaves nothing to validate with"):
-        looked_at(source, shared=Policy.drop)
+        looked_at(source, shared=CheckPolicy.drop)
     source = Tensors(torch.ones(200, 3), torch.arange(200) % 2, sizes, split(200, 0.2, 0))
     with pytest.raises(DataError, match="nothing would be left to learn from"):
-        looked_at(source, constant=Policy.drop)
+        looked_at(source, constant=CheckPolicy.drop)
 
 
 def test_stop_names_every_finding_and_off_finds_nothing(tmp_path: Path) -> None:
@@ -231,15 +233,15 @@ def test_stop_names_every_finding_and_off_finds_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"'flag'.*'after'.*: checks.table.constant=warn checks.table.leak=warn$"
     ):
-        looked_at(source, constant=Policy.stop, leak=Policy.stop)
+        looked_at(source, constant=CheckPolicy.stop, leak=CheckPolicy.stop)
     with pytest.raises(DataError) as caught:
-        looked_at(source, leak=Policy.stop)
+        looked_at(source, leak=CheckPolicy.stop)
     assert "'flag'" not in str(caught.value)
-    _, looked = looked_at(source, constant=Policy.off, leak=Policy.off)
+    _, looked = looked_at(source, constant=CheckPolicy.off, leak=CheckPolicy.off)
     assert codes(looked) == []
     assert check_data_table(source, TableConfig(enabled=False)) == (source, [])
     with pytest.raises(ConfigError, match=r"checks.table.leak: a table has no batch to skip"):
-        TableConfig(leak=Policy.skip)
+        TableConfig(leak=CheckPolicy.skip)
 
 
 def test_a_large_table_is_judged_by_a_sample_that_is_always_the_same() -> None:
@@ -274,7 +276,7 @@ TIMES = {
 def test_a_quantity_may_follow_the_time_but_nothing_else(time: str, tmp_path: Path) -> None:
     noise = RNG.normal(size=N).round(4)
     source = table({"time": TIMES[time], "other": noise}, PRICE, tmp_path)
-    found, looked = looked_at(source, leak=Policy.drop)
+    found, looked = looked_at(source, leak=CheckPolicy.drop)
     assert codes(looked) == [] and found is source
     copy = (3 * PRICE + 1 + RNG.normal(size=N) * 0.1).round(4)
     _, looked = looked_at(table({"day": DAY, "other": noise, "after": copy}, PRICE, tmp_path))
@@ -283,8 +285,8 @@ def test_a_quantity_may_follow_the_time_but_nothing_else(time: str, tmp_path: Pa
 
 def leaks(x: np.ndarray, y: np.ndarray) -> list[str]:
     every, columns = np.arange(len(y)), tuple(Column(f"c{i}") for i in range(x.shape[1]))
-    data = Table(x.astype(np.float32), y, columns, every, every[:1], classes=2)
-    findings = check_table(data, TableConfig(shared=Policy.off))
+    data = CheckedTable(x.astype(np.float32), y, columns, every, every[:1], classes=2)
+    findings = check_table(data, TableConfig(shared=CheckPolicy.off))
     return [r.where for r in findings.reasons if r.code == "table.leak"]
 
 
@@ -313,7 +315,7 @@ QUANTITY = RNG.standard_normal((400, 3)).astype(np.float32)
 )
 def test_a_column_that_the_quantity_was_made_of_is_named(target: np.ndarray) -> None:
     every, columns = np.arange(400), tuple(Column(name) for name in "abc")
-    data = Table(QUANTITY, target, columns, every[:300], every[300:])
+    data = CheckedTable(QUANTITY, target, columns, every[:300], every[300:])
     (reason,) = [r for r in check_table(data, TableConfig()).reasons if r.code == "table.leak"]
     assert reason.where == "column 'a'"
     share = float(reason.evidence.partition("explains ")[2].partition("%")[0])

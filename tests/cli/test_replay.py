@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.captures.manifest import FOLDER, Manifest, Weights
+from runner.captures.manifest import FOLDER, CapturedWeights, CaptureManifest
 from runner.checkpoint.manifest import MODEL, STATE, sealed
 from runner.cli.arguments import read_arguments
 from runner.cli.preflight import check
@@ -29,8 +29,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_capture(*overrides: str, where: str = CAPTURE, config: Any = None) -> Path:
     """A capture, as far as a command line looks into it."""
     files: Any = {name: {"size": 1, "sha256": ""} for name in (STATE, MODEL)}
-    manifest = Manifest(
-        step=int(where[-8:]), kind="non_finite", message="", weights=Weights.then, checkpoint=None,
+    manifest = CaptureManifest(
+        step=int(where[-8:]), kind="non_finite", message="", weights=CapturedWeights.then,
+        checkpoint=None,
         seed=0, name="run", config_hash="", config=config or plain(compose(overrides)), given=[],
         choices={}, micro_batch=1, threads=1, device={}, versions={}, loss="", grad_norm="",
         files=files,

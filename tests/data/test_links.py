@@ -14,13 +14,13 @@ from runner.data.dataset import Dataset
 from runner.data.open import open_data
 from runner.errors import SecurityError
 from runner.security.config import SecurityLevel
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs symbolic links")
 
 
 def opened(config: DataConfig, level: SecurityLevel = SecurityLevel.standard) -> Dataset:
-    return open_data(config, lambda name, key: name, Policy(level))
+    return open_data(config, lambda name, key: name, FilePolicy(level))
 
 
 def write_text(path: Path, number: int) -> None:

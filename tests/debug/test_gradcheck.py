@@ -16,7 +16,7 @@ from torch.autograd import Function
 from runner import Summary, build, compose, train
 from runner.build import Components
 from runner.debug.config import GradcheckConfig
-from runner.debug.gradcheck import Check, check_model
+from runner.debug.gradcheck import GradientCheck, check_model
 from runner.errors import ConfigError, NotVerified
 from runner.objectives.custom import Custom
 
@@ -92,13 +92,13 @@ def images(samples: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 1, 8, 8, generator=draw), torch.arange(samples) % 10
 
 
-def checked(model: nn.Module, batch: Any, loss: Any = None, **knobs: Any) -> list[Check]:
+def checked(model: nn.Module, batch: Any, loss: Any = None, **knobs: Any) -> list[GradientCheck]:
     given = batch if isinstance(batch, tuple) else (batch, None)
     name = getattr(loss, "__name__", "loss")
     return check_model(model, given, loss, GradcheckConfig(True, **knobs), name)
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
+def by_name(checks: list[GradientCheck]) -> dict[str, GradientCheck]:
     return {check.name: check for check in checks}
 
 

@@ -17,7 +17,7 @@ from runner import build, compose, train
 from runner.build import Components
 from runner.debug.config import Bounds, GradientsConfig
 from runner.debug.dead_units import DeadUnits
-from runner.debug.gradient_layers import State, check_gradients
+from runner.debug.gradient_layers import LayerState, check_gradients
 from runner.debug.gradients import Gradients
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -146,13 +146,13 @@ def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
 @pytest.mark.parametrize(
     ("bounds", "state"),
     [
-        ({"exploding": Bounds(1e-9, None)}, State.EXPLODING),
-        ({"vanishing": Bounds(1e9, None)}, State.VANISHING),
-        ({"vanishing": Bounds(None, 1e9)}, State.VANISHING),
-        ({"vanishing": Bounds(None, None), "exploding": Bounds(None, None)}, State.FINE),
+        ({"exploding": Bounds(1e-9, None)}, LayerState.EXPLODING),
+        ({"vanishing": Bounds(1e9, None)}, LayerState.VANISHING),
+        ({"vanishing": Bounds(None, 1e9)}, LayerState.VANISHING),
+        ({"vanishing": Bounds(None, None), "exploding": Bounds(None, None)}, LayerState.FINE),
     ],
 )
-def test_each_bound_can_be_set(bounds: dict[str, Bounds], state: State) -> None:
+def test_each_bound_can_be_set(bounds: dict[str, Bounds], state: LayerState) -> None:
     model = mlp()
     model(torch.randn(8, 64)).sum().backward()
     assert check_gradients(model, config=GradientsConfig(**bounds)).layers[0].state is state

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 from runner import Hook, build, compose, profile, train
-from runner.debug.profile import Profile
+from runner.debug.profile import ProfileTool
 from runner.debug.profile_report import Facts, operator_name, verdicts
 from runner.debug.profile_trace import operator_kind, read_events
 from runner.training.hook import Step
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.usefixtures("my_package")
 
 def profiled(
     overrides: list[str], folder: Path | None = None, hook: Hook | None = None
-) -> tuple[Profile, Summary, Run]:
+) -> tuple[ProfileTool, Summary, Run]:
     with build(compose(overrides), folder) as run:
         if hook is not None:
             run.hooks.append(hook)
         summary = train(run)
-        (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
+        (tool,) = (hook for hook in run.hooks if isinstance(hook, ProfileTool))
         return tool, summary, run
 
 
@@ -130,7 +130,7 @@ def verdict_of(model: nn.Module) -> tuple[str, list[str]]:
     overrides = [*SMALL, "device.threads=1", "optimization.fused_optimizer.enabled=true"]
     with build(compose(overrides), None, Components(model=model)) as run:
         summary = train(run)
-        (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
+        (tool,) = (hook for hook in run.hooks if isinstance(hook, ProfileTool))
     (row,) = [row for row in summary.tools if row.name == "profile"]
     return row.finding, tool.verdicts
 
@@ -228,13 +228,13 @@ class Lopsided(nn.Module):
         return self.head(self.heavy(x).relu())
 
 
-def lopsided(folder: Path, *overrides: str) -> tuple[Profile, dict[str, Any]]:
+def lopsided(folder: Path, *overrides: str) -> tuple[ProfileTool, dict[str, Any]]:
     from runner.build import Components
 
     config = compose([*SMALL, *OWN, *overrides])
     with build(config, folder, Components(model=Lopsided())) as run:
         train(run)
-        (tool,) = (hook for hook in run.hooks if isinstance(hook, Profile))
+        (tool,) = (hook for hook in run.hooks if isinstance(hook, ProfileTool))
     return tool, json.loads((folder / "debug/profile.json").read_text())
 
 

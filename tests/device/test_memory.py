@@ -62,7 +62,7 @@ def hold(mib: int) -> None:
     del block
 
 
-def added(stretch: phases.Peak) -> float:
+def added(stretch: phases.MemoryPeak) -> float:
     return (stretch.process - stretch.process_before) / MIB
 
 
@@ -91,7 +91,7 @@ def test_the_peak_of_the_process_survives_restarts_until_it_is_reset() -> None:
 @marked
 def test_a_stretch_in_another_thread_takes_nothing_from_ours() -> None:
     began, over = threading.Event(), threading.Event()
-    theirs: list[phases.Peak] = []
+    theirs: list[phases.MemoryPeak] = []
 
     def other() -> None:
         with phases.peak() as stretch:

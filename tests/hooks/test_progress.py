@@ -13,7 +13,7 @@ from torch import nn
 
 from runner.data.batch import Sizes
 from runner.hooks import progress
-from runner.hooks.progress import Progress
+from runner.hooks.progress import ProgressDisplay
 from runner.record.config import MonitoringConfig
 from runner.training.hook import Evaluation, Report
 from runner.training.run import Run
@@ -49,7 +49,7 @@ def test_a_line_now_and_then_and_one_per_validation(
     run: Run, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "runner")
-    watcher = Progress(CONFIG)
+    watcher = ProgressDisplay(CONFIG)
     with watcher.session(run):
         for first, now in [(1, 101.0), (11, 104.9), (21, 105.0), (31, 106.0)]:
             clock[0] = now
@@ -66,7 +66,7 @@ def test_a_resumed_run_counts_its_own_pace(
 ) -> None:
     caplog.set_level(logging.INFO, "runner")
     run.progress.step = 80
-    watcher = Progress(CONFIG)
+    watcher = ProgressDisplay(CONFIG)
     with watcher.session(run):
         clock[0] += 10.0
         watcher.on_report(run, report(81))
@@ -80,7 +80,7 @@ def test_the_live_display_fits_and_is_gone_at_the_end(
     stream = io.StringIO()
     screen = Console(file=stream, force_terminal=True, width=width, no_color=no_color, _environ={})
     monkeypatch.setattr(progress, "console", lambda: screen)
-    watcher = Progress(CONFIG)
+    watcher = ProgressDisplay(CONFIG)
     with watcher.session(run):
         for first in (1, 11, 21):
             clock[0] += 1.0
@@ -102,7 +102,7 @@ def test_no_trouble_with_the_terminal_stops_the_run(
     stream = open(write, "w", buffering=1)  # noqa: SIM115  # closed in the course of the test
     screen = progress.console().__class__(file=stream, force_terminal=True, width=80, _environ={})
     monkeypatch.setattr(progress, "console", lambda: screen)
-    watcher = Progress(CONFIG)
+    watcher = ProgressDisplay(CONFIG)
     with watcher.session(run):
         clock[0] += 1.0
         watcher.on_report(run, report(1))
@@ -127,7 +127,7 @@ def test_without_a_terminal_there_is_no_live_display(
 ) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    watcher = Progress(CONFIG)
+    watcher = ProgressDisplay(CONFIG)
     with watcher.session(run):
         clock[0] += 1.0
         watcher.on_report(run, report(1))

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from runner.device.config import DeviceConfig, DeviceKind
 from runner.doctor import environment
-from runner.doctor.environment import GIB, MIB, Check, Status
+from runner.doctor.environment import GIB, MIB, DoctorCheck, Status
 from runner.errors import StorageError
-from runner.jobs.doctor import Report, examine, main, show
+from runner.jobs.doctor import DoctorReport, examine, main, show
 from runner.techniques import compiler
 from runner.techniques.config import Optimization
 
@@ -35,7 +35,7 @@ def cpu() -> Config:
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> DoctorReport:
     config = cpu()
     config.optimization.amp.enabled = True
     return examine(config)
@@ -79,7 +79,10 @@ def test_an_absent_device_is_a_failed_check_and_the_rest_is_still_reported():
 
 
 def test_the_worst_check_is_the_status_and_text_in_brackets_is_shown_as_it_is(report):
-    checks = [Check("[red]name", Status.warn, "[/] found", "[bold]fix"), Check("x", Status.ok, "")]
+    checks = [
+        DoctorCheck("[red]name", Status.warn, "[/] found", "[bold]fix"),
+        DoctorCheck("x", Status.ok, ""),
+    ]
     report = replace(report, checks=checks)
     assert report.status is Status.warn
     console = Console(width=80)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from runner import Stability
 from runner.errors import CheckpointError, ConfigError, GaveUp, UsageError
 from runner.library.bad_steps import replay_step
-from runner.replay.findings import Phase
-from runner.stability.config import Action, Kind, Rule, SpikeConfig, StabilityConfig
+from runner.replay.findings import StepPhase
+from runner.stability.config import Action, BadStepKind, RecoveryRule, SpikeConfig, StabilityConfig
 
 Batch = tuple[Tensor, Tensor]
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -130,7 +130,7 @@ def test_data_that_is_never_finite_ends_in_giving_up_that_says_what_was_tried(
 def test_a_rate_is_lowered_for_some_steps_and_stays_the_schedulers(
     net: nn.Module, twin: nn.Module, batches: list[Batch]
 ) -> None:
-    rules = [Rule(Kind.non_finite, action=Action.lower_lr, factor=0.1, for_steps=2)]
+    rules = [RecoveryRule(BadStepKind.non_finite, action=Action.lower_lr, factor=0.1, for_steps=2)]
     ours = torch.optim.SGD(net.parameters(), lr=0.1)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     with Stability(StabilityConfig(recovery=rules)) as stability, Stability() as plain:
@@ -150,7 +150,7 @@ def test_with_snapshots_it_rolls_back_to_the_last_good_one(
     net: nn.Module, batches: list[Batch]
 ) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    rules = [Rule(), Rule(action=Action.rollback)]
+    rules = [RecoveryRule(), RecoveryRule(action=Action.rollback)]
     config = StabilityConfig(recovery=rules, max_consecutive_skips=1, max_rollbacks=1)
     with Stability(config, snapshot_every=4) as stability:
         loop(net, optimizer, batches[:4], stability)
@@ -233,7 +233,7 @@ def test_a_captured_step_is_replayed_to_the_module_and_the_line(
     before = torch.get_rng_state()
     weights = [p.clone() for p in model.parameters()]
     found = replay_step(tmp_path / folders[0], model, loss_of)
-    assert found.phase is Phase.forward and (found.module, found.kind) == ("1", "Root")
+    assert found.phase is StepPhase.forward and (found.module, found.kind) == ("1", "Root")
     assert found.line is not None and found.line.source.strip() == "return (x - 1).sqrt()"
     assert same(weights, list(model.parameters())) and torch.equal(before, torch.get_rng_state())
     with pytest.raises(CheckpointError, match="does not fit this model"):
@@ -270,8 +270,10 @@ def test_parameters_added_later_leave_rate_scale_and_snapshot_as_they_were(
     net: Any, batches: list[Batch]
 ) -> None:
     rules = [
-        Rule(Kind.non_finite, action=Action.lower_lr, factor=0.01, for_steps=100, at_most=1),
-        Rule(Kind.non_finite, action=Action.rollback),
+        RecoveryRule(
+            BadStepKind.non_finite, action=Action.lower_lr, factor=0.01, for_steps=100, at_most=1
+        ),
+        RecoveryRule(BadStepKind.non_finite, action=Action.rollback),
     ]
     optimizer = torch.optim.SGD(net[4].parameters(), lr=0.1, momentum=0.9)
     config = StabilityConfig(recovery=rules)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.errors import DataError
-from runner.models.transformer import GPT, Classifier
+from runner.models.transformer import GPT, TextClassifier
 
 VOCAB, SEQUENCE = 50, 16
 
@@ -21,9 +21,9 @@ def gpt(**changes: Any) -> GPT:
     return GPT(**{"vocab": VOCAB, "sequence": SEQUENCE, **own, **changes})
 
 
-def classifier(**changes: Any) -> Classifier:
+def classifier(**changes: Any) -> TextClassifier:
     own = {"width": 32, "depth": 2, "heads": 4, "dropout": 0.0}
-    return Classifier(**{"vocab": VOCAB, "sequence": SEQUENCE, "classes": 6, **own, **changes})
+    return TextClassifier(**{"vocab": VOCAB, "sequence": SEQUENCE, "classes": 6, **own, **changes})
 
 
 def ids(batch: int = 5, length: int = SEQUENCE) -> Tensor:

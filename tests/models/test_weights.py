@@ -22,11 +22,11 @@ from runner import build, compose, train
 from runner.captures.reader import open_capture
 from runner.errors import CheckpointError, ConfigError, SecurityError
 from runner.jobs.evaluate import main as evaluate
-from runner.models.stored import KEY, Shard, Weights
+from runner.models.stored import KEY, Shard, StoredWeights
 from runner.models.weights import fit_to, start_from
 from runner.replay.reopen import reopened
 from runner.security.config import SecurityLevel
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 from runner.security.trust import Trust
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -73,12 +73,12 @@ def saved(path: Path, content: Any) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def pinned(sha256: str) -> Policy:
-    return Policy(pinned=(sha256,))
+def pinned(sha256: str) -> FilePolicy:
+    return FilePolicy(pinned=(sha256,))
 
 
 def fitted(model: nn.Module, held: dict[str, Any], *fresh: str) -> Any:
-    return fit_to(model, Weights(Path("x.pt"), held, "", Trust.PINNED), fresh)
+    return fit_to(model, StoredWeights(Path("x.pt"), held, "", Trust.PINNED), fresh)
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -179,9 +179,9 @@ def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"with epoch holds no tensors.*state_dict\(\)"):
         start_from(Net(), tmp_path / "x.pt", [], pinned(digest))
     with pytest.raises(ConfigError, match="has no checkpoint and none of model.safetensors.*x.pt"):
-        start_from(Net(), tmp_path, [], Policy())
+        start_from(Net(), tmp_path, [], FilePolicy())
     with pytest.raises(SecurityError, match="security=strict"):
-        start_from(Net(), tmp_path / "x.pt", [], Policy(SecurityLevel.strict))
+        start_from(Net(), tmp_path / "x.pt", [], FilePolicy(SecurityLevel.strict))
 
 
 # -- in a run ----------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most, read = 0, Shard.read
 
-    def counted(shard: Shard, policy: Policy) -> dict[str, Any]:
+    def counted(shard: Shard, policy: FilePolicy) -> dict[str, Any]:
         nonlocal most
         held = read(shard, policy)
         alive.update(held.values())
@@ -354,7 +354,7 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
 
     monkeypatch.setattr(Shard, "read", counted)
     model = Net()
-    choice = start_from(model, snapshot, [], Policy(pinned=tuple(digests)))
+    choice = start_from(model, snapshot, [], FilePolicy(pinned=tuple(digests)))
     assert equal(model.state_dict(), wanted)
     assert "pinned; 9 tensors; in 3 shards" in choice.reason
     assert most == 3  # of the nine
@@ -365,7 +365,7 @@ def test_shards_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path) -> Non
     model = Net(classes=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError, match=r"head.weight is \[3, 5\], and the model's \[2, 5\]"):
-        start_from(model, snapshot, [], Policy(pinned=tuple(digests)))
+        start_from(model, snapshot, [], FilePolicy(pinned=tuple(digests)))
     assert equal(model.state_dict(), before)
 
 
@@ -380,7 +380,7 @@ def test_shards_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path) -> Non
 def test_an_index_that_is_none_is_refused(index: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=rf"^model\.weights: .*{says}"):
-        start_from(Net(), tmp_path, [], Policy())
+        start_from(Net(), tmp_path, [], FilePolicy())
 
 
 def test_an_index_of_more_than_its_shards_hold_is_refused(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_an_index_of_more_than_its_shards_hold_is_refused(tmp_path: Path) -> Non
     path.unlink()
     path.write_text(json.dumps(body))
     with pytest.raises(ConfigError, match=r"no shard has tail\.weight"):
-        start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
+        start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
 
 
 def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_shard_that_is_not_what_sha256sums_says_is_refused(tmp_path: Path) -> 
     names = sorted(path.name for path in snapshot.glob("*.safetensors"))
     lines = [f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)]
     (snapshot / "SHA256SUMS").write_text("".join(lines))
-    start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
+    start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))
     (snapshot / "SHA256SUMS").write_text("".join(lines[:2]) + f"{'0' * 64}  {names[2]}\n")
     with pytest.raises(SecurityError, match="SHA256SUMS says 0000000000000000"):
-        start_from(Net(), snapshot, [], Policy(pinned=tuple(digests)))
+        start_from(Net(), snapshot, [], FilePolicy(pinned=tuple(digests)))

@@ -17,7 +17,7 @@ from runner.objectives.classification import Classification
 from runner.objectives.config import ObjectiveConfig
 from runner.objectives.custom import Custom
 from runner.objectives.language_modelling import LanguageModelling
-from runner.objectives.regression import Regression
+from runner.objectives.regression import RegressionObjective
 
 LABELS = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
 NUMBERS = Sizes("regression", 4, classes=1)
@@ -70,7 +70,7 @@ class Learned(nn.Module):
     ("sizes", "kind", "made"),
     [
         (LABELS, "classification", Classification),
-        (NUMBERS, "regression", Regression),
+        (NUMBERS, "regression", RegressionObjective),
         (TEXT, "language_modelling", LanguageModelling),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_modules_buffers_follow_the_target_to_its_device() -> None:
 
 
 def test_a_whole_objective_of_the_users_own_is_taken_as_it_is() -> None:
-    assert type(foreign(Regression)) is Regression
+    assert type(foreign(RegressionObjective)) is RegressionObjective
 
 
 def test_a_custom_loss_is_a_metric_that_is_exact_over_uneven_batches() -> None:

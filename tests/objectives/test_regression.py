@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.errors import DataError, UsageError
-from runner.objectives.regression import Regression
+from runner.objectives.regression import RegressionObjective
 
 CUTS = ([16, 16, 5], [1, 30, 6])
 
@@ -21,7 +21,7 @@ def _seed() -> None:
 def totals(output: Tensor, target: Tensor, cuts: list[int]) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
     for o, t in zip(output.split(cuts), target.split(cuts), strict=True):
-        batch = Regression().tally(o, t)
+        batch = RegressionObjective().tally(o, t)
         sums = {k: sums[k] + v for k, v in batch.items()} if sums else batch
     return sums
 
@@ -45,25 +45,25 @@ def test_metrics_over_uneven_batches_are_those_of_numpy(
         "rmse": np.sqrt((error**2).mean()),
         "r2": (1 - (error**2).sum(0) / spread).mean(),
     }
-    assert Regression().metrics(totals(x, y, cuts)) == pytest.approx(expected, rel=1e-6)
+    assert RegressionObjective().metrics(totals(x, y, cuts)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_mean_as_a_guess_explains_nothing() -> None:
     y = torch.randn(50)
-    metrics = Regression().metrics(Regression().tally(y.mean().expand(50), y))
+    metrics = RegressionObjective().metrics(RegressionObjective().tally(y.mean().expand(50), y))
     assert metrics["r2"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.7, 1e6])
 def test_r2_of_a_target_that_does_not_vary_is_left_out(value: float) -> None:
     y = torch.full((50,), value)
-    assert "r2" not in Regression().metrics(totals(torch.randn(50), y, [20, 30]))
+    assert "r2" not in RegressionObjective().metrics(totals(torch.randn(50), y, [20, 30]))
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_weighted_parts_add_up_to_the_whole_batchs_loss(cuts: list[int]) -> None:
     x, y = torch.randn(37, 3), torch.randn(37, 3)
-    objective = Regression()
+    objective = RegressionObjective()
     parts = list(zip(x.split(cuts), y.split(cuts), strict=True))
     summed = sum(objective(o, t) * objective.weight(t) for o, t in parts)
     assert float(summed) / 37 == pytest.approx(float(objective(x, y)))
@@ -76,7 +76,7 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
 ) -> None:
     x, y = torch.randn(8), torch.randn(8)
     expected = float((x - y).square().mean())
-    objective = Regression()
+    objective = RegressionObjective()
     loss = objective(x.view(output), y.view(target))
     assert loss.shape == ()
     assert float(loss) == pytest.approx(expected)
@@ -94,17 +94,17 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
     ],
 )
 def test_shapes_that_differ_are_an_error(output: tuple[int, ...], target: tuple[int, ...]) -> None:
-    for measure in (Regression(), Regression().tally):
+    for measure in (RegressionObjective(), RegressionObjective().tally):
         with pytest.raises(UsageError, match=r"model:? returns .* for targets of"):
             measure(torch.randn(output), torch.randn(target))
 
 
 def test_a_row_of_outputs_for_one_float_a_sample_names_both_ways_out() -> None:
     with pytest.raises(DataError, match="targets are floats, .* data.task=cl.* as many num"):
-        Regression()(torch.randn(8, 2), torch.zeros(8))
+        RegressionObjective()(torch.randn(8, 2), torch.zeros(8))
 
 
 def test_whole_number_targets_and_16_bit_outputs_give_a_32_bit_loss() -> None:
-    loss = Regression()(torch.zeros(4, dtype=torch.bfloat16), torch.tensor([1, 2, 3, 4]))
+    loss = RegressionObjective()(torch.zeros(4, dtype=torch.bfloat16), torch.tensor([1, 2, 3, 4]))
     assert loss.dtype is torch.float32
     assert float(loss) == 7.5

@@ -13,17 +13,17 @@ from runner.optim.schedule import factors
 from runner.parity.distance import (
     KINK,
     Distances,
+    ErrorKind,
     Key,
-    Kind,
     Tolerance,
     compare_steps,
     judge,
     same,
 )
-from runner.parity.trajectory import State, StepRecord, first_update
+from runner.parity.trajectory import StepRecord, TrajectoryState, first_update
 
 STEPS = 40
-GRADIENT, LOSS = Key(Kind.gradient, "w"), Key(Kind.loss, "loss")
+GRADIENT, LOSS = Key(ErrorKind.gradient, "w"), Key(ErrorKind.loss, "loss")
 
 
 def series(key: Key, errors: list[float]) -> Distances:
@@ -50,12 +50,12 @@ def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_i
 
 
 def record(gradients: dict[str, Tensor], **buffers: Tensor) -> StepRecord:
-    return StepRecord(torch.ones(()), torch.ones(()), gradients, State({}, buffers, {}))
+    return StepRecord(torch.ones(()), torch.ones(()), gradients, TrajectoryState({}, buffers, {}))
 
 
 def test_a_count_has_to_be_the_same() -> None:
     one, two = (record({}, seen=torch.tensor(n)) for n in (1, 2))
-    key = Key(Kind.buffer, "seen")
+    key = Key(ErrorKind.buffer, "seen")
     assert compare_steps([two], [one], [{}]).error[key] == [math.inf]
     assert compare_steps([one], [one], [{}]).error[key] == [0.0]
 

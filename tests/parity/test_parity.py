@@ -14,7 +14,7 @@ from runner import compose
 from runner.config import RunConfig
 from runner.parity import trajectory
 from runner.parity.candidates import without_techniques
-from runner.parity.parity import Agreement, Parity, Row
+from runner.parity.parity import Agreement, Parity, ParityRow
 from runner.parity.reference import ParityReference, check_parity
 
 QUIET = ["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"]
@@ -83,7 +83,7 @@ def test_a_small_failure_of_one_seed_is_no_failure_to_any_judge_of_a_yardstick(
         found = honest(self, config, choices)
         if config.seed not in seeds:
             return found
-        off = Row(1, "gradient", "layers.0.bias", 0.05, 1e-4)
+        off = ParityRow(1, "gradient", "layers.0.bias", 0.05, 1e-4)
         return replace(found, verdict=Agreement.fail, first=off)
 
     monkeypatch.setattr(ParityReference, "judge_once", judged_once)

@@ -23,7 +23,7 @@ def test_gradients_are_told_from_what_they_did_to_the_optimizer(optimizer: list[
     with build(compose([*SMALL, *optimizer, fused, "stability.clip_norm=0.5"])) as run:
         batches = run.train.batches(0)
         for _ in range(3):
-            capture, before = trajectory.Capture(), trajectory._moments(run)
+            capture, before = trajectory.TrajectoryCapture(), trajectory._moments(run)
             step = trajectory.one_step(run, next(batches), [capture])
             inferred = trajectory._inferred(run, step, before)
             assert inferred.keys() == capture.gradients.keys()

@@ -8,7 +8,7 @@ from typing import Any
 from runner import compose
 from runner.captures.manifest import FOLDER
 from runner.jobs.replay import main
-from runner.replay.findings import Attempt, Cause, Phase, Replay
+from runner.replay.findings import Attempt, Cause, Replay, StepPhase
 from runner.replay.investigation import advice
 from runner.replay.page import facts
 from runner.replay.spike import explain_spike
@@ -65,7 +65,7 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
     for step in (43, 44):
         (run / FOLDER / f"step_{step:08d}").mkdir(parents=True)
         (run / FOLDER / f"step_{step:08d}" / "manifest.json").touch()
-    found = Cause(Phase.weights, "first.weight was not finite before the step")
+    found = Cause(StepPhase.weights, "first.weight was not finite before the step")
     first, second = (str(run / FOLDER / f"step_{step:08d}") for step in (43, 44))
     steps = advice(a_replay(found, capture=second))
     assert steps[0] == f"Step 43 of this run was captured earlier: replay.path={first}"
@@ -75,7 +75,9 @@ def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path
 
 
 def test_the_page_says_in_which_run_it_looked_and_what_the_script_tells() -> None:
-    replay = a_replay(Cause(Phase.spike, "the batch itself"), seen="the step without any technique")
+    replay = a_replay(
+        Cause(StepPhase.spike, "the batch itself"), seen="the step without any technique"
+    )
     replay.script = "reproduce.py"
     told = [value for name, value in facts(replay) if name in ("looked at", "script")]
     assert told == [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import pytest
 
-from runner.replay.attribution import MOST, Search
+from runner.replay.attribution import MOST, TechniqueSearch
 from runner.replay.findings import Attempt, Blame
 
 ULTRA = (
@@ -30,7 +30,7 @@ def search(
         return Attempt(bad=rule(set(names) - set(off)))
 
     as_it_was = Attempt(bad=True, techniques=list(names), notes=notes or {})
-    return Search(as_it_was, make, most).blame(), tried
+    return TechniqueSearch(as_it_was, make, most).blame(), tried
 
 
 def test_one_technique_is_found_among_many() -> None:

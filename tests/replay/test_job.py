@@ -16,7 +16,7 @@ from runner import build, compose
 from runner.captures.reader import open_capture
 from runner.errors import NotVerified
 from runner.jobs.replay import main
-from runner.replay.findings import Phase, Replay
+from runner.replay.findings import Replay, StepPhase
 from runner.replay.investigation import BAD
 from runner.replay.reopen import config_of
 from runner.training.summary import Summary
@@ -92,7 +92,7 @@ def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
     assert found.reproduced
     assert found.blame is not None
     assert sorted(found.blame.techniques) == ["compile", "whole_step"]
-    assert (found.found.phase, found.found.module) == (Phase.forward, "part")
+    assert (found.found.phase, found.found.module) == (StepPhase.forward, "part")
     assert found.found.line is not None
     assert found.found.line.number == marked("COMPILED")
     assert run_script(tmp_path / "replay").returncode == BAD

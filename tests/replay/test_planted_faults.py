@@ -17,7 +17,7 @@ from runner.jobs.replay import main
 from runner.objectives.custom import Custom as CustomLoss
 from runner.replay import page
 from runner.replay.compiled import trace_compiled
-from runner.replay.findings import Phase
+from runner.replay.findings import StepPhase
 from runner.replay.trace import trace_step
 from runner.training.run import Run
 from tests.replay.planted_faults import BACKWARD, FORWARD, NESTED, OF_FORWARD, Custom, planted_loss
@@ -57,7 +57,7 @@ def plant(run: Run, fault: Callable[[], nn.Module]) -> None:
 def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
     plant(made, BACKWARD[fault])
     found = trace_step(made, made.train.at(0))
-    phase = Phase.forward if fault in OF_FORWARD else Phase.backward
+    phase = StepPhase.forward if fault in OF_FORWARD else StepPhase.backward
     assert (found.phase, found.module) == (phase, "block.2"), found
 
 
@@ -66,13 +66,13 @@ def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) ->
     plant(made, FORWARD[fault])
     found = trace_step(made, made.train.at(0))
     module = "block.2.inner" if fault.startswith("masked ") else "block.2"
-    assert (found.phase, found.module) == (Phase.forward, module), found
+    assert (found.phase, found.module) == (StepPhase.forward, module), found
 
 
 def test_what_a_backward_raises_is_named_by_its_module(made: Run) -> None:
     plant(made, lambda: Custom("raises"))
     found = trace_step(made, made.train.at(0))
-    assert (found.phase, found.module) == (Phase.exception, "block.2"), found
+    assert (found.phase, found.module) == (StepPhase.exception, "block.2"), found
     assert found.cause == "block.2 (Custom) raised ValueError: no gradient in the backward"
 
 
@@ -82,7 +82,7 @@ def test_a_fault_that_is_computed_again_is_named_by_the_innermost_module(
 ) -> None:
     plant(made, NESTED[fault])
     found = trace_step(made, made.train.at(0))
-    phase = Phase.forward if fault.startswith(OF_FORWARD) else Phase.backward
+    phase = StepPhase.forward if fault.startswith(OF_FORWARD) else StepPhase.backward
     assert (found.phase, found.module) == (phase, "block.2.inner"), found
 
 
@@ -92,7 +92,7 @@ def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
 ) -> None:
     plant(made, BACKWARD[fault])
     found = trace_compiled(made, made.train.at(0))
-    assert (found.phase, found.module) == (Phase.backward, "block.2"), found
+    assert (found.phase, found.module) == (StepPhase.backward, "block.2"), found
 
 
 def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
@@ -102,7 +102,7 @@ def test_what_the_model_and_the_objective_compute_themselves_is_named_so(
     with monkeypatch.context() as patch:
         patch.setattr(made.model, "functional", True)
         found = trace_step(made, made.train.at(0))
-    assert (found.phase, found.module, found.kind) == (Phase.backward, "", "Net"), found
+    assert (found.phase, found.module, found.kind) == (StepPhase.backward, "", "Net"), found
     monkeypatch.setattr(made, "objective", CustomLoss(planted_loss, "planted"))
     found = trace_step(made, made.train.at(0))
     assert found.cause.startswith("the gradient through the objective becomes Inf"), found
@@ -117,7 +117,7 @@ def test_the_page_and_the_script_name_the_module_of_a_bad_backward(
     asked = ["job=replay", f"replay.path={path}", TRUSTED, "replay.attribute=false"]
     replay = main(compose(asked), folder)
     assert replay.reproduced
-    assert (replay.found.phase, replay.found.module) == (Phase.backward, "block.2")
+    assert (replay.found.phase, replay.found.module) == (StepPhase.backward, "block.2")
     headline = dict(page.facts(replay))["where"]
     assert headline.startswith(f"the gradient through block.2 ({replay.found.kind}) becomes ")
     script = [sys.executable, str(folder / "reproduce.py")]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.replay.attempt import make_attempt
 from runner.replay.compiled import trace_compiled
-from runner.replay.findings import Phase
+from runner.replay.findings import StepPhase
 from runner.replay.spike import explain_spike
 from runner.replay.trace import trace_step
 from runner.training.step import forward_backward
@@ -23,20 +23,20 @@ AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 @pytest.mark.parametrize(
     ("overrides", "phase", "module", "kind", "mark"),
     [
-        (["+model.part=log"], Phase.forward, "part", "Log", "LOG"),
-        (["+model.part=log", "training.micro_batch=3"], Phase.forward, "part", "Log", "LOG"),
-        (["+model.part=root"], Phase.backward, "part", "Root", "ROOT"),
-        (["+model.part=masks"], Phase.forward, "part", "Masks", "MASKS"),
-        (["+model.part=cancels", *AMP], Phase.forward, "part", "Cancels", "CANCELS"),
+        (["+model.part=log"], StepPhase.forward, "part", "Log", "LOG"),
+        (["+model.part=log", "training.micro_batch=3"], StepPhase.forward, "part", "Log", "LOG"),
+        (["+model.part=root"], StepPhase.backward, "part", "Root", "ROOT"),
+        (["+model.part=masks"], StepPhase.forward, "part", "Masks", "MASKS"),
+        (["+model.part=cancels", *AMP], StepPhase.forward, "part", "Cancels", "CANCELS"),
         (
             ["+model.part=cancels", *AMP, "optimization.amp.pure=true"],
-            Phase.forward,
+            StepPhase.forward,
             "part",
             "Cancels",
             "CANCELS",
         ),
-        (["+model.part=raises"], Phase.exception, "part", "Raises", "RAISES"),
-        (["objective._target_=faulty_models.broken_loss"], Phase.loss, "", "", "LOSS"),
+        (["+model.part=raises"], StepPhase.exception, "part", "Raises", "RAISES"),
+        (["objective._target_=faulty_models.broken_loss"], StepPhase.loss, "", "", "LOSS"),
     ],
     ids=[
         "log of 0",
@@ -51,7 +51,7 @@ AMP = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 )
 def test_a_fault_is_traced_to_module_and_line(
     overrides: list[str],
-    phase: Phase,
+    phase: StepPhase,
     module: str,
     kind: str,
     mark: str,
@@ -106,7 +106,7 @@ def test_what_went_into_the_module_is_told_in_numbers(captured: Any, standing: A
 def test_bad_samples_of_the_batch_are_counted_out(captured: Any, standing: Any) -> None:
     with standing(captured("+data.nan=[1,2,4,6,8,33,40]")) as (run, batch, capture):
         found = trace_step(run, batch)
-    assert found.phase is Phase.input
+    assert found.phase is StepPhase.input
     assert "input is not finite" in found.cause
     assert {capture.samples[i] for i in found.samples} <= {1, 2, 4, 6, 8, 33, 40}
     assert len(found.samples) == int(torch.isnan(batch[0]).any(1).sum()) > 0
@@ -126,7 +126,7 @@ def test_what_was_bad_before_the_step_is_named_as_the_cause(
         with torch.no_grad():
             run.model.state_dict()[name].view(-1)[0] = value
         found = trace_step(run, batch)
-    assert found.phase is Phase.weights
+    assert found.phase is StepPhase.weights
     assert found.cause.startswith(cause)
     assert found.module == name.rpartition(".")[0]
 
@@ -142,7 +142,7 @@ def test_statistics_that_a_forward_ruins_are_named_where_the_loss_is_finite(
             run.model.first.weight *= 1e25  # the variance overflows, what is normalised does not
             run.model.first.bias.zero_()
         found = trace_step(run, (healthy, batch[1]))
-    assert (found.phase, found.module, found.kind) == (Phase.forward, "norm", "BatchNorm1d")
+    assert (found.phase, found.module, found.kind) == (StepPhase.forward, "norm", "BatchNorm1d")
     assert "running_var" in found.cause
 
 
@@ -152,9 +152,9 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(
     path = captured(POISON, "+model.part=log")  # any: the part is put in its place below
     with standing(path) as (run, batch, _):
         run.model.part = __import__("faulty_models").OnlyCompiled()
-        assert trace_step(run, batch).phase is Phase.nowhere
+        assert trace_step(run, batch).phase is StepPhase.nowhere
         found = trace_compiled(run, batch)
-    assert (found.phase, found.module, found.kind) == (Phase.forward, "part", "OnlyCompiled")
+    assert (found.phase, found.module, found.kind) == (StepPhase.forward, "part", "OnlyCompiled")
     assert found.line is not None
     assert found.line.number == marked("COMPILED")
 
@@ -174,7 +174,7 @@ def test_a_spike_is_brought_back_to_the_module_that_grew_and_its_samples(
     with standing(path) as (run, batch, capture):
         before = run.train.at(capture.step - 2)
         found = explain_spike(run, batch, before)
-    assert (found.phase, found.module, found.kind) == (Phase.spike, "part", "Grows")
+    assert (found.phase, found.module, found.kind) == (StepPhase.spike, "part", "Grows")
     assert {capture.samples[i] for i in found.samples} <= {3, 17, 20, 33, 41, 50}
     assert found.samples
     assert found.gradients[0].bad > 10 * (found.gradients[0].healthy or 0.0)

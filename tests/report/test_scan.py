@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from runner.report.scan import Row, Scan, terminal
+from runner.report.scan import Scan, ScanRow, terminal
 from runner.security.config import SecurityLevel
 from runner.security.trust import Assessment, FileFacts, Reason, Severity, Trust
 
@@ -14,10 +14,10 @@ STRICT = SecurityLevel.strict
 DIGEST = "ab" * 32
 
 
-def row(name: str, trust: Trust = Trust.UNTRUSTED, *reasons: Reason, kind: str = "file") -> Row:
+def row(name: str, trust: Trust = Trust.UNTRUSTED, *reasons: Reason, kind: str = "file") -> ScanRow:
     found = Assessment(name, trust, files={name: FileFacts(DIGEST, 2048, "npy")})
     found.reasons += reasons
-    return Row(kind, found)
+    return ScanRow(kind, found)
 
 
 def finding(severity: Severity, text: str = "overlaps b") -> Reason:

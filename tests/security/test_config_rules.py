@@ -22,7 +22,7 @@ from runner.composing import compose_raw
 from runner.errors import ConfigError, RunnerError, SecurityError
 from runner.security import config_files
 from runner.security.config import SecurityConfig
-from runner.security.config_rules import CONFIG_RULES, FILE_RULES, Rule, check_level
+from runner.security.config_rules import CONFIG_RULES, FILE_RULES, ConfigRule, check_level
 from runner.sweep.job import register_plugins_for_children
 
 TRAP = "from pathlib import Path\nPath({marker!r}).touch()\nclass Payload: pass\n"
@@ -180,7 +180,7 @@ RULES = [(table, rule) for table in (FILE_RULES, CONFIG_RULES) for rule in table
 
 @pytest.mark.parametrize(("table", "rule"), RULES, ids=lambda one: getattr(one, "check", one))
 def test_each_rule_passes_its_good_sample_and_it_alone_refuses_its_bad_one(
-    table: list[Rule], rule: Rule, monkeypatch: pytest.MonkeyPatch
+    table: list[ConfigRule], rule: ConfigRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask_file(rule.good, *rule.typed)
     with pytest.raises(SecurityError):

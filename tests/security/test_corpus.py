@@ -15,8 +15,8 @@ from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.loader import open_file
-from runner.security.files.policy import FileLimits, Policy
-from runner.security.files.rules import ZIP_RULES, Rule, Zip
+from runner.security.files.policy import FileLimits, FilePolicy
+from runner.security.files.rules import ZIP_RULES, FileRule, Zip
 from runner.security.files.sandbox import Sandbox
 from runner.security.trust import Reason, Severity
 from tests.security.files import (
@@ -87,7 +87,7 @@ def test_nothing_live_is_opened_at_any_level(
     for sample in LIVE:
         path, marker = made(sample, tmp_path)
         try:
-            open_file(path, Policy(level, limits=TIGHT), sandbox=sandbox)
+            open_file(path, FilePolicy(level, limits=TIGHT), sandbox=sandbox)
             opened.append(str(sample))
         except (SecurityError, CheckpointError) as error:
             assert str(path) in str(error) and "\n" not in str(error)
@@ -102,7 +102,7 @@ def test_what_is_no_plain_file_is_refused_where_it_is_opened(
 ) -> None:
     path, marker = made(sample, tmp_path)
     with pytest.raises((SecurityError, CheckpointError)):
-        open_file(path, Policy(), sandbox=sandbox)
+        open_file(path, FilePolicy(), sandbox=sandbox)
     assert not marker.exists()
 
 
@@ -111,7 +111,7 @@ def test_an_honest_file_loads_as_it_was_saved(
     sample: benign.Benign, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     path, content = sample.make(tmp_path)
-    found = open_file(path, Policy(), sandbox=sandbox)
+    found = open_file(path, FilePolicy(), sandbox=sandbox)
     assert benign.same(content, found.content), (content, found.content)
     assert [r.code for r in found.assessment.reasons if r.severity is not Severity.NOTE] == []
 
@@ -135,7 +135,7 @@ def test_a_bomb_is_refused_within_the_limits_of_the_sandbox(
 
 
 @pytest.mark.parametrize("rule", ZIP_RULES, ids=lambda rule: rule.code)
-def test_each_rule_keeps_its_good_sample_and_refuses_its_bad_one(rule: Rule) -> None:
+def test_each_rule_keeps_its_good_sample_and_refuses_its_bad_one(rule: FileRule) -> None:
     assert rule.check(Zip(rule.good(), rule.limits)) == ""
     assert rule.check(Zip(rule.bad(), rule.limits))
 

@@ -24,7 +24,7 @@ from runner.security.config import SecurityLevel
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import is_loadable
 from runner.security.files.loader import Opened, open_file
-from runner.security.files.policy import FileLimits, Policy
+from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.provenance import is_own, judge
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.state import read_arrays
@@ -53,8 +53,8 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def pinned(path: Path, level: SecurityLevel = STANDARD) -> Policy:
-    return Policy(level, pinned=(digest(path),))
+def pinned(path: Path, level: SecurityLevel = STANDARD) -> FilePolicy:
+    return FilePolicy(level, pinned=(digest(path),))
 
 
 # -- pickles -----------------------------------------------------------------------------------
@@ -81,20 +81,20 @@ def test_a_pickle_is_refused_at_every_level_by_torchs_loader_and_strict_has_no_w
 def test_a_pickle_runs_only_if_its_own_digest_is_named(pickled: Path, tmp_path: Path) -> None:
     marker, own = pickled.parent / "marker", digest(pickled)
     for refused in (
-        Policy(pinned=(own,), allow_pickle=("0" * 64,)),
-        Policy(STRICT, allow_pickle=(own,), pinned=(own,)),
+        FilePolicy(pinned=(own,), allow_pickle=("0" * 64,)),
+        FilePolicy(STRICT, allow_pickle=(own,), pinned=(own,)),
     ):
         with pytest.raises(SecurityError):
             open_file(pickled, refused)
     assert not marker.exists()
-    found = open_file(pickled, Policy(allow_pickle=(own,), pinned=(own,)))
+    found = open_file(pickled, FilePolicy(allow_pickle=(own,), pinned=(own,)))
     assert marker.is_dir() and found.content["w"].tolist() == [1, 1]
     assert [r.code for r in found.assessment.reasons] == ["pickle.allowed"]
     bare = tmp_path / "rows.pkl"
     bare.write_bytes(pickle.dumps({"a": [1, 2]}))
     with pytest.raises(SecurityError, match=r"rows\.pkl: refused: "):
         open_file(bare, pinned(bare))
-    assert open_file(bare, Policy(allow_pickle=(digest(bare),))).content == {"a": [1, 2]}
+    assert open_file(bare, FilePolicy(allow_pickle=(digest(bare),))).content == {"a": [1, 2]}
 
 
 @pytest.mark.parametrize("level", list(SecurityLevel))
@@ -102,7 +102,7 @@ def test_arrays_of_objects_are_unpickled_nowhere(level: SecurityLevel, tmp_path:
     path = tmp_path / "data.npz"
     np.savez(path, x=np.array([1, Mark(tmp_path / "marker")], dtype=object), y=np.arange(3))
     with pytest.raises(SecurityError, match="Object arrays cannot be loaded") as caught:
-        open_file(path, Policy(level, (digest(path),), (digest(path),)))
+        open_file(path, FilePolicy(level, (digest(path),), (digest(path),)))
     assert "allow_pickle=[" not in str(caught.value)
     assert not (tmp_path / "marker").exists()
 
@@ -140,7 +140,7 @@ def test_whatever_weights_only_opens_is_loaded_under_any_name(
     file, make = CONTENT[name]
     path = tmp_path / file
     torch.save(make(), path)
-    found = open_file(path, Policy(), sandbox=sandbox)
+    found = open_file(path, FilePolicy(), sandbox=sandbox)
     theirs = torch.load(path, weights_only=True)  # noqa: TID251
     assert str(found.content) == str(theirs) and found.facts.format == "torch_zip"
 
@@ -153,10 +153,10 @@ def test_safetensors_of_every_type_are_loaded(sandbox: Sandbox, tmp_path: Path) 
     path = tmp_path / "m.safetensors"
     tensors = {kind: torch.ones(3, 2).to(getattr(torch, kind)) for kind in KINDS.split()}
     save_file(tensors, path)
-    found = open_file(path, Policy(), sandbox=sandbox)
+    found = open_file(path, FilePolicy(), sandbox=sandbox)
     assert same(tensors, found.content)
     found.content["float32"].zero_()  # they are the caller's to write into
-    assert open_file(path, Policy(), sandbox=sandbox).content["float32"].all()
+    assert open_file(path, FilePolicy(), sandbox=sandbox).content["float32"].all()
 
 
 def test_compressed_masks_that_are_mostly_zeros_are_loaded(
@@ -166,10 +166,10 @@ def test_compressed_masks_that_are_mostly_zeros_are_loaded(
     rows[np.arange(10_000), np.arange(10_000) % 1_000] = 1
     np.savez_compressed(path, x=rows)
     assert path.stat().st_size * 500 < rows.nbytes
-    assert open_file(path, Policy(), sandbox=sandbox).content["x"].sum() == 10_000
-    assert read_arrays(path, Policy())["x"].shape == (10_000, 1_000)
+    assert open_file(path, FilePolicy(), sandbox=sandbox).content["x"].sum() == 10_000
+    assert read_arrays(path, FilePolicy())["x"].shape == (10_000, 1_000)
     with pytest.raises(SecurityError, match=r"bytes expand to 80,"):
-        read_arrays(path, Policy(limits=FileLimits(expanded=1 << 20)))
+        read_arrays(path, FilePolicy(limits=FileLimits(expanded=1 << 20)))
 
 
 def test_an_attribute_is_loaded_unless_it_takes_the_place_of_a_method(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_with_security_off_no_rule_holds_and_plain_data_load(tmp_path: Path) -> 
     torch.save({"w": torch.ones(()).expand(1000, 1000, 400)}, path)
     with pytest.raises(SecurityError, match=r"its tensors would take 1,600,000,000 bytes"):
         open_file(path, pinned(path))
-    assert open_file(path, Policy(OFF)).content["w"].shape == (1000, 1000, 400)
+    assert open_file(path, FilePolicy(OFF)).content["w"].shape == (1000, 1000, 400)
 
 
 @pytest.mark.parametrize("name", ["m.npy", "m.safetensors", "m.npz", "m.pt2", "m.distcp"])
@@ -301,7 +301,7 @@ def test_another_file_than_the_one_promised_is_not_parsed(
 ) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.ones(2)}, path)
-    found = open_file(path, Policy(STRICT), digest(path))
+    found = open_file(path, FilePolicy(STRICT), digest(path))
     assert found.assessment.trust is Trust.CHECKED and found.content["w"].tolist() == [1, 1]
     monkeypatch.setattr("runner.security.files.loader.examine", None)
     for at in (0, 9, path.stat().st_size - 1):  # any byte
@@ -309,7 +309,7 @@ def test_another_file_than_the_one_promised_is_not_parsed(
         data[at] ^= 1
         (tmp_path / "changed").write_bytes(data)
         with pytest.raises(CheckpointError, match="do not match the recorded sha256"):
-            open_file(tmp_path / "changed", Policy(), digest(path))
+            open_file(tmp_path / "changed", FilePolicy(), digest(path))
 
 
 def test_sums_of_members_are_compared_where_no_digest_is_known(
@@ -322,7 +322,7 @@ def test_sums_of_members_are_compared_where_no_digest_is_known(
     data[at : at + 4] = np.float32(7.0).tobytes()
     path.write_bytes(data)
     with pytest.raises(SecurityError, match="does not match its checksum"):
-        open_file(path, Policy(), sandbox=sandbox)
+        open_file(path, FilePolicy(), sandbox=sandbox)
     assert open_file(path, pinned(path)).content["w"][0] == 7  # the user says that it is this file
 
 
@@ -333,14 +333,14 @@ def test_strict_loads_only_what_is_known_and_standard_warns(
     np.save(path, np.arange(3))
     for sandboxed in (True, False):
         with pytest.raises(SecurityError, match=rf"security\.pinned=\[{digest(path)}\]"):
-            open_file(path, Policy(STRICT), sandboxed=sandboxed, sandbox=sandbox)
+            open_file(path, FilePolicy(STRICT), sandboxed=sandboxed, sandbox=sandbox)
     assert open_file(path, pinned(path, STRICT)).assessment.trust is Trust.PINNED
-    assert read_arrays(path, Policy()).tolist() == [0, 1, 2] and not caplog.records
-    found = open_file(path, Policy(), sandbox=sandbox)
+    assert read_arrays(path, FilePolicy()).tolist() == [0, 1, 2] and not caplog.records
+    found = open_file(path, FilePolicy(), sandbox=sandbox)
     assert found.assessment.trust is Trust.UNTRUSTED
     assert "unknown file, checked in a sandboxed process" in caplog.text
     assert digest(path) in caplog.text
-    nothing = Policy(limits=FileLimits(memory=1))  # no process can work in so little
+    nothing = FilePolicy(limits=FileLimits(memory=1))  # no process can work in so little
     with pytest.raises(SecurityError, match=r"refused: "):
         open_file(path, nothing)  # examined in the sandbox and nowhere else
 
@@ -359,11 +359,11 @@ def test_strict_knows_its_own_checkpoints(tmp_path: Path) -> None:
     checkpointer.save(1, {"w": state["strided"]}, state, False)
     checkpointer.close()
     folder = tmp_path / "ours/checkpoints/step_00000001"
-    restored = checkpoints.load(folder, Policy(STRICT, own=(tmp_path / "ours",)))
+    restored = checkpoints.load(folder, FilePolicy(STRICT, own=(tmp_path / "ours",)))
     assert torch.equal(restored.state["strided"], state["strided"])  # type: ignore[arg-type]
     assert (restored.state["empty"], restored.state["keys"]) == (b"", state["keys"])
     with pytest.raises(SecurityError, match="only files of this run tree and pinned ones"):
-        checkpoints.load(folder, Policy(STRICT, own=(tmp_path / "others",)))
+        checkpoints.load(folder, FilePolicy(STRICT, own=(tmp_path / "others",)))
 
 
 # -- provenance --------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def judged(folder: Path, **policy: Any) -> Assessment:
     found = facts_of(folder if folder.is_dir() else folder.parent)
     if not folder.is_dir():
         found = Assessment(str(folder), files={folder.name: found.files[folder.name]})
-    judge(found, folder, Policy(**policy))
+    judge(found, folder, FilePolicy(**policy))
     return found
 
 
@@ -442,7 +442,7 @@ def test_a_link_in_the_run_tree_to_elsewhere_is_not_its_own(tmp_path: Path) -> N
     folder = checkpoint(tmp_path / "theirs")
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/step_00000007").symlink_to(folder)
-    policy = Policy(own=(tmp_path / "outputs",))
+    policy = FilePolicy(own=(tmp_path / "outputs",))
     assert not is_own(tmp_path / "outputs/step_00000007", policy)
     assert not is_own(tmp_path / "outputs/../theirs", policy)
 
@@ -471,8 +471,8 @@ def test_a_folder_is_pinned_by_the_digest_of_each_file_that_is_loaded(tmp_path: 
 def test_what_a_level_lets_in(level: SecurityLevel, trust: Trust, passes: bool) -> None:
     found = Assessment("a\x1b[2J", trust, files={"a": FileFacts("0" * 64, 1, "npy")})
     if passes:
-        require(found, Policy(level))
+        require(found, FilePolicy(level))
         return
     with pytest.raises(SecurityError) as refused:
-        require(found, Policy(level))
+        require(found, FilePolicy(level))
     assert refused.value.exit_code == 3 and "\x1b" not in str(refused.value)

@@ -25,7 +25,17 @@ from runner.record import markdown as md
 from runner.record.console import close_logging, set_up_logging
 from runner.record.history import History
 from runner.replay import page as replay_page
-from runner.replay.findings import Attempt, Blame, Cause, Line, Phase, Ratio, Replay, Stats, Trial
+from runner.replay.findings import (
+    Attempt,
+    Blame,
+    Cause,
+    Line,
+    Ratio,
+    Replay,
+    ReplayTrial,
+    StepPhase,
+    TensorStats,
+)
 from runner.report import comparison as comparing
 from runner.report import page, scan, table
 from runner.report import run as run_report
@@ -89,14 +99,14 @@ def summary() -> Summary:
 
 
 def replay() -> Replay:
-    stats = [Stats("a", [2], "float32", 1)]
+    stats = [TensorStats("a", [2], "float32", 1)]
     found = Cause(
-        Phase.forward, "cause", "layer.1", "Linear", "mul", Line("a.py", 3, "x = y"), stats, stats,
-        stats, ["weight"], "grown", [1], [Ratio("a", 2.0, 1.0)], [Ratio("a", 2.0)],
+        StepPhase.forward, "cause", "layer.1", "Linear", "mul", Line("a.py", 3, "x = y"), stats,
+        stats, stats, ["weight"], "grown", [1], [Ratio("a", 2.0, 1.0)], [Ratio("a", 2.0)],
         [Ratio("1", 2.0)], ["note"],
     )  # fmt: skip
     attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"a": "b"}, {"c": "d"}, 0.1, "failed")
-    blame = Blame("amp", ["amp"], ["amp"], [Trial(["amp"], {"a": "b"}, attempt)], ["tf32"])
+    blame = Blame("amp", ["amp"], ["amp"], [ReplayTrial(["amp"], {"a": "b"}, attempt)], ["tf32"])
     return poisoned(
         Replay("captures/x", "run", 3, "non_finite", "message", 1.0, None, attempt, True, True,
                found, "seen", blame, "reproduce.py", [1], ["do this"])
@@ -125,7 +135,7 @@ def failed_comparison() -> comparing.Comparison:
 def scanned() -> scan.Scan:
     found = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
     found.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
-    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.Row("file", found)]))
+    return poisoned(scan.Scan("x", SecurityLevel.strict, 1, [scan.ScanRow("file", found)]))
 
 
 # on a terminal

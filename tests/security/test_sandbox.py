@@ -15,7 +15,7 @@ import torch
 
 from runner.security.files import sandbox as module
 from runner.security.files.file_bytes import FileBytes, hash_file
-from runner.security.files.policy import FileLimits, Policy
+from runner.security.files.policy import FileLimits, FilePolicy
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder, list_items
 from runner.security.trust import Severity, Trust
@@ -134,7 +134,7 @@ def test_own_and_pinned_files_need_no_process_foreign_ones_one_for_all_and_none_
     (own / "replay.md").write_text("what was found")
     checkpoint(tmp_path / "theirs/b")
     path = good(tmp_path)
-    policy = Policy(own=(tmp_path / "outputs",), pinned=(hash_file(path)[0],))
+    policy = FilePolicy(own=(tmp_path / "outputs",), pinned=(hash_file(path)[0],))
     with pytest.raises(KeyboardInterrupt), Scanner(policy) as scanner:
         sizes: list[int] = []
         found = scanner.scan(list_folder(own), sizes.append)
@@ -159,5 +159,5 @@ def test_a_file_that_changes_while_it_is_examined_gets_no_verdict(tmp_path, monk
         return examine_it(self, data, *given)
 
     monkeypatch.setattr(Sandbox, "examine", examine_and_write)
-    with Scanner(Policy()) as scanner:
+    with Scanner(FilePolicy()) as scanner:
         assert scanner.scan(list_folder(path)).refusals[0].code == "file.changed"

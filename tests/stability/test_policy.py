@@ -11,70 +11,85 @@ import pytest
 from runner import compose
 from runner.errors import ConfigError
 from runner.stability.anomalies import Anomaly
-from runner.stability.config import Action, Kind, Rule, StabilityConfig
+from runner.stability.config import Action, BadStepKind, RecoveryRule, StabilityConfig
 from runner.stability.messages import Decision, describe_giving_up, restore_decision
-from runner.stability.policy import Table
+from runner.stability.policy import RecoveryTable
 from runner.stability.spike import Spikes
 
 
-def table(*rules: Rule, skips: int = 3, rollbacks: int = 2) -> Table:
-    return Table(rules, skips, rollbacks)
+def table(*rules: RecoveryRule, skips: int = 3, rollbacks: int = 2) -> RecoveryTable:
+    return RecoveryTable(rules, skips, rollbacks)
 
 
-def chosen(found: Table, kind: Kind, in_a_row: int = 1, rollbacks: int = 0) -> Action | None:
+def chosen(
+    found: RecoveryTable, kind: BadStepKind, in_a_row: int = 1, rollbacks: int = 0
+) -> Action | None:
     row = found.first(kind, in_a_row, rollbacks, scaled=True)
     return None if row is None else found.rules[row].action
 
 
 def test_the_first_row_of_its_kind_counts() -> None:
-    rules = table(Rule(Kind.spike, action=Action.stop), Rule(), Rule(action=Action.rollback))
-    assert chosen(rules, Kind.spike) is Action.stop
-    assert chosen(rules, Kind.non_finite) is Action.skip
+    rules = table(
+        RecoveryRule(BadStepKind.spike, action=Action.stop),
+        RecoveryRule(),
+        RecoveryRule(action=Action.rollback),
+    )
+    assert chosen(rules, BadStepKind.spike) is Action.stop
+    assert chosen(rules, BadStepKind.non_finite) is Action.skip
 
 
 def test_so_many_in_a_row_and_the_next_row_has_its_turn() -> None:
     rules = table(
-        Rule(Kind.spike, in_a_row=3, action=Action.lower_lr), Rule(), Rule(action=Action.rollback)
+        RecoveryRule(BadStepKind.spike, in_a_row=3, action=Action.lower_lr),
+        RecoveryRule(),
+        RecoveryRule(action=Action.rollback),
     )
-    actions = [chosen(rules, Kind.spike, n) for n in range(1, 6)]
+    actions = [chosen(rules, BadStepKind.spike, n) for n in range(1, 6)]
     mild, end = [Action.skip, Action.skip, Action.lower_lr], [Action.rollback] * 2
     assert actions == mild + end  # lower_lr is bounded by max_consecutive_skips=3 as skip is
-    assert [chosen(rules, Kind.overflow, n) for n in (3, 4)] == [Action.skip, Action.rollback]
+    assert [chosen(rules, BadStepKind.overflow, n) for n in (3, 4)] == [
+        Action.skip,
+        Action.rollback,
+    ]
 
 
 def test_roll_backs_and_uses_are_bounded_and_then_nothing_fits() -> None:
-    rules = table(Rule(action=Action.lower_lr, at_most=2), Rule(action=Action.rollback))
+    rules = table(
+        RecoveryRule(action=Action.lower_lr, at_most=2), RecoveryRule(action=Action.rollback)
+    )
     for _ in range(2):
-        assert chosen(rules, Kind.spike) is Action.lower_lr
+        assert chosen(rules, BadStepKind.spike) is Action.lower_lr
         rules.note(0, 7)
-    assert chosen(rules, Kind.spike, rollbacks=1) is Action.rollback
-    assert chosen(rules, Kind.spike, rollbacks=2) is None
-    assert chosen(table(), Kind.spike) is None
+    assert chosen(rules, BadStepKind.spike, rollbacks=1) is Action.rollback
+    assert chosen(rules, BadStepKind.spike, rollbacks=2) is None
+    assert chosen(table(), BadStepKind.spike) is None
 
 
 def test_rows_that_roll_back_are_passed_over_where_there_is_nothing_to_go_back_to() -> None:
-    rules = table(Rule(action=Action.rollback), Rule())
+    rules = table(RecoveryRule(action=Action.rollback), RecoveryRule())
     rules.rolls_back = False
-    assert chosen(rules, Kind.spike) is Action.skip
+    assert chosen(rules, BadStepKind.spike) is Action.skip
 
 
 def test_a_loss_scale_is_lowered_where_there_is_one() -> None:
-    rules = table(Rule(action=Action.lower_scale), Rule())
-    assert rules.first(Kind.overflow, 1, 0, scaled=True) == 0
-    assert rules.first(Kind.overflow, 1, 0, scaled=False) == 1
+    rules = table(RecoveryRule(action=Action.lower_scale), RecoveryRule())
+    assert rules.first(BadStepKind.overflow, 1, 0, scaled=True) == 0
+    assert rules.first(BadStepKind.overflow, 1, 0, scaled=False) == 1
 
 
 def test_the_shipped_tables_are_what_they_say() -> None:
-    default = Table.of(compose([]).stability)
-    assert chosen(default, Kind.weights) is Action.rollback
-    assert chosen(default, Kind.weights, rollbacks=2) is Action.stop
-    assert chosen(default, Kind.non_finite, 10) is Action.skip
-    assert chosen(default, Kind.non_finite, 11) is Action.rollback
-    assert chosen(default, Kind.non_finite, 11, rollbacks=2) is None
-    assert chosen(default, Kind.spike, 11, rollbacks=2) is Action.accept
-    strict = Table.of(compose(["stability=strict"]).stability)
-    assert chosen(strict, Kind.overflow) is Action.skip
-    assert chosen(strict, Kind.spike) is chosen(strict, Kind.non_finite) is Action.stop
+    default = RecoveryTable.of(compose([]).stability)
+    assert chosen(default, BadStepKind.weights) is Action.rollback
+    assert chosen(default, BadStepKind.weights, rollbacks=2) is Action.stop
+    assert chosen(default, BadStepKind.non_finite, 10) is Action.skip
+    assert chosen(default, BadStepKind.non_finite, 11) is Action.rollback
+    assert chosen(default, BadStepKind.non_finite, 11, rollbacks=2) is None
+    assert chosen(default, BadStepKind.spike, 11, rollbacks=2) is Action.accept
+    strict = RecoveryTable.of(compose(["stability=strict"]).stability)
+    assert chosen(strict, BadStepKind.overflow) is Action.skip
+    assert (
+        chosen(strict, BadStepKind.spike) is chosen(strict, BadStepKind.non_finite) is Action.stop
+    )
     off = compose(["stability=off"]).stability
     assert (off.guard, off.spike.enabled, off.recovery) == (False, False, [])
 
@@ -82,8 +97,8 @@ def test_the_shipped_tables_are_what_they_say() -> None:
 def test_a_table_comes_from_the_command_line() -> None:
     typed = "stability.recovery=[{kind:spike,action:lower_lr,for_steps:7},{action:stop}]"
     first, second = compose([typed]).stability.recovery
-    assert first == Rule(Kind.spike, action=Action.lower_lr, for_steps=7)
-    assert second == Rule(action=Action.stop)
+    assert first == RecoveryRule(BadStepKind.spike, action=Action.lower_lr, for_steps=7)
+    assert second == RecoveryRule(action=Action.stop)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +128,9 @@ def kept(**more: Any) -> dict[str, Any]:
     return {"row": 0, "kind": "weights", "step": 3, "message": "send me money", **more}
 
 
-def kept_by(config: StabilityConfig, fatal: Sequence[Kind] = (), **more: Any) -> Decision | None:
+def kept_by(
+    config: StabilityConfig, fatal: Sequence[BadStepKind] = (), **more: Any
+) -> Decision | None:
     return restore_decision(kept(**more), [WENT_WRONG], Spikes(config.spike, True), fatal)
 
 
@@ -122,7 +139,7 @@ def test_a_kept_decision_is_made_again_in_words_of_the_run() -> None:
     assert found is not None and found.outdated and not found.stuck and found.row is None
     assert (found.message, found.capture) == ("the weights are not finite", "debug/captures/3")
     assert (found.in_a_row, found.since, found.raises) == (2, 2, False)
-    ends = kept_by(StabilityConfig(), [Kind.weights])
+    ends = kept_by(StabilityConfig(), [BadStepKind.weights])
     assert ends is not None and ends.raises  # as the config of now says
 
 
@@ -136,21 +153,21 @@ def test_a_kept_decision_about_nothing_that_went_wrong_is_dropped() -> None:
 def test_giving_up_leads_to_a_capture_that_is_there(tmp_path: Path) -> None:
     found = kept_by(StabilityConfig())
     assert found is not None
-    rules = table(Rule())
+    rules = table(RecoveryRule())
     assert "captures" not in describe_giving_up(found, rules, 0, tmp_path, WENT_WRONG)
     (tmp_path / WENT_WRONG.capture).mkdir(parents=True)
     assert "captures/3" in describe_giving_up(found, rules, 0, tmp_path, None)
 
 
 def test_it_says_what_was_tried() -> None:
-    rules = table(Rule(), Rule(action=Action.rollback))
+    rules = table(RecoveryRule(), RecoveryRule(action=Action.rollback))
     assert rules.tried() == "nothing"
     for step in range(4, 11):
         rules.note(0, step)
     rules.note(1, 12)
     said = "skipped a step 7 times (steps 4, 5, 6, 7, 8, …); rolled back once (step 12)"
     assert rules.tried() == said
-    other = table(Rule(), Rule(action=Action.rollback))
+    other = table(RecoveryRule(), RecoveryRule(action=Action.rollback))
     other.load(rules.state())
     assert (other.tried(), other.used) == (said, [7, 1])
 

@@ -26,7 +26,7 @@ from runner.build import Components
 from runner.config import RunConfig
 from runner.data.batch import Batch, call
 from runner.data.loader import BatchLoader
-from runner.optim.whole_step import WholeStep
+from runner.optim.whole_step import StepGraph
 from runner.parity.candidates import fresh, opened, quiet
 from runner.parity.trajectory import one_step
 from runner.record import provenance
@@ -110,7 +110,7 @@ def _find_reasons(run: Run, config: RunConfig, batch: Batch) -> dict[str, str]:
         attends = kernels.calls_of(lambda: call(run.forward, batch[0]))
     modules, parameters = list(run.model.modules()), list(run.model.parameters())
     in_memory = isinstance(run.train, BatchLoader) and run.train.fetch.source.in_memory
-    refused = WholeStep.refuses(run.update) or ""
+    refused = StepGraph.refuses(run.update) or ""
     for name, applies, reason in (
         ("channels_last", not any(isinstance(m, nn.Conv2d) for m in modules), "no 2-d convolution"),
         ("attention", not attends, "the model does not call scaled_dot_product_attention"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from runner.benchmark.auto.candidates import NONE, Candidate, first_candidates, neighbours
-from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, Rule, run_blocks
+from runner.benchmark.blocks import INTERRUPTED, ArmEnded, Measured, StoppingRule, run_blocks
 from runner.benchmark.statistics import SAME, paired
 from runner.benchmark.workers.pool import WorkerPool
 from runner.techniques.cost import COLD_S
@@ -119,7 +119,7 @@ class Search:
         names = [NONE, *([AGAIN] if AGAIN in self.alive else []), *(row.name for row in running)]
         reserved = max(map(self.budget.parity_estimate, running), default=0.0)
         seconds = max(self.budget.left() - reserved, FINAL_S, FINAL_STEPS * self.budget.step_s)
-        rule = Rule(0.02, seconds, FINAL_LOOKS)
+        rule = StoppingRule(0.02, seconds, FINAL_LOOKS)
         measured = run_blocks(
             self.workers.turn, names, NONE, rule, self.block_s, self.seed, self.clock
         )

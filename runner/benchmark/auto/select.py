@@ -8,9 +8,9 @@ from typing import Any
 from runner.benchmark.auto.candidates import NONE, Candidate, SearchResult, rank
 from runner.benchmark.auto.search import FINALISTS, Search
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.parity_checker import Verdict
+from runner.benchmark.parity_checker import ParityVerdict
 
-CheckParity = Callable[[str, float], Verdict]
+CheckParity = Callable[[str, float], ParityVerdict]
 """Whether a candidate's numbers are right, by its name; and the seconds that this may take."""
 FINALS = 4  # where those of the first one turn out to compute something else
 

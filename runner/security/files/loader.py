@@ -23,7 +23,7 @@ from runner.security.files.loading import (
     load,
     unpickle,
 )
-from runner.security.files.policy import FileLimits, Policy, Provenance
+from runner.security.files.policy import FileLimits, FilePolicy, Provenance
 from runner.security.files.provenance import is_own, judge, provenance_of
 from runner.security.files.sandbox import Sandbox
 from runner.security.files.scan import Scanner, list_folder
@@ -46,7 +46,7 @@ class Opened:
 
 def open_file(
     path: Path,
-    policy: Policy,
+    policy: FilePolicy,
     sha256: str | None = None,
     sandboxed: bool = True,
     sandbox: Sandbox | None = None,
@@ -95,7 +95,7 @@ def open_file(
         return Opened(examined.content, found, examined.metadata)
 
 
-def admit_folder(folder: Path, policy: Policy) -> Assessment | None:
+def admit_folder(folder: Path, policy: FilePolicy) -> Assessment | None:
     """Examine a foreign folder before any of it is loaded; None for one of ours.
 
     What is loaded of it afterwards must have the digests that were found. Raises SecurityError.
@@ -109,7 +109,7 @@ def admit_folder(folder: Path, policy: Policy) -> Assessment | None:
 
 
 def _examine_apart(
-    data: FileBytes, path: Path, policy: Policy, sandbox: Sandbox | None
+    data: FileBytes, path: Path, policy: FilePolicy, sandbox: Sandbox | None
 ) -> Examined:
     with nullcontext(sandbox) if sandbox is not None else Sandbox() as process:
         kind, reasons = process.examine(data, path.name, policy.limits)
@@ -130,7 +130,7 @@ def _unpickle_allowed(data: FileBytes, examined: Examined) -> None:
     examined.content = unpickle(data.place, examined.format)
 
 
-def describe_refusal(found: Assessment, policy: Policy) -> str:
+def describe_refusal(found: Assessment, policy: FilePolicy) -> str:
     """The first refusal, and what to type where the file may be unpickled all the same."""
     first = found.refusals[0]
     text = str(first)

@@ -36,7 +36,7 @@ class FileLimits:
 
 
 @dataclass(frozen=True)
-class Policy:
+class FilePolicy:
     """Which files are loaded, and how they are examined before."""
 
     level: SecurityLevel = SecurityLevel.standard
@@ -46,7 +46,7 @@ class Policy:
     limits: FileLimits = FileLimits()
 
     @classmethod
-    def of(cls, config: SecurityConfig, own: Sequence[Path] = ()) -> Policy:
+    def of(cls, config: SecurityConfig, own: Sequence[Path] = ()) -> FilePolicy:
         """The policy that a config asks for."""
         return cls(config.level, tuple(config.allow_pickle), tuple(config.pinned), tuple(own))
 

@@ -1,7 +1,7 @@
 """Where files come from: a manifest of this run tree, a digest that the user pinned, or unknown.
 
 A manifest's own digest shows damage and not its author, so it counts only within the folders of
-this run tree (`Policy.own`): whoever can write there need not forge anything.
+this run tree (`FilePolicy.own`): whoever can write there need not forge anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runner.record.storage import FileDigest
 from runner.record.text import escape_control_chars
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.formats import is_model_name
-from runner.security.files.policy import Policy, Provenance
+from runner.security.files.policy import FilePolicy, Provenance
 from runner.security.sealed import read_sealed
 from runner.security.trust import OTHER, Assessment, Reason, Severity, Trust
 
@@ -39,7 +39,7 @@ class Recorded:
     fault: str = ""  # why it cannot be believed
 
 
-def is_own(path: Path, policy: Policy) -> bool:
+def is_own(path: Path, policy: FilePolicy) -> bool:
     """Whether it lies, once links are followed, in a folder of this run tree."""
     try:
         place = path.resolve()
@@ -79,7 +79,7 @@ def _writer(body: Mapping[str, Any], folder: Path) -> str:
     )
 
 
-def provenance_of(path: Path, data: FileBytes, policy: Policy) -> Provenance:
+def provenance_of(path: Path, data: FileBytes, policy: FilePolicy) -> Provenance:
     """Where a file's digest is known from; it is only waited for where it may be known."""
     if is_own(path.parent, policy):
         record = read_recorded(path.parent)
@@ -113,7 +113,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     return found
 
 
-def judge(found: Assessment, path: Path, policy: Policy) -> None:
+def judge(found: Assessment, path: Path, policy: FilePolicy) -> None:
     """Set the trust of a file or folder, from its digests and reasons.
 
     `found.files` must be complete: by their path in the folder, or the one name of a file. A
@@ -144,7 +144,7 @@ def _compare_sums(found: Assessment, folder: Path) -> None:
                 found.refuse([_other_digest("sums.digest", name, SUMS, facts.sha256, listed)])
 
 
-def _compare_manifests(found: Assessment, folder: Path, policy: Policy) -> bool:
+def _compare_manifests(found: Assessment, folder: Path, policy: FilePolicy) -> bool:
     """Whether manifests of ours list every file that is loaded; what they deny is refused."""
     checked = is_own(folder, policy)
     for place, names in _by_manifest(found, folder).items():

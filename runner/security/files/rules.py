@@ -107,7 +107,7 @@ def _good_zip() -> bytes:
 
 
 @dataclass(frozen=True)
-class Rule:
+class FileRule:
     """One thing that may be wrong with an archive."""
 
     code: str
@@ -119,15 +119,15 @@ class Rule:
 
 DEFLATED = zipfile.ZIP_DEFLATED
 ZIP_RULES = (
-    Rule("zip.unique", check_unique, lambda: make_zip(("a", b"1"), ("A", b"2"))),
-    Rule("zip.paths", check_paths, lambda: make_zip(("../a", b""))),
-    Rule(
+    FileRule("zip.unique", check_unique, lambda: make_zip(("a", b"1"), ("A", b"2"))),
+    FileRule("zip.paths", check_paths, lambda: make_zip(("../a", b""))),
+    FileRule(
         "zip.ratio",
         check_ratio,
         lambda: make_zip(("a", bytes(1 << 16)), method=DEFLATED),
         limits=FileLimits(expanded=1000, ratio=2),
     ),
-    Rule(
+    FileRule(
         "zip.crc",
         check_sums,
         lambda: _good_zip().replace(b"xxx", b"xyx", 1),

@@ -12,7 +12,7 @@ from typing import Self
 from runner.errors import CheckpointError
 from runner.security.files.file_bytes import FileBytes, hash_file
 from runner.security.files.formats import Refused, check_name, is_loadable, is_model_name
-from runner.security.files.policy import Policy, Provenance
+from runner.security.files.policy import FilePolicy, Provenance
 from runner.security.files.provenance import MANIFEST, judge, provenance_of
 from runner.security.files.sandbox import Sandbox
 from runner.security.trust import OTHER, Assessment, FileFacts, Reason, Severity
@@ -46,7 +46,7 @@ class Item:
 class Scanner:
     """A context manager; one for all that is examined together, so that it needs one process."""
 
-    def __init__(self, policy: Policy, deep: bool = True) -> None:
+    def __init__(self, policy: FilePolicy, deep: bool = True) -> None:
         self.policy, self.deep = policy, deep
         self.sandbox = Sandbox()
 

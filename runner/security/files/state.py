@@ -15,9 +15,9 @@ from runner.errors import CheckpointError, SecurityError
 from runner.security.config import SecurityLevel
 from runner.security.files.encode import TIED
 from runner.security.files.loader import Opened, open_file
-from runner.security.files.policy import Policy
+from runner.security.files.policy import FilePolicy
 
-STRICT = Policy(SecurityLevel.strict)  # no pickle, whatever a config allows
+STRICT = FilePolicy(SecurityLevel.strict)  # no pickle, whatever a config allows
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def read_state(path: Path, sha256: str) -> Any:
     return found.content
 
 
-def read_arrays(path: Path, policy: Policy) -> Any:
+def read_arrays(path: Path, policy: FilePolicy) -> Any:
     """A user's `.npy` as one array, or his `.npz` as a dict of them; never a pickle.
 
     Raises SecurityError for what is refused.

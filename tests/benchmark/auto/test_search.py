@@ -13,7 +13,7 @@ from runner.benchmark.auto.candidates import NONE, Candidate, SearchResult, make
 from runner.benchmark.auto.search import ALIVE, Search
 from runner.benchmark.auto.select import select
 from runner.benchmark.blocks import ArmEnded
-from runner.benchmark.parity_checker import Verdict
+from runner.benchmark.parity_checker import ParityVerdict
 from tests.benchmark.planted import PlantedPool
 
 HERE = {name: "not here" for name in ("tf32", "cuda_graphs", "channels_last", "pipeline")}
@@ -38,14 +38,14 @@ def factors(effects: dict[str, float] = EFFECTS, memory: bool = False) -> dict[s
 SETUPS = {name: COMPILING_S if one.compiles else 1.0 for name, one in NAMES.items()}
 
 
-def right(name: str) -> Verdict:
-    return Verdict("explained by precision" if "amp" in name else "exact")
+def right(name: str) -> ParityVerdict:
+    return ParityVerdict("explained by precision" if "amp" in name else "exact")
 
 
 def searched(
     workers: PlantedPool,
     steps: int = 10_000,
-    parity: Callable[[str], Verdict] = right,
+    parity: Callable[[str], ParityVerdict] = right,
     budget_s: float = 120.0,
     space: list[Candidate] | None = None,
     limit_bytes: float | None = None,
@@ -88,7 +88,7 @@ def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float)
     workers = PlantedPool(factors(), setups=setup, seed=seed)
     limits: list[float] = []
 
-    def take_all(name: str, within_s: float) -> Verdict:
+    def take_all(name: str, within_s: float) -> ParityVerdict:
         limits.append(within_s)
         workers.now += min(within_s, 10.0)
         return right(name)
@@ -110,8 +110,8 @@ def test_where_the_budget_is_too_small_for_any_candidate_only_none_is_started() 
 
 
 def test_what_computes_something_else_is_never_chosen_however_fast() -> None:
-    def parity(name: str) -> Verdict:
-        return Verdict("FAIL", "a wrong mask") if "whole_step" in name else right(name)
+    def parity(name: str) -> ParityVerdict:
+        return ParityVerdict("FAIL", "a wrong mask") if "whole_step" in name else right(name)
 
     found = searched(PlantedPool(factors(), setups=SETUPS), parity=parity)
     assert "whole_step" not in found.techniques
@@ -121,8 +121,8 @@ def test_what_computes_something_else_is_never_chosen_however_fast() -> None:
     assert all(row.state == "out" and "a wrong mask" in row.why for row in wrong)
 
 
-@pytest.mark.parametrize("verdict", [Verdict("FAIL", "wrong"), Verdict(None, "killed")])
-def test_what_is_not_known_to_be_right_is_not_chosen(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", [ParityVerdict("FAIL", "wrong"), ParityVerdict(None, "killed")])
+def test_what_is_not_known_to_be_right_is_not_chosen(verdict: ParityVerdict) -> None:
     assert searched(PlantedPool(factors()), parity=lambda name: verdict).chosen == NONE
 
 

@@ -21,7 +21,7 @@ from runner.errors import CheckpointError, RunnerError, SecurityError
 from runner.security.files.file_bytes import FileBytes
 from runner.security.files.loader import open_file
 from runner.security.files.loading import Examined, examine
-from runner.security.files.policy import FileLimits, Policy
+from runner.security.files.policy import FileLimits, FilePolicy
 from tests.security.files.benign import same
 from tests.security.files.mutants import Mutant, mutated_text
 
@@ -85,7 +85,7 @@ def judge_file(mutant: Mutant, folder: Path) -> str:
     if mutant.data == mutant.original:
         return UNCHANGED
     try:
-        open_file(path, Policy(), sha256=hashlib.sha256(mutant.original).hexdigest())
+        open_file(path, FilePolicy(), sha256=hashlib.sha256(mutant.original).hexdigest())
     except (CheckpointError, SecurityError):
         same_content = same(_examine(mutant.original, path).content, found.content)
         return SAME if same_content else CAUGHT
