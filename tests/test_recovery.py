@@ -215,3 +215,13 @@ def test_a_model_larger_than_the_limit_ends_in_one_line_and_its_exit_code() -> N
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "out of memory" in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
+def test_weights_that_do_not_fit_are_answered_with_the_model_and_not_the_batch() -> None:
+    done = limited(130, "data=synthetic", "data.form=tabular", "data.samples=16", "model=mlp",
+                   "model.depth=4", "model.width=4096")  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == OutOfMemory.exit_code, last
+    assert "make the model smaller, or keep less for each weight" in last
+    assert "batch_size" not in last

@@ -154,8 +154,10 @@ def _compare_times(
     alpha = (1 - CONFIDENCE) / len(timed)
     plain = next((pair for pair in timed if pair[0].name == now.reference), timed[0])
     disturbed = _describe_disturbance(now.load, then.load)
-    own = unpaired(plain[1].per_sample_ms, plain[0].per_sample_ms, alpha)
-    _note_change(plain[0].name, "", own, limit, result, disturbed)
+    changes = {a.name: unpaired(b.per_sample_ms, a.per_sample_ms, alpha) for a, b in timed}
+    own = changes[plain[0].name]
+    common = _describe_common_change(list(changes.values()), own, limit)
+    _note_change(plain[0].name, "", own, limit, result, disturbed, common)
     for arm, old in timed:
         if arm is plain[0]:
             continue
@@ -163,11 +165,23 @@ def _compare_times(
             [a / b for a, b in zip(one.per_sample_ms, base.per_sample_ms, strict=False)]
             for one, base in zip((arm, old), plain, strict=True)
         )
-        itself = unpaired(old.per_sample_ms, arm.per_sample_ms, alpha)
-        faster_reference = not disturbed and itself.ratio >= 1 / (1 + limit)
+        faster_reference = not disturbed and changes[arm.name].ratio >= 1 / (1 + limit)
         excuse = "by itself it is within the limit" if faster_reference else ""
         estimate = unpaired(there, here, alpha)
         _note_change(arm.name, plain[0].name, estimate, limit, result, excuse)
+
+
+def _describe_common_change(changes: Sequence[Estimate], own: Estimate, limit: float) -> str:
+    """The factor of the reference where several arms all got slower, or all faster; else ""."""
+    slower = [change.high < 1 and change.ratio < 1 / (1 + limit) for change in changes]
+    faster = [change.low > 1 and change.ratio > 1 + limit for change in changes]
+    if len(changes) < 2 or not (all(slower) or all(faster)):
+        return ""
+    least, middle, most = (1 / ratio for ratio in (own.high, own.ratio, own.low))
+    return (
+        f"all arms took {middle:.2f} times as long per sample ({least:.2f} to {most:.2f}, by the "
+        "reference); the machine changed, or code that they share"
+    )
 
 
 def _describe_disturbance(now: Load, then: Load) -> str:
@@ -188,8 +202,12 @@ def _note_change(
     limit: float,
     result: BaselineComparison,
     excuse: str,
+    common: str = "",
 ) -> None:
-    """A regression where the time is longer by more than the limit, unless there is an excuse."""
+    """A regression where the time is longer by more than the limit, unless there is an excuse.
+
+    `common` says it where it is the change of all arms.
+    """
     known = math.isfinite(estimate.half_width)
     interval = [estimate.low, estimate.high] if known else None
     result.compared.append(
@@ -207,7 +225,7 @@ def _note_change(
         result.notes.append(f"{name}: too few blocks to compare its times")
     elif estimate.high < 1 and estimate.ratio < 1 / (1 + limit):
         slower, least, most = (1 / r - 1 for r in (estimate.ratio, estimate.high, estimate.low))
-        text = (
+        text = common or (
             f"{name} takes {slower:.1%} more time per sample{by} ({least:.1%} to {most:.1%}; "
             f"up to {limit:.1%} is no regression)"
         )
@@ -216,7 +234,7 @@ def _note_change(
         else:
             result.regressions.append(text)
     elif estimate.low > 1 and estimate.ratio > 1 + limit:
-        result.notes.append(f"{name} takes {1 - 1 / estimate.ratio:.1%} less time{by}")
+        result.notes.append(common or f"{name} takes {1 - 1 / estimate.ratio:.1%} less time{by}")
 
 
 # -- memory and numbers ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ Composes = Callable[[list[str]], bool]
 SCHEMAS: dict[str, Mapping[str, type]] = {"data": DATA, "model": MODELS}
 UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError)
 TYPES = {"Integer": "an int", "Float": "a number", "Boolean": "true or false", "str": "a text"}
-PLUGINS = "or a plugin to install, as hydra-joblib-launcher or hydra-optuna-sweeper"
+PLUGINS = "or a plugin of a package: pip install hydra-joblib-launcher or hydra-optuna-sweeper"
 
 
 def explain(

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -137,7 +138,7 @@ def read_git_state(path: Path) -> dict[str, Any] | None:
 
     None outside a repository and without git. `branch` is None where none is checked out, `commit`
     before the first one. All but the commit is left out where git cannot compare files in time.
-    Filters (Git LFS) are not run: a file of theirs that was touched counts as changed.
+    Filters (Git LFS) are not run: `dirty` is left out where all that differ are files of theirs.
     """
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         for root in (path.absolute(), *path.absolute().parents):
@@ -175,13 +176,13 @@ class _Git:
             "LC_ALL": "C",
         }
 
-    def ask(self, *arguments: str) -> str:
+    def ask(self, *arguments: str, paths: Sequence[str] = ()) -> str:
         """What git prints, "" if it fails. Raises SubprocessError when the time is up."""
         answer = subprocess.run(  # noqa: S603  # fixed arguments, no shell
             [self.program or "git", *arguments],
             cwd=self.root,
             env=self.environment,
-            stdin=subprocess.DEVNULL,
+            input=os.fsencode("".join(f"{path}\0" for path in paths)),
             capture_output=True,
             timeout=max(0.0, self.deadline - time.monotonic()),
         )
@@ -201,12 +202,24 @@ def _read_state(git: _Git, folder: Path) -> dict[str, Any] | None:
     if not heads:
         return {"commit": commit}
     branch = heads.get("branch.head")
+    changed = [line for line in lines if line[:1] in ("1", "2", "u")]
     return {
         "commit": commit,
         "branch": None if branch == "(detached)" else branch,
-        "dirty": any(line[:1] in ("1", "2", "u") for line in lines),
+        **({} if changed and _are_filtered(git, changed) else {"dirty": bool(changed)}),
         "untracked": sum(line.startswith("?") for line in lines),
     }
+
+
+def _are_filtered(git: _Git, changed: list[str]) -> bool:
+    """Whether all differ in contents alone, and a filter, which is not run, would change these."""
+    rows = [line.split(" ", 8) for line in changed]
+    if any(row[:2] != ["1", ".M"] or row[4] != row[5] for row in rows):  # or other modes
+        return False
+    paths = [row[8] for row in rows]
+    fields = git.ask("check-attr", "-z", "--stdin", "filter", paths=paths).split("\0")
+    values = fields[2::3]
+    return len(values) == len(paths) and not {"unspecified", "unset"} & set(values)
 
 
 def _link_repository(git: _Git, folder: Path) -> None:

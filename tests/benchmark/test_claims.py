@@ -234,6 +234,16 @@ def test_every_trial_composes_with_what_it_needs_switched_on(tested: ClaimTrial)
         assert one.note and one.run_steps in (None, config.training.steps)
 
 
+def test_the_claims_of_the_texts_are_all_there() -> None:
+    text = " ".join(f"{one.name}: {one.claimed};" for one in CLAIMS.values())
+    for part in (
+        *("torch.compile: training: 2–3× faster", "compiled inference: 40–60 % less latency"),
+        *("recompute: memory: 20–40 %", "micro-batches: memory: 20–40 %", "linear scaling"),
+        *("memory_efficient: memory: 20–40 %", "mixed precision", "channels-last: faster"),
+    ):
+        assert part in text
+
+
 def test_a_claim_of_ones_own_is_one_yaml_block(tmp_path: Path) -> None:
     block = {"name": "mine", "claimed": "2×", "measures": "speed", "bar": 2, "note": "n"}
     (tmp_path / "mine.yaml").write_text(json.dumps({"trials": [{"about": "x", "claims": [block]}]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,38 @@ def test_less_than_the_tolerance_or_the_noise_floor_is_no_regression() -> None:
 
 @pytest.mark.parametrize("load", [Load(), BUSY, Load(others=0.01, mhz=2000.0)])
 def test_the_reference_is_judged_on_a_quiet_machine_only(load: Load) -> None:
-    then, now = result(100), result(1, none=3.0, ultra=1.5)
+    then, now = result(100), result(1, none=3.0)
     then.load.mhz = 3000.0
-    assert slower(compared(now, then)) == ["none"]  # of arms that all changed alike
+    assert slower(compared(now, then)) == ["none"]
     now.load = load
     comparison = compared(now, then)
     assert comparison.regressions == []
     assert "none takes" in comparison.notes[0] and "not judged: " in comparison.notes[0]
-    now.arms[1].per_sample_ms = times(1.9, 7)  # beyond the change of the reference it still shows
-    assert slower(compared(now, then)) == ["ultra"]
+
+
+@pytest.mark.parametrize("load", [Load(others=0.01), BUSY])
+def test_a_change_of_all_arms_is_stated_of_all_and_what_is_left_is_judged(load: Load) -> None:
+    for seed in range(10):
+        now = result(seed, none=3.0, ultra=1.5)
+        now.load = load
+        comparison = compared(now)
+        (text,) = [*comparison.regressions, *comparison.notes]
+        factor, low, high = map(float, re.findall(r"\d\.\d\d", text))
+        assert text.startswith("all arms took ")
+        assert low < factor < high and factor == pytest.approx(3, rel=0.05)
+        assert bool(comparison.notes) is ("not judged: " in text) is (load is BUSY)
+        now.arms[1].per_sample_ms = times(1.5 * 1.27, seed)  # beyond the change of all
+        comparison = compared(now)
+        assert slower(comparison)[-1] == "ultra" and "next to none" in comparison.regressions[-1]
+        assert sum("all arms" in line for line in comparison.plain()["sentences"]) == 1
+    assert compared(result(1, none=0.5, ultra=0.25)).notes[0].startswith("all arms took 0.5")
+
+
+@pytest.mark.parametrize("name", ["none", "ultra"])
+def test_what_one_arm_alone_takes_is_no_change_of_all(name: str) -> None:
+    comparison = compared(result(1, **{"none": 1.0, "ultra": 0.5, name: 1.27}))
+    assert slower(comparison) == [name]
+    assert "all arms" not in "".join(comparison.plain()["sentences"])
 
 
 def test_a_reference_that_got_faster_makes_no_regression_of_the_others() -> None:

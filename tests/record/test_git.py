@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +85,20 @@ def without_a_tree(repository: Path, trap: Path) -> None:
         git(repository, "config", key, value)
 
 
+def with_hooks(repository: Path, trap: Path) -> None:
+    for name in ("post-index-change", "fsmonitor-watchman", "query-watchman"):
+        shutil.copy(trap, repository / ".git/hooks" / name)
+    rewrite(repository / "model.py")
+
+
+def with_other_programs(repository: Path, trap: Path) -> None:
+    keys = ("core.pager", "pager.status", "diff.external", "diff.x.textconv", "diff.x.command",
+            "core.editor", "core.askPass", "credential.helper", "gpg.program",
+            "filter.x.smudge")  # fmt: skip
+    with_filter(repository, *keys, trap=trap)
+    git(repository, "config", "alias.status", f"!{trap}")
+
+
 def with_include(repository: Path, trap: Path) -> None:
     with_filter(repository, trap=trap)
     (repository / "more").write_text(f'[filter "x"]\nclean = {trap}\n[core]\nfsmonitor = {trap}\n')
@@ -116,13 +132,16 @@ TRAPS: dict[str, Callable[[Path, Path], None]] = {
     "filter.process": lambda folder, trap: with_filter(folder, "filter.x.process", trap=trap),
     "partial clone": without_a_tree,
     "fsmonitor": lambda folder, trap: with_filter(folder, "core.fsmonitor", trap=trap),
+    "hooks": with_hooks,
+    "pager, external diff, textconv": with_other_programs,
     "include.path": with_include,
     "submodule": with_submodule,
     "a git in the folder": with_programs_in_path,
     "a key in a value": with_a_key_in_a_value,
     "an include in a value": with_an_include_in_a_value,
 }
-NOT_RUN_BY_GIT_STATUS = ("a key in a value", "an include in a value")
+NOT_RUN_BY_GIT_STATUS = ("hooks", "pager, external diff, textconv", "a key in a value",
+                         "an include in a value")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAPS)
@@ -142,6 +161,15 @@ def test_no_program_that_a_repository_names_is_run(
             capture_output=True,
         )  # fmt: skip
         assert (trap.parent / "sprung").exists()
+
+
+def test_dirty_is_left_out_where_only_a_filter_could_tell(repository: Path, trap: Path) -> None:
+    with_filter(repository, trap=trap)
+    state = read_git_state(repository)
+    assert state is not None and state["dirty"] is False  # the file that was committed
+    (repository / "model.py").write_text("width = 2\n")
+    state = read_git_state(repository)
+    assert state is not None and "dirty" not in state and state["branch"] == "trunk"
 
 
 def change_nothing(_: Path) -> bool:
@@ -217,6 +245,18 @@ def test_a_repository_of_sha256_is_read(tmp_path: Path) -> None:
     assert state["dirty"] is False
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives away")
+def test_another_users_repository_is_read_as_any(repository: Path) -> None:
+    for path in (repository, *repository.rglob("*")):
+        os.chown(path, 12345, 12345)
+    refused = subprocess.run(
+        ["git", "status"], cwd=repository, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert "dubious ownership" in refused.stderr
+    state = read_git_state(repository)
+    assert state is not None and state["commit"] and state["dirty"] is False
+
+
 def test_the_environment_leads_to_no_other_repository(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: Path
 ) -> None:
@@ -247,3 +287,21 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(
     state = read_git_state(repository)
     assert time.monotonic() - before < 30
     assert state == ({"commit": commit} if name == "index" else None)
+
+
+def test_a_run_in_such_a_repository_starts_nothing_of_it(
+    repository: Path, trap: Path, tmp_path: Path
+) -> None:
+    with_submodule(repository, trap)
+    with_filter(repository, "filter.x.clean", "filter.x.process", "core.fsmonitor", trap=trap)
+    without_a_tree(repository, trap)
+    (tmp_path / "sprung").unlink(missing_ok=True)
+    (repository / "model.py").write_text("width = 2\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner", "training.steps=1", "debug=none", "checkpoint=off",
+         "hydra.run.dir=outputs/run"], cwd=repository, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "sprung").exists()
+    summary = json.loads((repository / "outputs/run/summary.json").read_text())
+    assert summary["git"] == {"commit": git(repository, "rev-parse", "HEAD")}

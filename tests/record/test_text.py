@@ -12,7 +12,7 @@ from torch import nn
 from runner.errors import ConfigError
 from runner.overrides.spelling import parse_override
 from runner.record.storage import read_record
-from runner.record.text import describe_error, quote_for_shell
+from runner.record.text import describe_error, quote_for_shell, shorten
 from runner.security.registry import construct
 
 NAMES = [
@@ -57,6 +57,13 @@ def test_a_fault_without_a_line_of_the_users_is_placed_where_it_was_raised(tmp_p
     raised.value.__traceback__ = trail.tb_next  # without this test's own line
     said, file, _ = describe_error(raised.value)
     assert said.startswith("FileNotFoundError: ") and file != __file__
+
+
+def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
+    reason = "torch 2.13.0 took 0.85 ms, e.g. for x.csv, and 1.25 more"
+    for most in range(5, len(reason)):
+        words = shorten(reason, most).removesuffix(" …").split()
+        assert words == reason.split()[: len(words)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -126,6 +126,19 @@ def show(folder: Path, record: str, forged: Tree, capsys: pytest.CaptureFixture[
     return shown.out
 
 
+def test_the_heading_of_a_metric_is_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"val/{HOSTILE}"
+    for number in range(2):
+        run(tmp_path / str(number), [f"seed={number}"], metrics={name: 0.9}, monitor=name)
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    check_text(shown.out)
+    check_text(shown.err)
+    assert "best val/evil\\x1b[2J" in STYLED.sub("", shown.out)
+
+
 def test_names_of_folders_are_shown_as_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,12 @@ def test_odd_values_are_warned_of_and_not_refused(
     assert all(r.severity is Severity.WARNING for r in found.assessment.reasons)
 
 
+def test_a_bare_tensor_is_warned_of_as_those_of_a_state_dict_are(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(torch.tensor([1.0, float("nan")]), path)
+    assert codes(open_file(path, pinned(path))) == [("weights.not_finite", "")]
+
+
 def many(folder: Path) -> bytes:
     """The table at the end is longer than what one would look at, and the pickle is its first."""
     return saved({"x": Mark(folder / "mark"), **{f"{i}": torch.ones(1) for i in range(1500)}})
