@@ -25,7 +25,7 @@ from runner.debug.sections import Totals, collect
 from runner.debug.tool import Tool
 from runner.record import markdown as md
 from runner.record.storage import replace_text
-from runner.training.hook import Step
+from runner.training.hook import Report, Step
 from runner.training.run import Run
 from runner.training.step import overrides_event
 from runner.training.timing import PHASES, SETTLING
@@ -61,6 +61,7 @@ class ProfileTool(Tool):
         self.verdicts: list[str] = []
         self.facts = Facts({})
         self.collected = 0.0  # seconds for which sections were counted
+        self.tools = 0.0  # seconds of the other debug tools, without what they draw at the end
 
     def due(self, step: int) -> bool:
         """At the ends of windows, and at each step in one."""
@@ -95,6 +96,11 @@ class ProfileTool(Tool):
             self._begin(run, step.number)
         elif self.window.step() or step.number >= run.total_steps:
             self._close(run, self.window)
+
+    def on_report(self, run: Run, report: Report) -> None:
+        """Remember what the other tools took so far."""
+        tools = (hook for hook in run.hooks if isinstance(hook, Tool) and hook is not self)
+        self.tools = sum(tool.seconds for tool in tools)
 
     # -- windows -------------------------------------------------------------------------------
 
@@ -173,7 +179,7 @@ class ProfileTool(Tool):
     # -- findings ------------------------------------------------------------------------------
 
     def _judge(self, run: Run) -> None:
-        self.facts = _collect_facts(run, self.trace, self.excluded)
+        self.facts = _collect_facts(run, self.trace, self.excluded, self.tools)
         self.verdicts = verdicts(self.facts)
         self.finding = "; ".join(self.verdicts[:2])
 
@@ -224,7 +230,7 @@ class ProfileTool(Tool):
         split = [("a step", f"{self.facts.step_ms:.3g} ms")]
         split += [(PHASE_NAMES.get(k, k), f"{v:.1%}") for k, v in self.facts.split.items() if v]
         lines += ["## Time of a step", "", md.table(("", ""), split), ""]
-        lines += ["Of the steps that were not profiled.", ""]
+        lines += ["Of the steps that were not profiled, without the time of debug tools.", ""]
         if self.trace is not None:
             row = self.windows[-1]
             lines += [f"## Steps {row['first']} to {row['first'] + row['steps'] - 1}, profiled", ""]
@@ -266,9 +272,16 @@ def _place_window(run: Run, step: int, warmup: int, steps: int) -> tuple[int, in
     return steps, next((first for first in range(step, latest + 1) if is_clear(first)), step)
 
 
-def _collect_facts(run: Run, trace: Trace | None, excluded: dict[str, float]) -> Facts:
-    """What is known of the run's steps; `excluded` are seconds of windows by phase."""
+def _collect_facts(
+    run: Run, trace: Trace | None, excluded: dict[str, float], tools: float
+) -> Facts:
+    """What is known of the run's steps; `excluded` are seconds of windows by phase.
+
+    The seconds of other debug `tools` lie between steps for the most part: more than the truth is
+    excluded rather than less.
+    """
     spent = {phase: max(0.0, run.watch.spent[phase] - excluded[phase]) for phase in PHASES}
+    spent["other"] = max(0.0, spent["other"] - tools)
     if not any(spent.values()):
         spent = dict(run.watch.spent)
     whole = sum(spent.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -73,6 +74,7 @@ class Trace:
     seconds: float = 0.0  # wall time of the steps
     operators: list[TracedOperator] = field(default_factory=list)  # the longest first
     modules: list[Module] = field(default_factory=list)
+    module_steps: dict[str, list[float]] = field(default_factory=dict)  # seconds in each step
     on_device: bool = False  # times are those of an accelerator's kernels
     busy: float | None = None  # share of the time in which the device computed
     copies: float = 0.0  # seconds of copies between host and device
@@ -103,9 +105,17 @@ class Trace:
 
     @property
     def hot_spot(self) -> tuple[Module | None, float]:
-        """The module that takes the most, and its share of the operators' time."""
-        most = next((module for module in self.modules if module.name != OUTSIDE), None)
-        return most, most.seconds / (self.operator_seconds or 1.0) if most is not None else 0.0
+        """The module that takes the most of a median step, and its share of the operators' time.
+
+        The median, since the scheduler's pauses lengthen single steps.
+        """
+        typical = {m.name: median(self.module_steps.get(m.name, [0.0])) for m in self.modules}
+        inside = [module for module in self.modules if module.name != OUTSIDE]
+        if not inside:
+            return None, 0.0
+        most = max(inside, key=lambda module: typical[module.name])
+        whole = median(map(sum, zip(*self.module_steps.values(), strict=True)))
+        return most, typical[most.name] / (whole or 1.0)
 
     @property
     def kinds(self) -> dict[str, float]:
@@ -140,7 +150,7 @@ def read_events(events: Iterable[Any], steps: int) -> Trace:
     ranges = [e.time_range for e in host if e.name.startswith("ProfilerStep")][:steps]
     trace = Trace(len(ranges), sum(r.elapsed_us() for r in ranges) / 1e6)
     trace.on_device = bool(device)
-    reader = _Reader(trace)
+    reader = _Reader(trace, [r.start for r in ranges])
     for event in host:
         reader.read(event)
     reader.finish()
@@ -163,13 +173,13 @@ def _covered(ranges: list[Any]) -> float:
 class _Reader:
     """Adds up events, parents before their children; a backward counts for its forward's module."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, starts: list[float]) -> None:
+        self.trace, self.starts = trace, starts  # of the steps, µs
         self.places: dict[int, tuple[str, int | None]] = {}  # module and backward, by event
         self.operators: dict[str, TracedOperator] = {}
         self.modules: dict[str, Module] = {}
         self.owners: dict[int, str] = {}  # module by sequence number
-        self.backwards: list[tuple[int, float]] = []  # number, seconds
+        self.backwards: list[tuple[int, float, int]] = []  # number, seconds, step
 
     def read(self, event: Any) -> None:
         """Count an event of the host."""
@@ -199,18 +209,24 @@ class _Reader:
         operator.device_seconds += event.self_device_time_total / 1e6
         on_device = self.trace.on_device
         spent = event.self_device_time_total if on_device else event.self_cpu_time_total
+        step = max(0, bisect_right(self.starts, event.time_range.start) - 1)
         if backward is None:
-            self._module(module).operators += 1
             self._module(module).forward += spent / 1e6
+            self._add(module, spent / 1e6, step)
         else:  # the forward may be read later, on another thread
-            self.backwards.append((backward, spent / 1e6))
+            self.backwards.append((backward, spent / 1e6, step))
+
+    def _add(self, module: str, seconds: float, step: int) -> None:
+        self._module(module).operators += 1
+        steps = self.trace.module_steps.setdefault(module, [0.0] * max(1, len(self.starts)))
+        steps[step] += seconds
 
     def finish(self) -> None:
         """Give each backward to its module, and put the longest first."""
-        for number, seconds in self.backwards:
-            module = self._module(self.owners.get(number, OUTSIDE))
-            module.operators += 1
-            module.backward += seconds
+        for number, seconds, step in self.backwards:
+            module = self.owners.get(number, OUTSIDE)
+            self._module(module).backward += seconds
+            self._add(module, seconds, step)
         trace = self.trace
         trace.operators = sorted(self.operators.values(), key=trace.spent, reverse=True)
         if len(self.modules) > (OUTSIDE in self.modules):

@@ -15,9 +15,11 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 from runner import Hook, build, compose, profile, train
+from runner.debug.config import DebugConfig
 from runner.debug.profile import ProfileTool
 from runner.debug.profile_report import Facts, operator_name, verdicts
-from runner.debug.profile_trace import operator_kind, read_events
+from runner.debug.profile_trace import Module, Trace, operator_kind, read_events
+from runner.debug.tool import Tool
 from runner.training.hook import Step
 from runner.training.run import Run
 from runner.training.summary import Summary
@@ -82,6 +84,25 @@ def test_a_run_is_told_what_keeps_it_from_being_faster(
     assert row.seconds > 0
 
 
+class Slow(Tool):
+    """A debug tool that takes longer than the steps, between them."""
+
+    name = "slow"
+
+    def on_step(self, run: Run, step: Step) -> None:
+        with self.timed():
+            for _ in range(2):
+                Dawdling().on_step(run, step)
+
+
+def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
+    tool, _, run = profiled([*SMALL, "model.width=8"], hook=Slow(DebugConfig()))
+    assert run.watch.spent["other"] > 0.25 * sum(run.watch.spent.values()), "it did take long"
+    assert not any("between steps" in said for said in tool.verdicts), tool.verdicts
+    assert tool.facts.split["other"] < 0.25
+    assert "without the time of debug tools" in tool.markdown()
+
+
 def test_a_run_whose_time_goes_to_few_long_operators_is_not_bound_by_its_many_short_ones() -> None:
     most = {"operators": 1800.0, "operator_share": 0.9, "calling": 0.3}
     (said,) = verdicts(Facts({}, kinds={"convolutions": 0.55, "matrix products": 0.03}, **most))
@@ -140,6 +161,14 @@ def test_a_loop_of_small_operators_is_host_bound_and_its_module_is_named() -> No
     assert finding.startswith("host-bound: "), verdicts
     assert "% of the operators' time is in encoder.loop.layer, which makes " in finding
     assert "operators on whole tensors instead of a loop over samples or time" in finding
+
+
+def test_a_pause_of_the_scheduler_makes_no_module_the_hot_spot() -> None:
+    steps = {"small": [0.001] * 4 + [1.0], "large": [0.003] * 5}
+    modules = [Module(name, forward=sum(seconds)) for name, seconds in steps.items()]
+    module, share = Trace(5, modules=modules, module_steps=steps).hot_spot
+    assert module is not None and module.name == "large"
+    assert share == pytest.approx(0.75)
 
 
 def test_the_only_large_product_is_named_as_the_hot_spot_and_is_not_host_bound() -> None:
