@@ -115,6 +115,8 @@ def step_seconds(draft: RunBuilder) -> float:
                 probe.forward(draft, inputs)
             except Exception as error:
                 if not is_out_of_memory(error):
+                    if seconds:
+                        break  # training will meet it, and say where
                     raise
                 release_references(error)
                 raise NotRestorable("a forward does not fit in memory") from None
