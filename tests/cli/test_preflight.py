@@ -42,7 +42,7 @@ def ask(*typed: str) -> Request:
         ("optimization.strict=3.5", "optimization.strict: '3.5' is not true or false"),
         ("device.kind=gpu", "device.kind: 'gpu' is not one of auto, cpu, cuda, mps"),
         ("optimization.compile=true", "as optimization.compile.enabled=true"),
-        ("stability.recovery=[{knd:spike}]", "knd: Key 'knd' not in 'Rule'; there are kind, "),
+        ("stability.recovery=[{knd:spike}]", "knd: Key 'knd' not in 'RecoveryRule'; there are "),
         ("debug.hooks=mine", "debug.hooks: is a list; write debug.hooks=[…]"),
         ("name=[a,b]", "name: ['a', 'b'] is not one value"),
         ("seed=null", "seed: null is no value for it"),

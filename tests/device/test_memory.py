@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -57,9 +58,10 @@ def test_available_memory_is_less_than_all_there_is_and_a_cpu_has_none_of_its_ow
 
 
 def hold(mib: int) -> None:
-    """More than 32 MiB is always mapped afresh; less may come from pages the heap still holds."""
-    block = bytearray(b"x") * (mib * MIB)
-    del block
+    """Hold so much and let go; mapped, since earlier tests may have malloc keep what is freed."""
+    with mmap.mmap(-1, mib * MIB) as block:
+        for _ in range(mib):
+            block.write(b"x" * MIB)
 
 
 def added(stretch: phases.MemoryPeak) -> float:
